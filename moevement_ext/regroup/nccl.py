@@ -16,8 +16,10 @@ import gc
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed import ProcessGroupNCCL, Store
@@ -153,7 +155,7 @@ class Nccl:
                 list(pool.map(_abort, backends))
 
     def end_calls(self) -> None:
-        """Close groups of calls that an error left open on this thread; reset torch's count.
+        """Close groups of calls that an error left open; reset torch's count. Training thread.
 
         While a group is open on a thread, NCCL only records that thread's calls, of any
         communicator, and starts none; a communicator created meanwhile has no ranks yet. An
@@ -161,7 +163,17 @@ class Nccl:
         `ProcessGroupNCCL` opens another around each send and receive, and torch counts only the
         first kind. A failing end closes the group but stays in torch's count. (Read in torch 2.11
         and 2.14 and NCCL 2.28; seen on a GPU with torch 2.11.)
+
+        An exchange of tokens opens a group, too (`all2all_single_unequal_split`), in a backward
+        pass on the thread that computes gradients: one per GPU, for the lifetime of the process.
         """
+        self._end_calls_of_thread()
+        if torch.cuda.is_initialized():
+            device = torch.device('cuda', torch.cuda.current_device())
+            with suppress(RuntimeError):  # of a lost GPU, which `check_device` reports
+                _on_gradient_thread(device, self._end_calls_of_thread)
+
+    def _end_calls_of_thread(self) -> None:
         for _ in range(_DEEPEST):
             if self._end() == _NOT_IN_A_GROUP:
                 break
@@ -183,6 +195,28 @@ class Nccl:
         """
         torch.cuda.synchronize()
         torch.ones(1, device=torch.cuda.current_device()).add_(1).item()
+
+
+class _Call(torch.autograd.Function):
+    """Passes a tensor on; its backward pass makes a call."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, call: Callable[[], None]) -> torch.Tensor:
+        ctx.call = call
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.call()
+        return gradients[0], None
+
+
+def _on_gradient_thread(device: torch.device, call: Callable[[], None]) -> None:
+    """Make a call where torch computes gradients of this device; queues nothing on the device."""
+    nothing = torch.empty(0, device=device, requires_grad=True)
+    with torch.enable_grad():
+        passed = _Call.apply(nothing, call)
+    torch.autograd.backward(passed, torch.empty(0, device=device))
 
 
 def _abort(backend: ProcessGroupNCCL) -> None:

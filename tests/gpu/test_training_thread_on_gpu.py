@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A training thread that waits for its GPU is seen to wait for others, by another thread."""
 
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from moevement_ext.membership.training_thread import TrainingThread
+from moevement_ext.regroup import nccl
 
 pytestmark = [
     pytest.mark.gpu,
@@ -56,3 +58,20 @@ def test_recording_survives_a_look(watching: ThreadPoolExecutor) -> None:
         watching.submit(thread.look).result(DEADLINE_S)
     graph.replay()
     assert torch.equal(doubled.cpu(), torch.full((8,), 2.0))
+
+
+def test_groups_of_calls_that_a_backward_pass_left_open_are_closed() -> None:
+    """Gradients are computed on another thread."""
+    calls, device = nccl.Nccl(), torch.device('cuda', torch.cuda.current_device())
+    torch.zeros(1, device=device)
+    threads, ended = [], []
+
+    def open_group() -> None:
+        threads.append(threading.get_ident())
+        assert calls._library.ncclGroupStart() == 0
+
+    nccl._on_gradient_thread(device, open_group)
+    calls.end_calls()
+    nccl._on_gradient_thread(device, lambda: ended.append(calls._library.ncclGroupEnd()))
+    assert threads != [threading.get_ident()]
+    assert ended == [nccl._NOT_IN_A_GROUP]

@@ -3,6 +3,7 @@
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 from unittest.mock import Mock
@@ -176,6 +177,42 @@ def test_all_groups_of_calls_of_a_thread_are_closed_regardless_of_torchs_count()
         calls.end_calls()
         assert library.ncclGroupEnd() == _NOT_IN_A_GROUP
         assert calls._count().value == 0
+
+
+def test_groups_of_calls_of_a_backward_pass_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients on a GPU have a thread of their own."""
+    calls = Nccl()
+    monkeypatch.setattr(torch.cuda, 'is_initialized', lambda: True)
+    monkeypatch.setattr(torch.cuda, 'current_device', lambda: 3)
+    with ThreadPoolExecutor(1) as gradients:
+        seen = []
+
+        def there(device: torch.device, call: Any) -> None:
+            seen.append(device)
+            gradients.submit(call).result(DEADLINE.total_seconds())
+
+        monkeypatch.setattr(nccl, '_on_gradient_thread', there)
+        assert gradients.submit(calls._library.ncclGroupStart).result() == 0
+        calls.end_calls()
+        assert gradients.submit(calls._library.ncclGroupEnd).result() == _NOT_IN_A_GROUP
+        assert seen == [torch.device('cuda', 3)]
+
+
+def test_calls_are_made_in_a_backward_pass() -> None:
+    made: list[int] = []
+    with torch.no_grad():
+        nccl._on_gradient_thread(
+            torch.device('cpu'), lambda: made.append(torch._C._current_graph_task_id())
+        )
+    assert len(made) == 1 and made[0] >= 0
+
+
+def test_lost_gpu_is_left_to_the_check_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No backward pass runs on it."""
+    monkeypatch.setattr(torch.cuda, 'is_initialized', lambda: True)
+    monkeypatch.setattr(torch.cuda, 'current_device', lambda: 0)
+    monkeypatch.setattr(nccl, '_on_gradient_thread', Mock(side_effect=RuntimeError('lost')))
+    Nccl().end_calls()
 
 
 def test_unused_memory_is_freed_before_communicators_are_created() -> None:
