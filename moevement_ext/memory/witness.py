@@ -47,7 +47,7 @@ class Witness:
             _write(self._path, msgspec.msgpack.encode(self._headers))
         except (OSError, HostMemoryError) as error:
             logger.warning('headers of captured slots are kept in this process only: %s', error)
-            self._path.unlink(missing_ok=True)
+            _unfinished(self._path).unlink(missing_ok=True)  # the earlier headers stay
 
     def forget(self) -> None:
         """Drop all headers, once a recovery is accepted or the history is abandoned."""
@@ -65,11 +65,15 @@ def _bare(header: SlotHeader) -> SlotHeader:
 
 
 def _write(path: Path, content: bytes) -> None:
-    new = path.with_name(path.name + '.new')
+    new = _unfinished(path)
     new.unlink(missing_ok=True)
     with os.fdopen(private.open_file(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL), 'wb') as file:
         file.write(xxhash.xxh3_64_digest(content) + content)
     os.rename(new, path)
+
+
+def _unfinished(path: Path) -> Path:
+    return path.with_name(path.name + '.new')
 
 
 def _read(path: Path) -> list[SlotHeader]:

@@ -51,17 +51,29 @@ def test_damaged_file_is_ignored(cut: int, path: Path, caplog: pytest.LogCapture
     assert 'is ignored' in caplog.text
 
 
+def test_damaged_file_that_can_be_decoded_is_ignored(path: Path) -> None:
+    """Else a wrong checksum in it would refuse a right recovery."""
+    Witness(path).remember([header_of(0)])
+    damaged = bytearray(path.read_bytes())
+    damaged[0] ^= 1
+    path.write_bytes(damaged)
+    assert Witness(path).after(-1) == []
+
+
 def test_headers_stay_in_memory_if_the_file_cannot_be_written(
     path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def full(where: Path, content: bytes) -> None:
+    def full(new: Path, to: Path) -> None:
         raise OSError('no space left on device')
 
-    monkeypatch.setattr(module, '_write', full)
+    Witness(path).remember([header_of(0)])
+    monkeypatch.setattr(module.os, 'rename', full)
     witness = Witness(path)
-    witness.remember([header_of(0)])
-    assert len(witness.after(-1)) == 1
+    witness.remember([header_of(1)])
+    assert [header.slot for header in witness.after(-1)] == [1, 0]
     assert 'in this process only' in caplog.text
+    assert [header.slot for header in Witness(path).after(-1)] == [0], 'of an earlier process'
+    assert list(path.parent.iterdir()) == [path], 'the unfinished file takes no space'
 
 
 def test_memory_plan_has_space_for_the_file(path: Path) -> None:
