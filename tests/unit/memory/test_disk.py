@@ -11,12 +11,18 @@ from pathlib import Path
 import pytest
 
 from moevement_ext.errors import UserError
+from moevement_ext.memory import disk as module
 from moevement_ext.memory.disk import DiskWindows
 from moevement_ext.memory.window.expected import Expected
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.name import RankIdentity
 from moevement_ext.memory.window.reader import WindowReader
-from moevement_ext.memory.window.refused import CorruptWindow, RefusedWindow, TruncatedWindow
+from moevement_ext.memory.window.refused import (
+    CorruptWindow,
+    RefusedWindow,
+    TruncatedWindow,
+    UnreadableWindow,
+)
 from moevement_ext.memory.window.slot import SlotHeader
 from tests.distributed.conftest import mounted_tmpfs
 from tests.unit.forks import Forked
@@ -81,20 +87,28 @@ def test_copy_has_the_bytes_of_the_window(disk: DiskWindows, tmp_path: Path) -> 
 
 @pytest.fixture
 def on_disk(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is synced, a directory or a file that may have no name yet, and renamed, in order."""
+    """What is synced, a directory or a file that may have no name yet, dropped from the page cache,
+    and renamed, in order."""
     steps: list[str] = []
-    sync, rename = os.fsync, os.rename
+    sync, drop, rename = os.fsync, os.posix_fadvise, os.rename
 
     def noted_sync(fd: int) -> None:
         path = Path(os.readlink(f'/proc/self/fd/{fd}'))
         steps.append(f'sync {"/" if path.is_dir() else path.name}')
         sync(fd)
 
+    def noted_drop(fd: int, begin: int, nbytes: int, advice: int) -> None:
+        assert advice == os.POSIX_FADV_DONTNEED
+        steps.append('drop all' if (begin, nbytes) == (0, 0) else f'drop {begin} {nbytes}')
+        drop(fd, begin, nbytes, advice)
+
     def noted_rename(before: Path, after: Path) -> None:
         steps.append(f'{before.name} -> {after.name}')
         rename(before, after)
 
     monkeypatch.setattr(os, 'fsync', noted_sync)
+    monkeypatch.setattr(os, 'fdatasync', noted_sync)
+    monkeypatch.setattr(os, 'posix_fadvise', noted_drop)
     monkeypatch.setattr(os, 'rename', noted_rename)
     return steps
 
@@ -105,7 +119,17 @@ def test_window_gets_its_name_between_syncs_of_bytes_and_name(
     """Else a loss of power could leave the name without the bytes, or lose the name."""
     write(disk, tmp_path, 3)
     writing, window = 'writing-3-plan1.window', 'window-3-plan1.window'
-    assert on_disk == [f'sync {writing}', f'{writing} -> {window}', 'sync /']
+    assert on_disk == [f'sync {writing}', 'drop all', f'{writing} -> {window}', 'sync /']
+
+
+def test_a_large_window_fills_no_page_cache_while_it_is_written(
+    disk: DiskWindows, tmp_path: Path, on_disk: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, 'CHUNK_BYTES', 2**15)
+    monkeypatch.setattr(module, '_SYNC_BYTES', 2**15)
+    write(disk, tmp_path, 3)
+    synced = 'sync writing-3-plan1.window'
+    assert on_disk[:4] == [synced, f'drop 0 {2**15}', synced, f'drop {2**15} {2**15}']
 
 
 def test_note_of_a_complete_window_survives_a_loss_of_power(
@@ -178,6 +202,13 @@ def test_renamed_window_is_refused(disk: DiskWindows, tmp_path: Path) -> None:
     os.rename(disk.stored()[0].path, disk.path / 'window-3-plan1.window')
     with pytest.raises(RefusedWindow):
         read(disk, tmp_path, 3)
+
+
+def test_window_that_other_users_may_open_is_refused(disk: DiskWindows, tmp_path: Path) -> None:
+    write(disk, tmp_path, 0)
+    disk.stored()[0].path.chmod(0o644)
+    with pytest.raises(UnreadableWindow, match='open to other users'):
+        read(disk, tmp_path)
 
 
 def test_window_that_changes_during_its_copy_is_discarded(

@@ -74,6 +74,12 @@ def test_space_taken_meanwhile_is_refused(
     with pytest.raises(HostMemoryError, match=f'cannot reserve {SIZE} bytes for file in'):
         map_new(shm / 'file', SIZE)
     assert not (shm / 'file').exists()
+    former = shm / 'former'
+    former.touch(mode=0o600)
+    former.write_bytes(bytes(PAGESIZE))
+    with pytest.raises(HostMemoryError):
+        map_anew(former, SIZE)
+    assert former.stat().st_size == PAGESIZE
 
 
 def test_old_kernel_falls_back_to_fallocate(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:

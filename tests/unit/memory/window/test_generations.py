@@ -128,6 +128,9 @@ def test_rollback_frees_later_windows(store: NodeStore) -> None:
     commit(windows, 3)
     commit(windows, 6)
     assert starts(windows) == [6, 3, 0]
+    windows.persisted(named(3))
+    windows.discard_after(3)
+    assert windows.newest_persisted == named(3), 'the start of the rollback stays persisted'
 
 
 @pytest.mark.parametrize('plan', ['', '../../x', 'a-b', 'a/b', 'x' * 101])

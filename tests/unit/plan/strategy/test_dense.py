@@ -3,6 +3,7 @@
 
 import math
 
+import msgspec
 import pytest
 
 from moevement_ext.config import INTERVAL_RULES
@@ -62,8 +63,9 @@ def test_checkfreq_profiles_first_and_grows_on_a_broken_bound() -> None:
 
 
 def test_checkfreq_uses_the_slowest_rank() -> None:
+    """The others wait for it, and measure longer iterations."""
     strategy = checkfreq(None, 0.03)
-    loads = [load(0.0), load(0.3)]
+    loads = [msgspec.structs.replace(load(0.0), iteration_s=1.3), load(0.3)]
     present = strategy.first()
     assert strategy.next(present, loads) is None
     changed = strategy.next(present, loads)
@@ -90,6 +92,15 @@ def test_gemini_amortizes_the_stall_of_its_copy() -> None:
     assert best_interval('oracle', 1.0, (0.8, 0.8), 60.0) == 1
     assert best_interval('oracle', 1.0, (1.0, 1.0), 60.0) == 5
     assert best_interval('oracle', 1.0, (1.0, 1.0), 3600.0) > 30
+
+
+def test_gemini_uses_the_slowest_rank() -> None:
+    strategy = gemini('oracle', 3600.0)
+    waiting = msgspec.structs.replace(load(checkpoint_s=(0.5, 0.5)), iteration_s=1.3)
+    loads = [waiting, load(checkpoint_s=(0.5, 4.0))]
+    assert strategy.next(strategy.first(), loads) is None
+    changed = strategy.next(strategy.first(), loads)
+    assert changed is not None and changed.period == 5
 
 
 def test_gemini_follows_measurements_that_matter() -> None:
