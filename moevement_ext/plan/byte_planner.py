@@ -161,11 +161,11 @@ def fewest_slots(operators: OperatorTable, budget: int) -> WindowPlan:
     """
     if budget < 1:
         raise ValueError(f'budgets must be at least 1 byte per iteration, got {budget}')
-    totals, cap = _Totals(operators.full, operators.weights), min(budget, _UNLIMITED)
+    totals = _Totals(operators.full, operators.weights)
     alone = totals.alone()
-    for operator, rank in np.argwhere(alone > cap)[:1].tolist():
-        raise InfeasiblePlan(operators.names[operator], rank, int(alone[operator, rank]), cap)
-    return balanced(operators, max(1, len(totals.fill(cap, len(operators)))))
+    for operator, rank in np.argwhere(alone > budget)[:1].tolist():
+        raise InfeasiblePlan(operators.names[operator], rank, int(alone[operator, rank]), budget)
+    return balanced(operators, max(1, len(totals.fill(budget, len(operators)))))
 
 
 def balanced(operators: OperatorTable, window: int) -> WindowPlan:
