@@ -5,10 +5,15 @@
 # a folder that no other program reads. They use the torch and Megatron of .venv, whatever versions
 # they require. A second call is instant.
 #
-#   scripts/setup_env.sh && scripts/peers.sh && .venv/bin/python -m tools.compare peers
+#   scripts/peers.sh && .venv/bin/python -m tools.compare peers
 
 set -euo pipefail
+(($# == 0)) || {
+    echo "$0: $1: there are no flags; the head of this file says what it does" >&2
+    exit 2
+}
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+scripts/setup_env.sh
 
 readonly TARGET=.peers
 readonly PEERS=(nvidia-resiliency-ext==0.7.0 lm-resiliency==0.2.0 torchft==0.2.0)

@@ -20,6 +20,10 @@ while (($#)) && [[ $1 != -- ]]; do
     allocation+=("$1")
     shift
 done
+command -v salloc >/dev/null || {
+    echo "$0: salloc is not in the PATH: run this on a host of the Slurm cluster" >&2
+    exit 2
+}
 # Slurm signals batch scripts and steps, but not programs that salloc runs.
 export BEFORE_END=${BEFORE_END:-120}
 exec salloc --job-name=moevement --nodes=5 --ntasks-per-node=1 --gpus-per-node=8 \

@@ -7,6 +7,7 @@ import importlib.util
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -313,6 +314,20 @@ def test_slurm_from_here_has_the_launcher_look_for_the_end(
     assert command[:2] == ['-m', 'moevement_ext.slurm']
     assert parse(command[2:]).before_end_s == 120.0
     assert command[command.index('--') + 1] == str(ROOT / 'pretrain_gpt.py')
+
+
+def test_slurm_from_here_names_a_missing_slurm(tmp_path: Path) -> None:
+    (tmp_path / 'dirname').symlink_to(shutil.which('dirname') or '')
+    script = ROOT / 'scripts' / 'slurm_from_here.sh'
+    result = run(shutil.which('bash') or '', script, '--nodes=9', env={'PATH': str(tmp_path)})
+    assert result.returncode == 2
+    assert 'run this on a host of the Slurm cluster' in result.stderr
+
+
+def test_peers_are_not_installed_for_a_flag() -> None:
+    result = run('bash', ROOT / 'scripts' / 'peers.sh', '--help')
+    assert result.returncode == 2
+    assert '--help: there are no flags' in result.stderr
 
 
 def test_workers_of_a_node_equal_its_requested_gpus() -> None:
