@@ -11,11 +11,17 @@ from tests.suite.sessions import PYTEST, session
 
 def main(argv: list[str]) -> int:
     """Return the exit status: 0 if all tests pass."""
-    parser = argparse.ArgumentParser(prog='scripts/test.sh', add_help=False, allow_abbrev=False)
-    parser.add_argument('--thorough', action='store_true')
-    parser.add_argument('--shard', type=shards.Shard.parse, metavar='I/N')
-    parser.add_argument('--since', metavar='REV')
-    parser.add_argument('--record', action='store_true')
+    parser = argparse.ArgumentParser(
+        prog='scripts/test.sh',
+        usage='%(prog)s [flags] [folder or file of tests ...] [options of pytest]',
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        '--thorough', action='store_true', help='also nearly redundant cases, and campaigns'
+    )
+    parser.add_argument('--shard', type=shards.Shard.parse, metavar='I/N', help='one of N parts')
+    parser.add_argument('--since', metavar='REV', help='tests that changes since then can affect')
+    parser.add_argument('--record', action='store_true', help='write the durations of test files')
     args, names = parser.parse_known_args(argv)
     if not names:
         return phases.run_all(phases.Plan(args.thorough, args.shard, args.since, args.record))

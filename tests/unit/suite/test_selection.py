@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.suite import selection
+from tests.suite.__main__ import main
 from tests.suite.phases import Phase
 from tests.suite.selection import ROOT, UnknownName, reach, with_paths
 
@@ -36,6 +37,12 @@ def test_paths_and_cases_are_unchanged() -> None:
 
 def test_options_alone_select_all_tests() -> None:
     assert with_paths(['-k', 'verdict', '-x']) == ['-k', 'verdict', '-x', 'tests']
+
+
+def test_help_lists_the_flags_of_the_suite(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(['--help'])
+    assert '--since REV' in capsys.readouterr().out
 
 
 def test_unknown_name_is_refused() -> None:
