@@ -42,9 +42,9 @@ class Stage(NamedTuple):
 
 STAGES = {
     'environment': Stage(environment.run, 'packages, versions and memory are as they must be'),
-    'copies': Stage(copies.run, 'captures are as fast as the machine and hold up nothing else'),
+    'copies': Stage(copies.run, 'captures are as fast as the machine and delay nothing else'),
     'tests': Stage(own_tests.run, 'tests/gpu passes, and the rules of Transformer Engine'),
-    'nccl': Stage(nccl.run, 'survivors of a killed rank are unblocked and connected anew'),
+    'nccl': Stage(nccl.run, 'survivors of a killed rank are unblocked and reconnected'),
     'one-rank': Stage(one_rank.run, 'a model of 0.3 G parameters recovers bit for bit'),
     'recorded': Stage(
         one_rank.run_recorded,

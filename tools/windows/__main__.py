@@ -54,7 +54,11 @@ _OF_A_RUN = ('export', 'check')
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_arguments(argv)
     if not args.directory.is_dir():
-        print(f'windows: {args.directory} is no directory', file=sys.stderr)
+        print(
+            f'windows: {args.directory} is no directory; give that of --sparse-ckpt-dir or '
+            '--sparse-ckpt-disk',
+            file=sys.stderr,
+        )
         return 2
     try:
         return _run(args)
@@ -120,10 +124,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(own)
     args.launch = launch
     if bool(args.launch) != (args.command in _OF_A_RUN):
-        parser.error(
-            '-- and the command that launches the run, or its flags, belong to '
-            f'{" and ".join(_OF_A_RUN)}, and to them only'
-        )
+        needed = 'put -- and the command that launches the run, or its flags, after the others'
+        surplus = f'leave out -- and what follows: it is for {" and ".join(_OF_A_RUN)}'
+        parser.error(f'{args.command}: {surplus if args.launch else needed}')
     return args
 
 

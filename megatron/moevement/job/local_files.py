@@ -66,5 +66,5 @@ def _is_number(text: str) -> bool:
 def _missing(rank: int, name: str, path: str) -> ConfigurationError:
     return ConfigurationError(
         f'--{name.replace("_", "-")}: {path} is not there for rank {rank} on {node_name()}; '
-        f'mount or copy it to that node, as it is on those of the other ranks.'
+        'correct the path, or mount or copy the file to that node.'
     )

@@ -421,14 +421,17 @@ def listed_newest(root: Path) -> int:
     return found.start + found.slots - 1
 
 
-def test_the_command_belongs_to_export_alone(root: Path) -> None:
-    for argv in (
-        ['export', str(root), '--to', 'torch_dist', '--output', 'dense'],
-        ['list', str(root), '--', 'true'],
+def test_the_command_belongs_to_export_alone(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for remedy, argv in (
+        ('export: put --', ['export', str(root), '--to', 'torch_dist', '--output', 'dense']),
+        ('list: leave out --', ['list', str(root), '--', 'true']),
     ):
         with pytest.raises(SystemExit) as end:
             main(argv)
         assert end.value.code == 2
+        assert remedy in capsys.readouterr().err
 
 
 def test_at_80_columns_nothing_is_cut_off(

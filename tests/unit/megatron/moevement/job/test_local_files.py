@@ -22,6 +22,7 @@ def test_missing_file_is_named(tmp_path: Path) -> None:
         refuse_missing(settings, rank=3)
     path = tmp_path / 'model'
     assert f'--tokenizer-model: {path} is not there for rank 3 on node7' in str(refused.value)
+    assert str(refused.value).endswith('correct the path, or mount or copy the file to that node.')
     path.touch()
     refuse_missing(settings, rank=3)
 
