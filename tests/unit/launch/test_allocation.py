@@ -9,7 +9,7 @@ import pytest
 from moevement_ext.config import ConfigurationError
 from moevement_ext.launch import allocation
 from moevement_ext.launch.allocation import History, go_back
-from moevement_ext.launch.launcher_events import NodeLost
+from moevement_ext.launch.launcher_events import NodeLost, NodeReady, WorkerLaunched
 
 pytestmark = pytest.mark.timed
 
@@ -104,8 +104,12 @@ def test_failed_requeue_leaves_the_job_unchanged(
     (programs / 'scontrol').write_text('#!/bin/sh\necho "$1" >>"$0.asked"\nexit 1\n')
     (programs / 'squeue.nodes').write_text('\n')
     monkeypatch.setenv('SLURM_JOB_ID', '42')
+    monkeypatch.setenv('SLURM_RESTART_COUNT', '1000')  # no limit, once a worker has started
     history = History()
-    history.note(NodeLost('b', 0, 'x'))
+    for event in (NodeLost('a', 0, 'x'), NodeLost('b', 0, 'x'), NodeReady('a')):
+        history.note(event)
+    history.note(WorkerLaunched(0, 1, 0, was_spare=False))
+    assert history.lost == {'b'}, 'the other host is back'
     go_back(history, lambda ranks: ranks)
     assert 'update' not in (programs / 'scontrol.asked').read_text()
     said = ''.join(capfd.readouterr())

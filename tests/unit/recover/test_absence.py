@@ -57,6 +57,12 @@ def test_refusal_names_ranks_without_windows_and_the_windows_of_others() -> None
     assert '--sparse-ckpt-forget goes on from the start' in said
 
 
+def test_first_window_counts() -> None:
+    assert 'had window 0' in refusal(held(0, 0), traces(0, -1), -1, CONFIG)
+    renamed = [Traces('pod-7', -1, False, {'pod-1': 0})]
+    assert 'has window 0' in refusal([], renamed, -1, CONFIG)
+
+
 def test_rank_with_only_outdated_windows_is_named() -> None:
     parts = [*held(24, 0, 2), *held(27, 0, 2), *held(3, 1)]
     refuse_to_forget(parts, traces(27, 3, 27, files=(0, 1, 2)), -1, CONFIG)  # it is damaged there
@@ -65,9 +71,9 @@ def test_rank_with_only_outdated_windows_is_named() -> None:
 
 def test_many_ranks_are_not_all_listed() -> None:
     ranks = range(100)
-    said = refusal(held(27, *ranks[:50]), traces(*[27] * 50, *[-1] * 50), 20, CONFIG)
+    said = refusal(held(27, *ranks[:50]), traces(*[27] * 50, *[-1] * 50), 27, CONFIG)
     assert 'ranks 50, 51, 52, 53, 54, 55, 56, 57 and 42 more' in said
-    assert 'from the dense checkpoint of iteration 20' in said
+    assert 'from the dense checkpoint of iteration 27' in said
 
 
 @pytest.mark.parametrize(
@@ -124,7 +130,7 @@ def test_windows_of_another_release_are_not_trained_over(
         file.write((1).to_bytes(4, 'little'))
     stock = take_stock(store, disk, IDENTITY)
     others = Traces('node1', -1, False)
-    said = refusal([], [others, stock.traces], -1, CONFIG)
+    said = refusal([], [others, stock.traces], 6, CONFIG)
     assert f'{node_name()} has window 6 of this run' in said and 'format version 1' in said
     assert 'start the job with that release; --sparse-ckpt-forget' in said
     refuse_to_forget([], [others, stock.traces], 7, CONFIG)

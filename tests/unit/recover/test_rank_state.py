@@ -104,7 +104,9 @@ def told_to_copy(rank: RankState, memory: Memory) -> Memory:
 
 def told_to_go_on(rank: RankState, memory: Memory) -> Memory:
     """Another stage was lost beside its replay."""
-    rank.goes_on(verdict(memory.committed, replays=True))
+    newer = verdict(memory.committed, replays=True)
+    rank.goes_on(newer)
+    assert rank.pending is newer
     return memory
 
 
@@ -218,11 +220,33 @@ def test_a_state_that_is_there_is_not_given_away() -> None:
             assert isinstance(rank.position, Torn | Rebuilding), path
 
 
+def test_training_skips_no_iteration() -> None:
+    with pytest.raises(ForbiddenTransition, match='starts at 6'):
+        RankState(5, start(6))
+    rank = RankState(6, start(6))
+    with pytest.raises(ForbiddenTransition, match='begins after 7'):
+        rank.begins(start(7))
+    rank.begins(start(6))
+    rank.undone()
+    rank.begins(start(6))
+    with pytest.raises(ForbiddenTransition, match='stepped to 8'):
+        rank.stepped(start(8))
+    rank.updating()
+    with pytest.raises(ForbiddenTransition, match='rolls back'):
+        rank.undone()
+    rank.stepped(start(7))
+    rank.begins(start(7))
+    rank.stepped(start(7))  # its caller refuses a loop that steps twice
+    assert rank.clean_at == rank.committed == 7
+
+
 def test_nothing_is_trained_before_a_recovery_is_carried_out() -> None:
     for path, (rank, _) in all_cases():
         if rank.pending is not None and not rank.rebuilding:
             with pytest.raises(ForbiddenTransition, match='begins'):
                 rank.begins(start(rank.committed))
+            with pytest.raises(ForbiddenTransition, match='stepped'):
+                rank.stepped(start(rank.committed + 1))
             assert path
 
 
@@ -230,11 +254,14 @@ def test_a_recovery_ends_at_its_target_only() -> None:
     rank: RankState = RankState(NOWHERE)
     rank.decided(verdict(8, replays=True), RANK)
     rank.reached(start(5))
+    with pytest.raises(ForbiddenTransition, match='reaches 4'):
+        rank.reached(start(4))
     with pytest.raises(ForbiddenTransition, match='takes for rebuilt'):
         rank.rebuilt()
     for iteration in (6, 7, 8):
         rank.begins(start(iteration - 1))
-        rank.updating()
+        if iteration != 7:  # whose update was skipped
+            rank.updating()
         rank.stepped(start(iteration))
         assert rank.clean_at == NOWHERE
     rank.rebuilt()

@@ -439,8 +439,9 @@ def test_reports_travel_as_they_are() -> None:
 
 def test_new_process_is_never_clean_even_before_the_first_commit() -> None:
     reports = [survivor(NOWHERE, clean_at=NOWHERE), replacement()]
-    verdict = decide_recovery(reports, [0, 1], (), 100)
-    assert isinstance(verdict, WholeJob)
+    for replicas in ((), [(0, 1), (0, 1)]):  # nor is a state copied that belongs to no iteration
+        verdict = decide_recovery(reports, [0, 0], (), LAST, replicas)
+        assert isinstance(verdict, WholeJob)
 
 
 # Known processes

@@ -34,7 +34,7 @@ def test_freeing_the_newest_undoes_a_wrap() -> None:
     ring.free_oldest()
     ring.allocate(2 * ALIGNMENT)
     ring.free_newest()
-    assert ring.allocate(ALIGNMENT) == 192
+    assert [ring.allocate(ALIGNMENT) for _ in range(4)] == [192, 0, 64, None]
 
 
 def test_size_beyond_the_capacity_never_fits() -> None:
@@ -49,6 +49,7 @@ def test_ring_shrinks_once_its_tail_is_free() -> None:
         ring.allocate(ALIGNMENT)
     ring.limit = 4 * ALIGNMENT
     assert ring.allocate(1) == 320, 'before the new end all is taken'
+    assert not ring.shrink() and ring.fits(2 * ALIGNMENT)
     ring.free_oldest()
     assert ring.allocate(1) == 0, 'not at 384'
     for _ in range(5):
@@ -57,6 +58,10 @@ def test_ring_shrinks_once_its_tail_is_free() -> None:
     assert ring.shrink() and ring.capacity == 4 * ALIGNMENT
     assert not ring.shrink(), 'it has'
     assert [ring.allocate(ALIGNMENT) for _ in range(4)] == [64, 128, 192, None]
+    for _ in range(2):
+        ring.free_newest()
+    ring.limit = 2 * ALIGNMENT
+    assert ring.shrink(), 'the newest region ends there'
 
 
 steps = st.lists(

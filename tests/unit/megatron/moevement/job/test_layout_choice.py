@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from megatron.moevement.job.layout_choice import FLAG, fitted
+from megatron.moevement.job.layout_choice import FLAG, LayoutSizes, fitted
 from moevement_ext.config import ConfigurationError
 
 FLAGS = (
@@ -27,6 +27,12 @@ def sizes(ranks: int, layouts: str, *more: str) -> dict[str, int]:
 def test_fitting_flags_are_kept() -> None:
     assert sizes(4, 'ep=4') == sizes(8, 'ep=4') == {}
     assert fitted(FLAGS, 3, enough) == (3, [])  # without the flag, no layout is chosen
+    assert LayoutSizes(micro_batch=2).misfit(3) is None, 'a batch has samples for all ranks'
+
+
+def test_flags_that_upstream_refuses_choose_no_layout() -> None:
+    refused = ['--help', '--num-layers', 'many']
+    assert fitted([*FLAGS, FLAG, 'ep=4', *refused], 3, enough) == (3, [])
 
 
 def test_first_fitting_layout_is_taken() -> None:
@@ -65,9 +71,16 @@ def test_largest_fitting_number_of_ranks_trains(
 @pytest.mark.parametrize(
     ('ranks', 'layouts', 'why'),
     [
-        (1, 'pp=2', r'no layout fits 1 ranks, or fewer: pp=2,ep=2.*1 ranks are not divided by 2'),
+        (
+            1,
+            'pp=2',
+            'fits 1 ranks, or fewer: pp=2,ep=2,cp=1,instances=1: 1 ranks are not divided by 2',
+        ),
         (2, 'pp=3,ep=3', r'pp=2,ep=2.*not divided by 4; pp=3,ep=3.*2 ranks are not divided by 3'),
         (3, 'ep=8', '3 ranks are not divided by 8'),
+        (3, 'pp=3', '4 layers are not divided by 3'),
+        (3, 'ep=3', '4 experts are not divided by 3'),
+        (2, 'ep=2,instances=2', '1 data-parallel ranks of experts are not divided by 2'),
         (2, 'instances=4', '2 data-parallel ranks are not divided by 4'),
     ],
 )
