@@ -43,7 +43,7 @@ def tell_files(store: Store, rank: int, files: bytes) -> None:
 
 def told_files(store: Store, world_size: int) -> list[bytes] | None:
     """Return the reported files by rank; None until all ranks have reported."""
-    if not store.check([_FILES]) or store.add(_FILES, 0) < world_size:
+    if store.add(_FILES, 0) < world_size:
         return None
     files = [f'{_FILES}/{rank}' for rank in range(world_size)]
     # A replaced rank counts again, before others have reported.
