@@ -130,11 +130,11 @@ def test_all_ranks_of_a_stage_continue_or_none(other: Report) -> None:
 @pytest.mark.parametrize(('first_logged', 'stay'), [(NOWHERE, False), (7, True)])
 def test_lost_log_of_a_neighbour_is_no_longer_read(first_logged: int, stay: bool) -> None:
     """As that of a new process which copies its state; to be shorter now does no harm."""
-    found = job([0], [3])
-    found.reports[1] = survivor(9, first_logged=first_logged, windows=found.reports[1].windows)
+    found = job([1], [4])
+    found.reports[2] = survivor(9, first_logged=first_logged, windows=found.reports[2].windows)
     verdict = found.verdict()
     assert isinstance(verdict, Localized) == stay
-    assert not stay or going_on(found) == {0}
+    assert not stay or going_on(found) == {1}
 
 
 @given(found=jobs(), chosen=st.sets(st.integers(0, 3)), start=st.integers(0, 8))
