@@ -23,7 +23,7 @@ from megatron.core.tensor_parallel.random import convert_cuda_rng_state
 from megatron.moevement.built import MegatronOptimizer, OptimizerParamScheduler
 from megatron.moevement.facts import Counters
 from megatron.moevement.state.global_scalars import GlobalScalars
-from megatron.moevement.state.optimizer_state import chained, counts_steps_per_parameter
+from megatron.moevement.state.optimizer_state import chained, counts_steps_per_group
 from moevement_ext.capture.generators import (
     GeneratorStates,
     capture_generators,
@@ -211,18 +211,24 @@ def _scalers(optimizer: MegatronOptimizer) -> list[Any]:
 
 def _group_steps(optimizer: MegatronOptimizer) -> Iterator[int | None]:
     """Step counts of groups; ignores the `step` that a dense checkpoint leaves in torch's Adam."""
-    for inner in chained(optimizer):
-        counted = not counts_steps_per_parameter(inner.optimizer)
-        for group in inner.optimizer.param_groups:
-            yield int(group['step']) if counted and 'step' in group else None
+    for counted, group in _counted_groups(optimizer):
+        yield int(group['step']) if counted and 'step' in group else None
 
 
 def _restore_group_steps(optimizer: MegatronOptimizer, steps: list[int | None]) -> None:
-    for group, step in zip(optimizer.param_groups, steps, strict=True):
-        if step is None:  # the group had no step yet, and counts from zero
+    """Set step counts; Muon, which counts none, has none after another layout either."""
+    for (counted, group), step in zip(_counted_groups(optimizer), steps, strict=True):
+        if step is None or not counted:  # a group without a step yet counts from zero
             group.pop('step', None)
         else:
             group['step'] = step
+
+
+def _counted_groups(optimizer: MegatronOptimizer) -> Iterator[tuple[bool, dict[str, Any]]]:
+    """All parameter groups, and whether their optimizer counts the steps of a group."""
+    for inner in chained(optimizer):
+        for group in inner.optimizer.param_groups:
+            yield counts_steps_per_group(inner.optimizer), group
 
 
 def _settings(values: Mapping[str, Any]) -> dict[str, Setting]:

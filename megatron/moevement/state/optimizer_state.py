@@ -147,8 +147,13 @@ def links(optimizer: MegatronOptimizer) -> Iterator[Any]:
 
 
 def counts_steps_per_parameter(inner: torch.optim.Optimizer) -> bool:
-    """True for torch's Adam; TE and Apex count steps per parameter group."""
+    """True for torch's Adam."""
     return isinstance(inner, torch.optim.Adam)
+
+
+def counts_steps_per_group(inner: torch.optim.Optimizer) -> bool:
+    """True for the Adam of TE and of Apex. Muon counts no steps."""
+    return any(kind.__name__ == 'FusedAdam' for kind in type(inner).__mro__)
 
 
 def _allocate(optimizer: MegatronOptimizer) -> None:

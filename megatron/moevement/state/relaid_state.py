@@ -112,64 +112,47 @@ def relaid(
         scalers=_scalers(list(states.values()), len(present.scalers)),
         scalars=_scalars([state.scalars for state in states.values()], reduced),
         groups=[
-            {**_without_decay(group), **found.settings} if found else group
+            {**_without_decay(group), **found} if found else group
             for group, found in zip(present.groups, matched, strict=True)
         ],
-        group_steps=_steps(states, matched),
+        group_steps=[_steps(list(states.values()))] * len(present.groups),
     )
 
 
-class _KnownGroup(NamedTuple):
-    settings: dict[str, Setting]
-    step: int | None
-
-
-def _matching(group: Mapping[str, Setting], states: Sequence[IterationState]) -> _KnownGroup | None:
+def _matching(
+    group: Mapping[str, Setting], states: Sequence[IterationState]
+) -> dict[str, Setting] | None:
     """The owners' group that `group` continues, preferably of the same kind of parameters."""
-    known = [
-        _KnownGroup(other, step)
-        for state in states
-        for other, step in zip(state.groups, state.group_steps, strict=True)
-    ]
+    known = [other for state in states for other in state.groups]
     found = _same(known, group, _OF_A_GROUP)
     found = _same(found, group, (_EXPERTS,)) or found
     found = _same(found, group, _RATES) or found
     if not found:
         return None
-    settings = [
-        {name: value for name, value in one.settings.items() if name != _EXPERTS} for one in found
-    ]
+    settings = [{name: value for name, value in one.items() if name != _EXPERTS} for one in found]
     if any(other != settings[0] for other in settings):
         raise RefusedWindow(
             'parameter groups that differ only in their rates have other rates than the flags '
             'give, so they cannot be told apart in another layout'
         )
-    return _KnownGroup(settings[0], found[0].step)
+    return settings[0]
 
 
 def _same(
-    known: Sequence[_KnownGroup], group: Mapping[str, Setting], names: Sequence[str]
-) -> list[_KnownGroup]:
+    known: Sequence[dict[str, Setting]], group: Mapping[str, Setting], names: Sequence[str]
+) -> list[dict[str, Setting]]:
     """Known groups that have the values of `group` under these names."""
-    return [
-        one for one in known if all(one.settings.get(name) == group.get(name) for name in names)
-    ]
+    return [one for one in known if all(one.get(name) == group.get(name) for name in names)]
 
 
 def _without_decay(group: Mapping[str, Setting]) -> dict[str, Setting]:
     return {name: value for name, value in group.items() if name != WEIGHT_DECAY}
 
 
-def _steps(
-    states: Mapping[int, IterationState], matched: Sequence[_KnownGroup | None]
-) -> list[int | None]:
-    """Step counts of groups; all groups have made the same steps."""
-    steps = (step for state in states.values() for step in state.group_steps)
-    known = {step for step in steps if step is not None}
-    if len(known) > 1:
-        raise RefusedWindow(f'parameter groups have made {sorted(known)} steps')
-    common = next(iter(known), None)
-    return [found.step if found else common for found in matched]
+def _steps(states: Sequence[IterationState]) -> int | None:
+    """Step count of all groups; those that are empty on an owner may have none, or an old one."""
+    steps = (step for state in states for step in state.group_steps)
+    return max((step for step in steps if step is not None), default=None)
 
 
 def _random(

@@ -58,3 +58,12 @@ def test_steps_continue_from_the_captured_count(kind: type[FusedAdam], taken: in
     iteration_state._restore_group_steps(optimizer, captured)
     assert list(iteration_state._group_steps(optimizer)) == captured
     assert counted_after(1) == expected
+
+
+def test_muon_gets_no_step_of_another_layout() -> None:
+    class TensorParallelMuon(torch.optim.SGD):
+        """Counts no steps, as upstream's."""
+
+    optimizer = _upstream_optimizer(TensorParallelMuon([torch.nn.Parameter(torch.zeros(2))]))
+    iteration_state._restore_group_steps(optimizer, [5])
+    assert 'step' not in optimizer.param_groups[0]

@@ -115,6 +115,14 @@ def test_groups_are_matched_by_their_distinguishing_settings() -> None:
     assert (found.groups, found.group_steps) == (other, [5])
 
 
+@pytest.mark.parametrize('stale', [None, 3], ids=['never counted', 'of a dense checkpoint'])
+def test_groups_that_are_empty_on_an_owner_take_the_common_step(stale: int | None) -> None:
+    """Some versions of Adam count no steps of such a group."""
+    states = {0: state('a', group_steps=[5, stale]), 3: state('b', group_steps=[5, 5])}
+    one = state('new', group_steps=[None, None])
+    assert relaid(states, Streams(0, 3), EXPERTS, one, Reduced()).group_steps == [5, 5]
+
+
 def test_total_norm_is_kept_with_another_number_of_optimizers() -> None:
     three = relaid({0: state('a')}, Streams(0, 0), EXPERTS, NEW, Reduced(3, 3)).scalars
     assert three == GlobalScalars([5.0, 0.0, 0.0], [True] * 3, 7)
