@@ -48,12 +48,12 @@ def refuse_to_forget(
     `UserError` if all ranks had a newer window, and some ranks have none now; or if a newer window
     is of another release, or cannot be read now.
     """
-    if not config.forget:
-        _refuse_unread(traces, dense_iteration)
+    if config.forget:
+        return
+    _refuse_unread(traces, dense_iteration)
+    _refuse_other_names(traces, dense_iteration, config)
     known = max(trace.newest_complete for trace in traces)
-    if not (config.forget or held):
-        _refuse_other_names(traces, dense_iteration, config)
-    if config.forget or not held or known < max(dense_iteration, 0):
+    if not held or known < max(dense_iteration, 0):
         return
     owners: dict[Window, set[int]] = {}
     for part in held:
@@ -95,7 +95,7 @@ def _refuse_other_names(
         for name, start in sorted(trace.renamed.items()):
             if name not in present and start >= max(dense_iteration, 0):
                 raise UserError(
-                    f'no rank finds a window, but on the node {trace.node} {config.dir} has window '
+                    f'no window is complete, but on the node {trace.node} {config.dir} has window '
                     f'{start} of this run, from when the node was named {name}: launch with '
                     f'MOEVEMENT_NODE={name} there, and so on each node whose name has changed; '
                     f'{FLAG} goes on from {tier_of(dense_iteration)} without them.'

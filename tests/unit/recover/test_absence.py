@@ -103,6 +103,7 @@ def test_former_name_of_a_node_is_reported() -> None:
     assert 'the dense checkpoint of iteration 24' in refusal([], renamed, 24, CONFIG)
     refuse_to_forget([], renamed, 25, CONFIG)
     refuse_to_forget([], renamed, -1, SparseCheckpointConfig(forget=True))
+    assert said == refusal(held(24, 1), renamed, -1, SparseCheckpointConfig())
     emulated = [renamed[0], Traces('pod-1', -1, False)]
     refuse_to_forget([], emulated, -1, CONFIG)
 
