@@ -33,10 +33,11 @@ def state_digest(
         'rng/cuda': digest_of_bytes(rng.cuda),
         **{f'rng/{name}': digest_of_bytes(state) for name, state in rng.tracker.items()},
         'scheduler/num_steps': digest_of_bytes(repr(scheduler.num_steps).encode()),
-        'loss_scale': digest_of_tensor(optimizer.get_loss_scale()),
         'consumed_train_samples': digest_of_bytes(repr(counters.consumed_train_samples).encode()),
         'skipped_train_samples': digest_of_bytes(repr(counters.skipped_train_samples).encode()),
     }
+    for index, scaler in enumerate(iteration_state.scaler_states(optimizer)):
+        entries[f'loss_scale/{index}'] = digest_of_bytes(repr(scaler).encode())
     # A `step` of a group is then a remnant of a dense checkpoint.
     per_parameter = all(counts_steps_per_parameter(one.optimizer) for one in chained(optimizer))
     for index, group in enumerate(optimizer.param_groups):

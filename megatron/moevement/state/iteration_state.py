@@ -109,7 +109,7 @@ def capture(
         scheduler_steps=scheduler.num_steps,
         scalars=scalars,
         rng=capture_rng(),
-        scalers=[_scaler_state(scaler) for scaler in _scalers(optimizer)],
+        scalers=scaler_states(optimizer),
         group_steps=list(_group_steps(optimizer)),
         schedule=_settings(scheduler.state_dict()),
         groups=[_settings(group) for group in optimizer.param_groups],
@@ -202,6 +202,11 @@ def _restored(present: Any, state: torch.Tensor) -> object:
         return state
     present.set_state(state)
     return present
+
+
+def scaler_states(optimizer: MegatronOptimizer) -> list[ScalerState]:
+    """Loss scales of all inner optimizers."""
+    return [_scaler_state(scaler) for scaler in _scalers(optimizer)]
 
 
 def _scalers(optimizer: MegatronOptimizer) -> list[Any]:
