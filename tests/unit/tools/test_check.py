@@ -76,6 +76,11 @@ def test_tied_embeddings_of_two_stages_are_a_note(
     ('flags', 'said'),
     [
         ('--optimizer sgd', '--sparse-ckpt does not support --optimizer sgd: use --optimizer adam'),
+        (
+            '--no-load-optim --save /nowhere --load /nowhere',
+            '--sparse-ckpt does not support --no-load-optim with the same --save and --load: leave '
+            'it out; if the first start needs it, write a first checkpoint',
+        ),
         ('--sparse-ckpt-window 0', '--sparse-ckpt-window 0 must be at least 1'),
         ('--sparse-ckpt-fp8-masters', '--sparse-ckpt-fp8-masters takes the place of fp16 masters'),
         ('--tokenizer-model /nowhere', '--tokenizer-model: /nowhere is not there for rank 0'),

@@ -41,6 +41,7 @@ _DEFAULT_BATCH = Condition(
     ),
 )
 _FIRST = 'write a first checkpoint without --sparse-ckpt, and --load that'
+_ONCE = f'leave it out; if the first start needs it, {_FIRST}'
 _DELAYED = Condition(
     'with --delay-wgrad-compute', lambda settings: bool(settings.get('delay_wgrad_compute'))
 )
@@ -216,9 +217,9 @@ REFUSED = (
     Rule('--phase-transition-iterations', GIVEN, 'add --save, and --load for the next phase',
          'a phase ends with a dense checkpoint, from which the next phase starts; from windows the '
          'job would reach the end of the same phase again', _NOT_SAVED),
-    Rule('--finetune', GIVEN, _FIRST, _FORGETS, _SAVE_IS_LOAD),
-    Rule('--no-load-optim', GIVEN, _FIRST, _FORGETS, _SAVE_IS_LOAD),
-    Rule('--no-load-rng', GIVEN, _FIRST, _FORGETS, _SAVE_IS_LOAD),
+    Rule('--finetune', GIVEN, _ONCE, _FORGETS, _SAVE_IS_LOAD),
+    Rule('--no-load-optim', GIVEN, _ONCE, _FORGETS, _SAVE_IS_LOAD),
+    Rule('--no-load-rng', GIVEN, _ONCE, _FORGETS, _SAVE_IS_LOAD),
     Rule('--no-save-optim', GIVEN, 'save them', 'a restart could not load the saved checkpoint',
          _SAVE_IS_LOAD),
     Rule('--no-save-rng', GIVEN, 'save them', 'a restart could not load the saved checkpoint',
