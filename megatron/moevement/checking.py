@@ -30,7 +30,7 @@ from megatron.moevement.facts import Settings, UpstreamArguments
 from megatron.moevement.job import identity, layout_choice, placing
 from megatron.moevement.job.local_files import missing_data, refuse_missing
 from megatron.moevement.job.unsupported import hazard, refusals, whole_job_reasons
-from megatron.moevement.seams import dense_tier, fp8_masters, patches, warming
+from megatron.moevement.seams import cpu_device, dense_tier, fp8_masters, patches, warming
 from moevement_ext import events
 from moevement_ext.config import GLOBAL, WHOLE_JOB, SparseCheckpointConfig
 from moevement_ext.errors import HostMemoryError, UserError
@@ -81,11 +81,15 @@ def judge(flags: Sequence[str], ranks: int | None = None) -> Judgement:
     with warnings.catch_warnings(action='ignore'):
         given = vars(parser().parse_args(flags))
         ranks = ranks or fewest_ranks(given)
-        try:
-            args = validated(flags, ranks)
-        except (Exception, SystemExit) as error:
-            return Judgement(ranks, [*refusals(given), told(error)], [], [])
-        judgement = _judged(args)
+        assumed = cpu_device.needed() and given['distributed_backend'] == 'nccl'
+        with cpu_device.capable() if assumed else contextlib.nullcontext():
+            try:
+                args = validated(flags, ranks)
+            except (Exception, SystemExit) as error:
+                return Judgement(ranks, [*refusals(given), told(error)], [], [])
+            judgement = _judged(args)
+        if assumed and args.moe_grouped_gemm:
+            judgement.notes.append('no GPU is visible here; --moe-grouped-gemm is judged as on one')
         if args.sparse_ckpt_elastic_layouts:
             layout = placing.layout_of(vars(args)) or f'{args.world_size} ranks'
             judgement.notes.append(f'{layout} train, if {ranks} are started')

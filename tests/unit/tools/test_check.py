@@ -193,6 +193,14 @@ def test_a_variable_that_a_launcher_may_set_is_a_note(
     assert capsys.readouterr().out.startswith('note: CUDA_DEVICE_MAX_CONNECTIONS is not set here')
 
 
+def test_a_login_node_judges_grouped_experts_as_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [*JOB, '--num-experts', '4', '--moe-grouped-gemm', '--disable-bias-linear']
+    assert main(['--', *flags, '--distributed-backend', 'nccl']) == 0
+    assert 'note: no GPU is visible here; --moe-grouped-gemm is' in capsys.readouterr().out
+    assert main(['--', *flags]) == 2
+    assert 'Unsupported compute capability' in capsys.readouterr().out
+
+
 def test_nothing_is_set_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     flags = f'--tensorboard-dir {tmp_path}/board --save {tmp_path}/dense --save-interval 5'
