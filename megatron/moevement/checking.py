@@ -79,7 +79,7 @@ def judge(flags: Sequence[str], ranks: int | None = None) -> Judgement:
         SystemExit: a flag is wrong: one line on stderr, status 2.
     """
     with warnings.catch_warnings(action='ignore'):
-        given = vars(parser().parse_args(flags))
+        given = _given(flags)
         ranks = ranks or fewest_ranks(given)
         assumed = cpu_device.needed() and given['distributed_backend'] == 'nccl'
         with cpu_device.capable() if assumed else contextlib.nullcontext():
@@ -94,6 +94,14 @@ def judge(flags: Sequence[str], ranks: int | None = None) -> Judgement:
             layout = placing.layout_of(vars(args)) or f'{args.world_size} ranks'
             judgement.notes.append(f'{layout} train, if {ranks} are started')
         return judgement
+
+
+def _given(flags: Sequence[str]) -> Settings:
+    known = parser()
+    try:
+        return vars(known.parse_args(flags))
+    except Exception as error:  # of upstream's types for flags, which argparse lets pass
+        known.error(told(error))
 
 
 def fewest_ranks(settings: Settings) -> int:
