@@ -25,11 +25,15 @@ logger = logging.getLogger(__name__)
 _PIECES_AHEAD = 2
 
 
-class _Copied(NamedTuple):
-    """Bytes copied by all captures together, and seconds of these copies."""
+# Slots of the measured rate: several windows, and few enough to follow the link for weeks.
+_SLOTS_MEASURED = 32
 
-    nbytes: int = 0
-    seconds: float = 0.0
+
+class _Copied(NamedTuple):
+    """Bytes of one slot, and seconds of its copies."""
+
+    nbytes: int
+    seconds: float
 
 
 class Copier:
@@ -54,7 +58,8 @@ class Copier:
             1, thread_name_prefix='sparse-ckpt-seal', initializer=bind_thread, initargs=bound
         )
         self._issued: Future[None] | None = None
-        self._total = _Copied()
+        # Of the newest slots; replaced, never modified.
+        self._newest: tuple[_Copied, ...] = ()
         self._cuda = device.type == 'cuda'
         if self._cuda:
             self._stream = side_stream(self._device)
@@ -107,8 +112,10 @@ class Copier:
         return time.perf_counter() - began
 
     def bytes_per_s(self) -> float | None:
-        """Rate of all finished copies in bytes/s; None before the first."""
-        nbytes, seconds = self._total
+        """Rate of the copies of the newest slots in bytes/s; None before the first. Any thread."""
+        newest = self._newest
+        seconds = sum(one.seconds for one in newest)
+        nbytes = sum(one.nbytes for one in newest)
         return nbytes / seconds if nbytes and seconds else None
 
     def drain(self) -> None:
@@ -178,9 +185,9 @@ class Copier:
         faults.point(Phase.CAPTURE)
 
     def _count(self, pieces: Sequence[Piece], seconds: float) -> None:
-        """Count finished copies; bytes and seconds change together for the training thread."""
-        copied = sum(piece.nbytes for piece in pieces)
-        self._total = _Copied(self._total.nbytes + copied, self._total.seconds + seconds)
+        """Count a slot's finished copies; bytes and seconds change together for other threads."""
+        copied = _Copied(sum(piece.nbytes for piece in pieces), seconds)
+        self._newest = (*self._newest, copied)[-_SLOTS_MEASURED:]
 
     # On the training thread, with CUDA
 

@@ -36,7 +36,7 @@ class Figures:
     skipped_windows: int = 0
     """Windows skipped for lack of a free file."""
     copy_bytes_per_s: float | None = None
-    """Measured rate of the copies of all sealed slots; None before the first."""
+    """Measured rate of the copies of the newest slots; None before the first."""
     host_memory: Mapping[str, int] = field(default_factory=dict)
     """Bytes that this rank reserves, by kind."""
     disk_bytes: int | None = None

@@ -4,11 +4,13 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import psutil
 import pytest
 import torch
 
+from moevement_ext.capture import copier
 from moevement_ext.capture.copier import Copier
 from moevement_ext.capture.layout import Piece, _Copy, in_pieces
 
@@ -130,6 +132,29 @@ def test_rate_counts_completed_copies_only(rig: Rig) -> None:
     rig.capture(copies[0], _Copy(torch.zeros(3), torch.zeros(4)))
     rig.copier.wait()
     assert rig.copier.bytes_per_s() == rate, 'what has failed is not counted'
+
+
+def test_rate_follows_a_link_that_becomes_slower(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After weeks of training an average of all copies would hardly change any more."""
+    clock, copy_s = [0.0], 0.001
+
+    def copy(*given: Any, **how: Any) -> None:
+        clock[0] += copy_s
+
+    monkeypatch.setattr(copier, 'copy_all', copy)
+    monkeypatch.setattr(copier.time, 'perf_counter', lambda: clock[0])
+    piece = copy_of(1)
+
+    def rate_after(slots: int) -> float | None:
+        for _ in range(slots):
+            rig.capture(piece)
+            rig.copier.wait()
+        return rig.copier.bytes_per_s()
+
+    fast = rate_after(200)
+    copy_s = 0.01
+    slow = rate_after(copier._SLOTS_MEASURED)
+    assert fast is not None and slow == pytest.approx(fast / 10)
 
 
 def test_next_slot_is_sealed_after_a_failed_seal(rig: Rig) -> None:
