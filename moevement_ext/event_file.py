@@ -3,9 +3,12 @@
 
 import errno
 import logging
+import math
 import os
 import tempfile
 import threading
+import time
+from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 
@@ -15,6 +18,8 @@ logger = logging.getLogger(__name__)
 _BEGINS = b'{"time":'
 # Bytes read at once to find the end of the last whole line.
 _TAIL = 1 << 16
+# Pause after an error that may be temporary, such as a full file system.
+_PAUSE_S = 60.0
 
 
 def probe(directory: Path) -> None:
@@ -73,34 +78,49 @@ class EventFile:
     """Appends one JSON object per line; a written line survives the death of the process.
 
     The next process that opens the file removes a truncated last line. Creates the directory.
-    Thread-safe. If a write fails, a warning is logged and later lines are dropped; training
-    continues. Raises `OSError` if the file is not writable.
+    Thread-safe. If a write fails, a warning is logged and the lines of the next minute are dropped;
+    training continues. Raises `OSError` if the file is not writable.
     """
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._lock = threading.Lock()
+        self._path = path
         self._file: FileIO | None = _to_append(path)
+        self._again_at = 0.0
+        self._failed = False
 
     def append(self, line: bytes) -> None:
         with self._lock:
-            if self._file is not None:
-                self._write(self._file, line)
+            try:
+                if self._file is None and time.monotonic() >= self._again_at:
+                    self._file = _to_append(self._path)
+                if self._file is not None:
+                    self._write(self._file, line)
+            except OSError as error:
+                self._pause(error)
 
     def close(self) -> None:
         """Close the file; later lines are dropped."""
         with self._lock:
-            if self._file is not None:
-                self._file.close()
-                self._file = None
+            self._again_at = math.inf
+            self._close()
 
     def _write(self, file: FileIO, line: bytes) -> None:
-        try:
-            if file.write(line) == len(line):  # one system call; SIGKILL may interrupt it
-                return
-            problem = 'the last line is cut off; is the file system full?'
-        except OSError as error:
-            problem = str(error)
-        logger.warning('no more events are written to %s: %s', file.name, problem)
-        file.close()
-        self._file = None
+        if file.write(line) != len(line):  # one system call; SIGKILL may interrupt it
+            raise OSError('the last line is cut off; is the file system full?')
+        self._failed = False
+
+    def _pause(self, error: OSError) -> None:
+        """Drop lines for a while; a job of weeks is not left without events since."""
+        if not self._failed:
+            self._failed = True
+            logger.warning('events are not written to %s at present: %s', self._path, error)
+        self._close()
+        self._again_at = time.monotonic() + _PAUSE_S
+
+    def _close(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            with suppress(OSError):  # some file systems say only now that they are full
+                file.close()

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from moevement_ext import events
+from moevement_ext import event_file, events
 from moevement_ext.errors import UserError
 from moevement_ext.event_file import probe
 from moevement_ext.events import EventLog, Finished
@@ -326,14 +326,24 @@ def test_nothing_is_written_after_close(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path('/dev/full').exists(), reason='no /dev/full')
-def test_full_file_system_ends_the_log_and_nothing_else(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_full_file_system_costs_events_until_it_has_room(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / 'rank0.jsonl').symlink_to('/dev/full')
+    path = tmp_path / 'rank0.jsonl'
+    path.symlink_to('/dev/full')
     log = EventLog(str(tmp_path), 0)
     log.emit(events.WorkerStarted())
     log.emit(events.WorkerStarted())
-    assert caplog.text.count('no more events are written') == 1
+    monkeypatch.setattr(event_file, '_PAUSE_S', 0.0)
+    assert log._file is not None
+    log._file._again_at = 0.0  # a minute later
+    log.emit(events.WorkerStarted())
+    assert caplog.text.count('events are not written') == 1
+    path.unlink()
+    path.write_bytes(b'{"time":1}\n{"time":2')  # the cut-off line was the last
+    log.emit(events.WorkerStarted())
+    first, last = path.read_bytes().splitlines()
+    assert first == b'{"time":1}' and b'"worker_started"' in last
 
 
 def test_file_system_that_does_not_answer_blocks_one_thread(
