@@ -143,24 +143,24 @@ class SpareReady(Event, frozen=True):
 
 
 class SpareEnded(Event, frozen=True):
-    """A hot spare ended before use; a spare that was never ready is not replaced."""
+    """A hot spare ended before use; one that was never ready is replaced after the next start."""
 
     pid: int
     code: int
     was_ready: bool
 
     def __str__(self) -> str:
-        how = '' if self.was_ready else ' before it was ready; there will be one spare less'
+        how = '' if self.was_ready else ' before it was ready: one less until a worker starts'
         return f'hot spare (pid {self.pid}) {describe_exit(self.code)}{how}'
 
 
 class SpareMissing(Event, frozen=True):
-    """A hot spare could not start; the job continues with one spare fewer."""
+    """A hot spare could not start; there is one fewer until a worker starts."""
 
     reason: str
 
     def __str__(self) -> str:
-        return f'a hot spare cannot be started, there will be one less: {self.reason}'
+        return f'a hot spare cannot be started, one less until a worker starts: {self.reason}'
 
 
 class FaultStaged(Event, frozen=True):

@@ -139,6 +139,7 @@ class Machine:
         self._running[order.key] = _Running(child, node, log, relay)
         self._loop.watch(child.death, partial(self._ended, order.key))
         self._tell(messages.Started(order.key, child.pid, was_spare=was_spare))
+        self.spares.retry()
 
     def _once_there_is_room[T](self, step: Callable[[], T]) -> T:
         """Call `step` until the limit of processes or files, or memory, has room for it.

@@ -32,7 +32,7 @@ class SparePool:
         self._environment = environment
         self._loop = loop
         self._report = report
-        self._wanted = 0
+        self._asked = self._wanted = 0
         # Set once a spare has reported that it cannot fork.
         self._each_is_one = False
         self._importing: list[Template] = []
@@ -40,7 +40,12 @@ class SparePool:
 
     def keep(self, count: int) -> None:
         """Be ready for `count` workers from now on; surplus spares stay."""
-        self._wanted = count
+        self._asked = self._wanted = count
+        self._fill()
+
+    def retry(self) -> None:
+        """Start again the spares that could not start: the reason may be gone, after days."""
+        self._wanted = self._asked
         self._fill()
 
     def take(self, environment: Mapping[str, str], output: BinaryIO) -> Child | None:
@@ -113,7 +118,7 @@ class SparePool:
         pid, code = spare.process.pid, self._drop(spare)
         self._report(SpareEnded(pid, code, was_ready))
         if not was_ready:
-            self._wanted -= 1  # a further spare would end in the same way
+            self._wanted -= 1  # a further spare would end in the same way, now
         self._fill()
 
     def _drop(self, spare: Template) -> int:

@@ -212,6 +212,21 @@ def test_spare_that_cannot_start_is_not_retried(job: Job, tmp_path: Path) -> Non
     )
 
 
+def test_spare_that_could_not_start_is_retried_after_the_loss_of_a_worker(job: Job) -> None:
+    """A job of weeks is not left without spares since a moment without memory."""
+    job.program.write_text(
+        'import os, pathlib, sys\n'
+        'met = pathlib.Path(sys.argv[0]).parent / "met"\n'
+        'if "RANK" not in os.environ and not met.exists():\n'
+        '    met.touch()\n'
+        '    os.kill(os.getpid(), 9)\n' + job.program.read_text()
+    )
+    job.on(SpareEnded, lambda event: job.touch('failed'))
+    job.finish_when = lambda: len(job.started(0)) == 2 and bool(job.spares())
+    assert job.run('0.0=kill:failed', spares=1) == 0
+    assert [event.was_ready for event in job.seen(SpareEnded)] == [False]
+
+
 def test_failure_to_start_a_spare_ends_no_worker(job: Job, tmp_path: Path) -> None:
     """Here its log cannot be opened; a process or file limit has the same effect."""
     log_dir = tmp_path / 'logs'
