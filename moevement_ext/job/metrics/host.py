@@ -117,6 +117,7 @@ class Host:
         private.make_directories(root, self._path)
         # A restarted container reuses its process ids.
         self._own = self._path / f'{time.time_ns()}-{os.getpid()}'
+        self._pages = _Pages(self._path)
         self._life = HolderLock(self._own.with_suffix('.life'))
         self._turn: HolderLock | None = None
         self._server: asyncio.Server | None = None
@@ -168,7 +169,7 @@ class Host:
         from prometheus_client.exposition import choose_encoder
 
         encode, kind = choose_encoder(accepted)
-        shown: Any = SimpleNamespace(collect=lambda: _families(self._path))
+        shown: Any = SimpleNamespace(collect=self._pages.families)
         return kind, encode(shown)
 
     def _warn(self, message: str, *values: object) -> None:
@@ -199,28 +200,72 @@ def _prometheus() -> tuple[Any, Callable[[], bytes]]:
     return reader, partial(generate_latest, registry)
 
 
-def _families(path: Path) -> list[Any]:
-    """Published metrics of all processes, oldest first, without gauges of dead ones."""
-    from prometheus_client import Metric
-    from prometheus_client.parser import text_string_to_metric_families
+class _Values:
+    """Samples of some pages by family, name and labels; those of counters are added up."""
 
-    found, values = dict[str, Metric](), dict[tuple[str, str, tuple[Any, ...]], float]()
-    for file in sorted(path.glob('*.page')):
+    def __init__(self, other: '_Values | None' = None) -> None:
+        self._families: dict[str, tuple[str, str]] = {} if other is None else {**other._families}
+        self._values: dict[tuple[str, str, tuple[tuple[str, str], ...]], float]
+        self._values = {} if other is None else {**other._values}
+
+    def add(self, family: Any) -> None:
+        self._families.setdefault(family.name, (family.documentation, family.type))
+        for sample in family.samples:
+            key = family.name, sample.name, tuple(sorted(sample.labels.items()))
+            before = self._values.get(key, 0.0) if family.type == 'counter' else 0.0
+            self._values[key] = sample.value + before
+
+    def metrics(self) -> list[Any]:
+        from prometheus_client import Metric
+
+        found = {name: Metric(name, *about) for name, about in self._families.items()}
+        for (family, name, labels), value in self._values.items():
+            found[family].add_sample(name, dict(labels), value)
+        return list(found.values())
+
+
+class _Pages:
+    """Published metrics of all processes; the page of a dead one is read only once.
+
+    A job that runs for weeks leaves hundreds of them.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._past = _Values()
+        self._dead = set[Path]()
+
+    def families(self) -> list[Any]:
+        """Metrics of all processes, oldest first, without gauges of dead ones."""
+        from prometheus_client.parser import text_string_to_metric_families
+
+        living: list[Any] = []
+        for file in sorted(self._path.glob('*.page')):
+            page = self._new(file)
+            if page is None:
+                continue
+            text, lives = page
+            if lives:
+                living += text_string_to_metric_families(text)
+                continue
+            self._dead.add(file)
+            for family in text_string_to_metric_families(text):
+                if family.type == 'counter':
+                    self._past.add(family)
+        values = _Values(self._past)
+        for family in living:
+            values.add(family)
+        return values.metrics()
+
+    def _new(self, file: Path) -> tuple[str, bool] | None:
+        """Text of a page, and whether its process lives; None if it is included, or gone."""
+        if file in self._dead:
+            return None
         try:
             text, lives = file.read_text('utf-8'), _lives(file.with_suffix('.life'))
+            return (text, True) if lives else (file.read_text('utf-8'), False)  # the last one
         except FileNotFoundError:  # the process has just ended
-            continue
-        for one in text_string_to_metric_families(text):
-            counts = one.type == 'counter'
-            if not counts and not lives:
-                continue
-            found.setdefault(one.name, Metric(one.name, one.documentation, one.type))
-            for sample in one.samples:
-                key = (one.name, sample.name, tuple(sorted(sample.labels.items())))
-                values[key] = sample.value + (values.get(key, 0.0) if counts else 0.0)
-    for (family, name, labels), value in values.items():
-        found[family].add_sample(name, dict(labels), value)
-    return list(found.values())
+            return None
 
 
 def _lives(life: Path) -> bool:

@@ -13,9 +13,11 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+from prometheus_client import parser
 from prometheus_client.parser import text_string_to_metric_families
 
 from moevement_ext.config import ConfigurationError, SparseCheckpointConfig
@@ -245,6 +247,33 @@ def test_page_with_the_last_values_outlives_the_process(
     heir = Host(port, tmp_path, 'run')
     text = heir._of_all('')[1].decode()
     assert 'moevement_device_problems_total{harm="device"' in text
+
+
+def test_page_of_a_dead_process_is_read_once(
+    port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job of weeks leaves hundreds of them, and the process that serves them trains."""
+    read: list[str] = []
+
+    def parse(text: str) -> Iterator[Any]:
+        read.append(text)
+        return text_string_to_metric_families(text)
+
+    monkeypatch.setattr(parser, 'text_string_to_metric_families', parse)
+    host = Host(port, tmp_path, 'run')
+    meter = Meter({'run': 'run', 'node': 'node0', 'rank': 0}, [host.reader])
+    instruments = {one.name: one for one in INSTRUMENTS}
+    meter.record(instruments['moevement_iteration'], 7)
+    meter.record(instruments['moevement_iterations'], 2)
+    host.publish()
+    [own] = tmp_path.glob('.metrics/run/*.page')
+    for number in range(3):  # as after SIGKILL
+        own.with_name(f'{number}-1.page').write_text(own.read_text().replace(' 7.0', ' 6.0'))
+    for _ in range(2):
+        text = host._of_all('')[1].decode()
+        found = re.findall(r'^moevement_iterations?(?:_total)?{.*} (.*)$', text, re.MULTILINE)
+        assert found == ['8.0', '7.0']
+    assert len(read) == 5  # the dead once, the living twice
 
 
 def test_disabled_opentelemetry_is_refused(
