@@ -216,6 +216,7 @@ def test_nothing_is_set_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         ([], 'give -- and the flags of the job'),
         (['--nproc', '0', '--', '--bf16'], '--nproc: 0: give a whole number, 1 or more'),
         (['--', '--sparse-ckpt-windw', '3'], 'did you mean --sparse-ckpt-window?'),
+        (['--', '--cuda-graph-modules', 'nosuch'], "KeyError: 'nosuch'"),
         (['--', '--nonsense'], 'unrecognized arguments: --nonsense (pretrain_gpt.py --help'),
     ],
 )
