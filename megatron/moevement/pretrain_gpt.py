@@ -43,6 +43,10 @@ if __name__ != '__mp_main__':  # a subprocess, e.g. one that writes a checkpoint
     from megatron.core.enums import ModelType
     from megatron.core.rerun_state_machine import get_rerun_state_machine
     from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+    from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
+    from megatron.core.transformer.pipeline_parallel_layer_layout import (
+        PipelineParallelLayerLayout,
+    )
     from megatron.core.utils import (
         get_attr_wrapped_model,
         get_batch_on_this_cp_rank,
@@ -87,9 +91,19 @@ _SPIKE = 10
 _BATCH_KEYS = ('tokens', 'labels', 'loss_mask', 'attention_mask', 'position_ids')
 
 
+def _reads_data(vp_stage: int | None) -> bool:
+    """True at both ends of the pipeline, and on the stage of multi-token prediction layers."""
+    args = get_args()
+    layout = args.pipeline_model_parallel_layout
+    if layout is not None:
+        layout = PipelineParallelLayerLayout.from_str(layout, args.pipeline_model_parallel_size)
+    predicts: bool = mtp_on_this_rank(layout, args.mtp_num_layers, False, vp_stage)
+    return predicts or bool(is_first_or_last_pipeline_stage(vp_stage))
+
+
 def get_batch(data_iterator: Iterator[dict[str, Any]], vp_stage: int | None) -> dict[str, Any]:
     """Read one micro-batch on this rank: tensors [micro batch, sequence / CP], or Nones."""
-    if not is_first_or_last_pipeline_stage(vp_stage):
+    if not _reads_data(vp_stage):
         return dict.fromkeys(_BATCH_KEYS)
     args = get_args()
     batch: dict[str, Any] = {}
@@ -193,8 +207,7 @@ def _dataset_config(args: UpstreamArguments) -> GPTDatasetConfig:
 
 
 def _built_on_this_rank(vp_stage: int | None) -> bool:
-    leads = mpu.get_tensor_model_parallel_rank() == 0
-    return bool(is_first_or_last_pipeline_stage(vp_stage) and leads)
+    return _reads_data(vp_stage) and mpu.get_tensor_model_parallel_rank() == 0
 
 
 def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> Any:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core import parallel_state
 
 from megatron.moevement.seams import cpu_device
 
@@ -35,3 +36,35 @@ def test_losses_are_checked_as_asked(
     pretrain_gpt.loss_func(torch.ones(1, 1), wrong)
     assert any(check['rejection_func'](check['result']) for check in checks)
     assert {check['fatal'] for check in checks} == {fatal}
+
+
+@pytest.mark.parametrize(
+    ('layout', 'read'),
+    [('Et|tt|m|L', {0, 2, 3}), ('Et|t|t|mL', {0, 3}), (None, {0, 3})],
+)
+def test_stage_of_prediction_layers_reads_data(
+    monkeypatch: pytest.MonkeyPatch, layout: str | None, read: set[int]
+) -> None:
+    args = Namespace(
+        pipeline_model_parallel_layout=layout,
+        pipeline_model_parallel_size=4,
+        mtp_num_layers=1,
+        create_attention_mask_in_dataloader=True,
+        context_parallel_size=1,
+        micro_batch_size=1,
+        seq_length=2,
+    )
+    monkeypatch.setattr(pretrain_gpt, 'get_args', lambda: args)
+    for spread in ('get_batch_on_this_tp_rank', 'get_batch_on_this_cp_rank'):
+        monkeypatch.setattr(pretrain_gpt, spread, lambda batch, **_: batch)
+    for group in ('tensor_model', 'context'):
+        monkeypatch.setattr(parallel_state, f'get_{group}_parallel_group', lambda: None)
+    monkeypatch.setattr(parallel_state, 'get_tensor_model_parallel_rank', lambda: 0)
+    monkeypatch.setattr(parallel_state, 'get_tensor_model_parallel_src_rank', lambda: 0)
+    monkeypatch.setattr(parallel_state, 'get_pipeline_model_parallel_world_size', lambda: 4)
+    for stage in range(4):
+        monkeypatch.setattr(
+            parallel_state, 'get_pipeline_model_parallel_rank', lambda stage=stage: stage
+        )
+        batch = pretrain_gpt.get_batch(iter([{'tokens': torch.ones(1, 2)}]), None)
+        assert (batch['tokens'] is not None) is (stage in read)
