@@ -112,7 +112,12 @@ def facts_of(args: UpstreamArguments) -> JobFacts:
     own = {'timeout', 'copies_from_peers'}
     names = {field.name for field in dataclasses.fields(JobFacts)} - own
     facts = JobFacts(timeout=timeout, **{name: getattr(args, name) for name in names})
-    return dataclasses.replace(facts, global_batch_size=_largest_batch(args))
+    return dataclasses.replace(
+        facts,
+        global_batch_size=_largest_batch(args),
+        # A flag of megatron-core 0.20: each data-parallel rank has a generator of its own.
+        copies_from_peers=not getattr(args, 'mtp_hsm', False),
+    )
 
 
 def _largest_batch(args: UpstreamArguments) -> int:

@@ -42,6 +42,12 @@ def test_largest_batch_of_a_growing_schedule_counts(args: Namespace) -> None:
     assert facts_of(args).global_batch_size == 12
 
 
+def test_replicas_are_no_source_if_each_draws_numbers_of_its_own(args: Namespace) -> None:
+    assert facts_of(args).copies_from_peers
+    args.mtp_hsm = True  # megatron-core 0.20
+    assert not facts_of(args).copies_from_peers
+
+
 def test_argument_removed_by_upstream_is_named(args: Namespace) -> None:
     del args.exit_interval
     with pytest.raises(AttributeError, match='exit_interval'):
