@@ -19,10 +19,12 @@ from megatron.moevement.seams import cpu_device, starting
 starting.prepare(sys.argv[1:] if __name__ == '__main__' else None)
 
 import argparse
+import json
 import os
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -184,6 +186,7 @@ def forward_step(
 
 def _dataset_config(args: UpstreamArguments) -> GPTDatasetConfig:
     blend, blend_per_split = get_blend_and_blend_per_split(args)
+    lengths = args.per_dataset_sequences_path
     return GPTDatasetConfig(
         random_seed=args.seed,
         sequence_length=args.seq_length,
@@ -203,6 +206,9 @@ def _dataset_config(args: UpstreamArguments) -> GPTDatasetConfig:
         object_storage_cache_path=args.object_storage_cache_path,
         mid_level_dataset_surplus=args.mid_level_dataset_surplus,
         allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
+        fast_cache_load=args.dataloader_fast_cache_load,
+        defer_npy_index_mmap=args.dataloader_defer_npy_index_mmap,
+        sequences_per_dataset=json.loads(Path(lengths).read_text('utf-8')) if lengths else None,
     )
 
 

@@ -2,6 +2,8 @@
 """The program does what upstream's does with flags that only a program reads."""
 
 from argparse import Namespace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from megatron.moevement.seams import cpu_device
 cpu_device.install()
 
 from megatron.moevement import pretrain_gpt  # noqa: E402
+from tools.lab.trainer_flags import parse_trainer_flags  # noqa: E402
 
 
 @pytest.mark.parametrize(('flag', 'fatal'), [('spiky_loss', False), ('nan_in_loss_and_grad', True)])
@@ -68,3 +71,16 @@ def test_stage_of_prediction_layers_reads_data(
         )
         batch = pretrain_gpt.get_batch(iter([{'tokens': torch.ones(1, 2)}]), None)
         assert (batch['tokens'] is not None) is (stage in read)
+
+
+def test_flags_of_the_data_cache_are_passed_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = tmp_path / 'lengths.json'
+    lengths.write_text('{"text": [3, 2]}', 'utf-8')
+    flags = f'--per-dataset-sequences-path {lengths} --data-cache-path {tmp_path}'
+    flags += ' --dataloader-fast-cache-load --dataloader-defer-npy-index-mmap'
+    monkeypatch.setattr(pretrain_gpt, 'build_tokenizer', lambda _: SimpleNamespace(vocab_size=100))
+    config = pretrain_gpt._dataset_config(parse_trainer_flags(flags.split()))
+    assert config.fast_cache_load and config.defer_npy_index_mmap
+    assert config.sequences_per_dataset == {'text': [3, 2]}
