@@ -5,6 +5,8 @@ Applies the rules in `compatibility`. The start of a job reports the first match
 `megatron/moevement/checking.py` reports all, in the same words.
 """
 
+import megatron.core
+
 from megatron.moevement.facts import Settings
 from megatron.moevement.job.compatibility.precision import (
     FP8,
@@ -13,6 +15,7 @@ from megatron.moevement.job.compatibility.precision import (
 )
 from megatron.moevement.job.compatibility.refused_flags import REFUSED
 from megatron.moevement.job.compatibility.whole_job_flags import WHOLE_JOB
+from megatron.moevement.seams.patches import CHECKED_VERSION
 from moevement_ext.config import ConfigurationError
 
 
@@ -61,8 +64,18 @@ def _has_fp8_moments(settings: Settings) -> bool:
     return narrow and not keeps_fp8_masters(settings)  # fp8 masters tell Adam how to round
 
 
+def _is_unchecked(_settings: Settings) -> bool:
+    release = str(megatron.core.__version__).partition('+')[0]  # without a commit
+    return not CHECKED_VERSION.endswith(f' {release}')
+
+
 # Pairs of predicate and message.
 _HAZARDS = (
+    (
+        _is_unchecked,
+        f'only {CHECKED_VERSION} was checked, and in another release a part may keep its name but '
+        'change its meaning; rehearse a failure first (python -m tools.drill)',
+    ),
     (
         _has_fp8_moments,
         'moments in fp8 become NaN if all gradients of a parameter are zero in its first step, as '

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import megatron.core
 import megatron.core.optimizer
 import pytest
 import torch
@@ -324,6 +325,15 @@ def test_moments_that_upstream_may_lose_cause_a_warning(flag: str) -> None:
     assert 'NaN' in str(hazard(settings))
     assert hazard(parsed(PRECISION_AWARE, flag, 'fp16')) is None
     assert hazard({}) is None
+
+
+@pytest.mark.parametrize(('release', 'checked'), [('0.19.2+24352eb5', True), ('0.20.0', False)])
+def test_another_release_causes_a_warning(
+    release: str, checked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its private parts may have the names that the start looks for, and another meaning."""
+    monkeypatch.setattr(megatron.core, '__version__', release)
+    assert ('rehearse' in str(hazard({}))) is not checked
 
 
 def test_masters_that_lose_small_updates_cause_a_warning() -> None:
