@@ -27,8 +27,15 @@ def in_one_line() -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        print(f'{called() or Path(sys.argv[0]).name}: error: {error}', file=sys.stderr, flush=True)
+        print(f'{called() or _program()}: error: {error}', file=sys.stderr, flush=True)
         sys.exit(EXIT_USER_ERROR)
+
+
+def _program() -> str:
+    spec = getattr(sys.modules['__main__'], '__spec__', None)
+    if spec is not None:  # started by -m
+        return f'python -m {spec.name.removesuffix(".__main__")}'
+    return Path(sys.argv[0]).name
 
 
 def explain_uncaught() -> None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import subprocess
 import sys
+from importlib.machinery import ModuleSpec
 
 import pytest
 
@@ -10,15 +11,27 @@ from moevement_ext.memory.holder_lock import StoreInUseError
 from moevement_ext.system.user_errors import in_one_line
 
 
-@pytest.mark.parametrize('kind', [ConfigurationError, HostMemoryError, StoreInUseError])
+@pytest.mark.parametrize(
+    ('kind', 'module', 'program'),
+    [
+        (ConfigurationError, None, 'train.py'),
+        (HostMemoryError, ModuleSpec('some.program.__main__', None), 'python -m some.program'),
+        (StoreInUseError, ModuleSpec('some.trainer', None), 'python -m some.trainer'),
+    ],
+)
 def test_user_error_ends_the_program_with_one_line_and_status_2(
-    kind: type[Exception], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    kind: type[Exception],
+    module: ModuleSpec | None,
+    program: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr('sys.argv', ['/somewhere/train.py', '--flag'])
+    monkeypatch.setattr(sys.modules['__main__'], '__spec__', module)
     with pytest.raises(SystemExit) as ended, in_one_line():
         raise kind('--flag must be 1; leave it out')
     assert ended.value.code == EXIT_USER_ERROR == 2
-    assert capsys.readouterr().err == 'train.py: error: --flag must be 1; leave it out\n'
+    assert capsys.readouterr().err == f'{program}: error: --flag must be 1; leave it out\n'
 
 
 def test_other_errors_keep_their_traceback() -> None:
