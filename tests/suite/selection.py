@@ -113,14 +113,16 @@ def _text(path: Path) -> str:
 def _imports(path: Path) -> frozenset[Path]:
     """Project files that one file names: by import, or as a module that it starts."""
     found: set[Path | None] = set()
-    for node in ast.walk(ast.parse(_text(path))):
+    nodes = list(ast.walk(ast.parse(_text(path))))
+    docstrings = {node.value for node in nodes if isinstance(node, ast.Expr)}
+    for node in nodes:
         if isinstance(node, ast.Import):
             found |= {_file_of(alias.name) for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             found.add(_file_of(node.module or ''))
             found |= {_file_of(f'{node.module}.{alias.name}') for alias in node.names}
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and path != COMMAND:
-            found |= _started(node.value)
+            found |= set() if node in docstrings else _started(node.value)
     conftests = {parent / 'conftest.py' for parent in path.parents if parent != TESTS}
     if path.name.startswith('test_'):
         found |= {conftest for conftest in conftests if conftest.exists()}
