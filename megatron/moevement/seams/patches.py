@@ -174,6 +174,7 @@ ATTRIBUTES = {
     'megatron.training.arguments:parse_args': ('_is_global_batch_size_explicitly_specified',),
     'megatron.training.checkpointing': ('_NON_PERSISTENT_CKPT_SUBDIR',),
     'megatron.training.global_vars': ('_GLOBAL_TIMERS',),
+    'megatron.core.dist_checkpointing.strategies.filesystem_async': ('_results_queue',),
     'megatron.core.num_microbatches_calculator:StepBatchsizeNumMicroBatchesCalculator': (
         '_parse_schedule',
     ),

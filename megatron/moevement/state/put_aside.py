@@ -2,16 +2,19 @@
 """Drops what an interrupted iteration has put aside for a later part of itself.
 
 Queues in modules outlive the iteration. The next one would take the entries of the interrupted one
-first, and its own entries one micro-batch late, for the rest of the job.
+first, and its own entries one micro-batch late, for the rest of the job. A dense save, too, has a
+queue.
 
 Checked against Transformer Engine 2.20.
 """
 
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from megatron.moevement.built import Chunks
 
@@ -37,6 +40,19 @@ def drop_put_aside(model: Chunks) -> None:
                 buffer.clear()
     for queue in _of_recomputations():
         queue.clear()
+    with suppress(OSError, EOFError):  # the process that holds the queue is gone: no save succeeds
+        _drop_results_of_writing()
+
+
+def _drop_results_of_writing() -> None:
+    """Drop the results of files that a dense save has written.
+
+    Between writing and reading the results a rank waits for the others. A result that is left is
+    read by the next save, also if the writing of that save fails.
+    """
+    results = filesystem_async._results_queue
+    while results is not None and not results.empty():
+        results.get_nowait()
 
 
 def _modules(model: Chunks) -> Iterator[torch.nn.Module]:

@@ -43,7 +43,8 @@ def _manager() -> SyncManager:
 
 @cache
 def _results() -> Any:
-    return _manager().Queue()
+    filesystem_async._results_queue = _manager().Queue()
+    return filesystem_async._results_queue
 
 
 def _end_with(worker: int) -> None:

@@ -1,17 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an interrupted iteration has put aside is gone before the next one."""
 
+import queue
 import sys
 from collections import deque
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.api import _is_wrapped_exception
 
 from megatron.moevement.seams import cpu_device
 
 cpu_device.install()
+
+from megatron.core.dist_checkpointing.strategies import filesystem_async  # noqa: E402
 
 from megatron.moevement.state.put_aside import drop_put_aside  # noqa: E402
 from tests.stand_ins.grouped_linear import GroupedLinear  # noqa: E402
@@ -69,3 +74,34 @@ def test_scales_for_recomputations_are_dropped(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setitem(sys.modules, f'transformer_engine.pytorch.{name}', part)
     drop_put_aside([])
     assert stashes == [deque(), deque()] and firsts == []
+
+
+def write(folder: Path) -> filesystem_async.FileSystemWriterAsync:
+    """A dense save of this rank, until it waits for the others; without a folder writing fails."""
+    writer = filesystem_async.FileSystemWriterAsync(folder)
+    writer.write_buckets = [(folder / 'shards', 'shards', ([], []))]
+    writer.results_queue = filesystem_async.get_write_results_queue()
+    writer.write_preloaded_data_multithread(
+        [], False, 0, writer.write_buckets, writer.results_queue
+    )
+    return writer
+
+
+def test_save_after_an_interrupted_one_has_its_own_result(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(filesystem_async, '_results_queue', queue.Queue())
+    write(tmp_path)  # interrupted
+    drop_put_aside([])
+    failed = write(tmp_path / 'missing')
+    assert _is_wrapped_exception(failed.retrieve_write_results())
+    assert write(tmp_path).retrieve_write_results() == []
+
+
+def test_process_with_results_of_saves_may_be_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gone:
+        def empty(self) -> bool:
+            raise ConnectionRefusedError
+
+    monkeypatch.setattr(filesystem_async, '_results_queue', Gone())
+    drop_put_aside([])
