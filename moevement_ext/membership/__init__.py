@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ranks of a job: how they meet, and how each notices that another one is gone."""
+"""How the ranks of a job rendezvous, and how each rank detects the loss of another one."""

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arrivals in the store: some ranks share a counter, and each counts in some of its bits.
+"""Counts arrivals in the store: 16 ranks share a counter, each rank has three of its bits.
 
-Ranks of a node that arrive at the same time add theirs in one request (`store.combining`). The rank
-that fills a counter counts the counter, so the arrival of all ranks costs each rank one request.
-Several processes may claim the same rank; its bits tell which of them was the first.
+Ranks of a node that arrive at the same time are added in one request (`store.combining`). The rank
+that completes a counter also counts the completed counters, so the arrival of all ranks costs one
+request per rank. Several processes may claim the same rank; the rank's bits show which process was
+the first.
 """
 
 from typing import NamedTuple
@@ -13,27 +14,27 @@ from torch.distributed import Store
 from moevement_ext.store.peek import peek
 
 _RANKS_OF_A_COUNTER = 16
-# Those of one rank: for seven processes, each of which ends what the rank has come to.
+# Bits of one rank: enough for seven processes. Each further process of a rank ends the round.
 _BITS = 3
 _MOST = (1 << _BITS) - 1
 _SPREAD = 8
 
 
 class RankArrival(NamedTuple):
-    """What a process learns when it says that its rank has come."""
+    """What a process learns when it signs for its rank."""
 
     is_first: bool
-    """No other process of the rank has."""
+    """No other process has signed for the rank."""
     order: int
-    """1 for the first of the ranks of its counter, 2 for the next."""
+    """Position among the ranks of its counter that have arrived, from 1."""
     is_last: bool
-    """It is the last of all ranks."""
+    """The rank is the last of all ranks to arrive."""
     is_spread: bool
-    """It counts in one of at most fifteen counters, which are spread over all."""
+    """The rank's counter is one of at most fifteen that are spread evenly over all counters."""
 
 
 def sign(store: Store, name: str, rank: int, world_size: int) -> RankArrival:
-    """Say that `rank` has come to what `name` names; once only in a process."""
+    """Record that `rank` has arrived at `name`; a process calls this once per name."""
     place = rank // _RANKS_OF_A_COUNTER
     counters = -(-world_size // _RANKS_OF_A_COUNTER)
     ranks = _ranks(place, world_size)
@@ -47,18 +48,18 @@ def sign(store: Store, name: str, rank: int, world_size: int) -> RankArrival:
 
 
 def place_in(round: int, rank: int) -> str:
-    """Key of what a rank brings to a round."""
+    """Key of a rank's report in a round."""
     return f'join/{round}/{rank}'
 
 
 def has_signed(store: Store, name: str, rank: int) -> bool:
-    """True if a process of this rank has come."""
+    """True if a process has signed for this rank."""
     found = peek(store, _counter(name, rank // _RANKS_OF_A_COUNTER))
     return _processes(int(found or 0), rank) > 0
 
 
 def missing(store: Store, name: str, world_size: int) -> list[int]:
-    """Ranks that have not come, in order."""
+    """Ranks that have not arrived, in ascending order."""
     found = []
     for place in range(-(-world_size // _RANKS_OF_A_COUNTER)):
         counter = int(peek(store, _counter(name, place)) or 0)

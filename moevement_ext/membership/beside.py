@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rounds that a thread of its own joins while the training thread replays.
+"""Rounds that another thread joins while the training thread replays.
 
-A replay needs nothing of stages that are not its neighbours. When such a stage is lost, all ranks
-meet as ever, but for those that replay the training thread is not told: another thread brings their
-report, hears what follows, and interrupts the replay only if it cannot go on. Else the training
-thread takes over what was met beside it once it is through.
+A replay depends only on neighbouring stages. When another stage is lost, all ranks rendezvous, but
+the training threads of replaying ranks are not interrupted: a separate thread submits the report,
+evaluates the verdict, and interrupts the replay only if it cannot continue. Otherwise the training
+thread moves to the new round when its replay is complete.
 """
 
 import threading
@@ -16,24 +16,24 @@ from moevement_ext.membership.report import Report
 
 
 class Met(NamedTuple):
-    """A round that was joined beside the training thread."""
+    """A round that the separate thread has joined."""
 
     reason: str
-    """Why the one before was over."""
+    """Why the previous round ended."""
     detect_s: float
-    """From its end until this process heard of it."""
+    """Seconds from the end of the previous round until this process detected it."""
     before: list[Report]
-    """Reports of all ranks, by rank, in that one."""
+    """Reports of all ranks in the previous round, by rank."""
     result: RendezvousResult
     reports: list[Report]
-    """In this one."""
+    """Reports of all ranks in this round, by rank."""
 
 
 class Beside:
-    """What one replay leaves to another thread, which calls `report` and `goes_on`.
+    """Callbacks of one replay for the separate thread, and the rounds that this thread has joined.
 
-    `report` returns what this rank brings; `goes_on` gets what all ranks brought, and returns
-    whether the replay goes on.
+    `report` returns this rank's report; `goes_on` takes the reports of all ranks, and returns
+    whether the replay continues.
     """
 
     def __init__(
@@ -46,21 +46,21 @@ class Beside:
         self._changed = threading.Condition()
 
     def add(self, met: Met) -> None:
-        """The replay goes on in this round."""
+        """Record a round in which the replay continues."""
         with self._changed:
             self._met.append(met)
             self._changed.notify_all()
 
     def end(self) -> None:
-        """No further round is joined beside the training thread."""
+        """Record that the separate thread joins no further round."""
         with self._changed:
             self._ended = True
             self._changed.notify_all()
 
     def take(self, wait: bool) -> list[Met]:
-        """What was met since the last call, oldest first; with `wait`, wait until there is any.
+        """The rounds joined since the last call, oldest first; with `wait`, wait for at least one.
 
-        Raises `RoundEnded` if no further round is joined beside the training thread.
+        Raises `RoundEnded` after `end`.
         """
         with self._changed:
             if wait:

@@ -11,17 +11,18 @@ _BETWEEN_HEARTBEATS_S = 30.0
 
 
 class Absent(NamedTuple):
-    """A rank that others wait for, and the last round in which its process was seen."""
+    """A rank that other ranks wait for, and the last round in which its process took part."""
 
     round: int
     rank: int
 
 
 class Deadline:
-    """Ends after a `timeout` in which not all missing ranks were heard of. One thread.
+    """Ends after a `timeout` in which some missing rank sent no heartbeat. Used by one thread.
 
-    `heartbeats` returns those of the missing ranks, empty if that is not known; it is called when
-    the timeout has passed. Look again at the time `until` (by `time.monotonic`).
+    `heartbeats` returns the heartbeat counts of the missing ranks, or nothing if they are unknown;
+    it is called once the timeout has passed. The caller checks again at `until` (by
+    `time.monotonic`).
     """
 
     def __init__(
@@ -33,12 +34,12 @@ class Deadline:
         self._ends = self.until = time.monotonic() + self._timeout_s
 
     def is_over(self) -> bool:
-        """True once no rank is waited for any longer."""
+        """True once the wait must end."""
         now = time.monotonic()
         if now < self.until:
             return False
         before, self._heard = self._heard, self._heartbeats()
-        if before is None and self._heard:  # they have one more chance to be heard
+        if before is None and self._heard:  # the next counts show whether they still rise
             self._ends = now + _BETWEEN_HEARTBEATS_S
         elif before is not None and _all_rose(before, self._heard):
             self._ends = now + self._timeout_s

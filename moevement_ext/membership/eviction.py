@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that hang are killed by their launcher, which others ask for it in its store.
+"""Eviction: other ranks ask the launcher, through its store, to kill a hanging rank.
 
-Keys, of a launch: `evict/<rank>` (the process), and `evictions`, which counts what was asked for: a
-launcher looks at this one several times a second, and at those of its ranks only when it has
+Keys of a launch: `evict/<rank>` (the process id), and `evictions`, the number of requests. A
+launcher reads this number several times a second, and the keys of its ranks only when it has
 changed.
 """
 
@@ -14,9 +14,9 @@ _COUNT = 'evictions'
 
 
 def evict(store: Store, rank: int, pid: int, launch: str | None = None) -> None:
-    """Have the launcher of a hanging rank kill its process.
+    """Ask the launcher of a hanging rank to kill its process.
 
-    `store` is the job's, `launch` that of the process; None: the present one.
+    `store` belongs to the job; `launch` is the launch of that process, None for the present one.
     """
     store = of_launch(store, own_launch() if launch is None else launch)
     store.set(_key(rank), str(pid))
@@ -24,12 +24,15 @@ def evict(store: Store, rank: int, pid: int, launch: str | None = None) -> None:
 
 
 def evictions(store: Store) -> int:
-    """How often that was asked for; one request. By the launcher, in the part of its launch."""
+    """Number of requests so far; costs one store request.
+
+    Called by the launcher, with the part of the store of its launch.
+    """
     return store.add(_COUNT, 0)
 
 
 def take_eviction(store: Store, rank: int) -> int | None:
-    """The process of a rank that is to be killed, once; None: there is none. By the launcher."""
+    """Remove and return the id of the process to kill, if any. Called by the launcher."""
     if not store.check([_key(rank)]):
         return None
     pid = int(store.get(_key(rank)))

@@ -11,19 +11,19 @@ from moevement_ext.membership import packing
 from moevement_ext.store.peek import read_in_parts
 
 _COUNT_BYTES = 4
-# A value in the store has a MiB at most; its server refuses more than 8.
+# Values in the store are limited to 1 MiB here; its server refuses more than 8 MiB.
 _CHUNK_BYTES = (1 << 20) - _COUNT_BYTES
 
 
 class Exchange:
-    """Gives some bytes to other ranks and returns theirs.
+    """Sends bytes to all other ranks and returns theirs.
 
-    At the start of a job it is a collective, and every rank leaves what it gave in the launcher's
-    store. A process that replaces a lost one reads it there, with what the lost one gave: the
-    others are training.
+    At the start of a job this is a collective, and every rank also leaves its bytes in the
+    launcher's store. A replacement process reads them there, including those of its predecessor,
+    since the other ranks are training.
 
-    `archive` outlives the workers; None where no process is ever replaced. `timeout` is the limit
-    of waits for other ranks.
+    `archive` is a store that outlives the workers; None if no process is ever replaced. `timeout`
+    is the limit of waits for other ranks.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Exchange:
         self.timeout = timeout
 
     def __call__(self, name: str, own: bytes) -> list[bytes]:
-        """What every rank gave, by rank, under a name used once in an attempt of the job."""
+        """The bytes of every rank, by rank; `name` is used once in an attempt of the job."""
         return self.among(name, own, range(torch.distributed.get_world_size()), None)
 
     def among(
@@ -47,9 +47,9 @@ class Exchange:
         ranks: Sequence[int],
         group: torch.distributed.ProcessGroup | None,
     ) -> list[bytes]:
-        """What each of some global ranks gave, in the order of `ranks`; all of them call this.
+        """The bytes of some global ranks, in the order of `ranks`; all of these ranks call this.
 
-        `group` has those ranks in that order; None: all.
+        `group` has these ranks in this order; None: all ranks.
         """
         if self.joining:
             assert self._archive is not None  # else no process could join
@@ -64,32 +64,32 @@ class Exchange:
     def from_first(
         own: bytes, ranks: Sequence[int], group: torch.distributed.ProcessGroup | None
     ) -> bytes:
-        """What the first of some ranks gives; all of them call this, at the start of a job."""
+        """The bytes of the first of `ranks`; all of them call this, at the start of a job."""
         given = [own]
         if len(ranks) > 1:
             broadcast_object_list(given, src=ranks[0], group=group)
         return given[0]
 
     def all_agree(self, name: str, own: bool) -> bool:
-        """True if it is true on every rank."""
+        """True if `own` is true on every rank."""
         answers = self(name, b'1' if own else b'0')
         return own and all(answer == b'1' for answer in answers)
 
 
 def leave(store: Store, name: str, rank: int, own: bytes) -> None:
-    """Leave what a rank gave in the store, for processes that join later.
+    """Leave a rank's bytes in the store, for processes that join later.
 
-    Compressed, as names of operators repeat; the first chunk says how many there are.
+    They are compressed, as names of operators repeat; the first chunk has the number of chunks.
     """
     packed = packing.packed(own)
     chunks = [packed[at : at + _CHUNK_BYTES] for at in range(0, len(packed), _CHUNK_BYTES)]
-    for index in reversed(range(len(chunks))):  # the first chunk is there last
+    for index in reversed(range(len(chunks))):  # the first chunk is written last
         count = len(chunks).to_bytes(_COUNT_BYTES) if index == 0 else b''
         store.set(_key(name, rank, index), count + chunks[index])  # type: ignore[arg-type]
 
 
 def left_by(store: Store, name: str, rank: int) -> bytes | None:
-    """What `leave` has left; None if it has not."""
+    """The bytes that `leave` has stored for a rank; None if there are none yet."""
     if not store.check([_key(name, rank, 0)]):
         return None
     return _left_by(store, name, [rank])[0]

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What launcher and workers tell each other of failures, in the launcher's store.
+"""Messages about failures between the launcher and the workers, in the launcher's store.
 
-Keys of the launcher: `ended/<rank>` (process of a rank that it saw die, when and of what), `cause`
-(the same of the one for which all were started again, and which start that was), `spares` (what is
-left to take the place of the next). Of the workers: `recovered` (how the newest recovery came out,
-in a line).
+The launcher writes `ended/<rank>` (the dead process of a rank, with time and cause of death),
+`cause` (the same for the death that restarted all workers, with the number of that restart) and
+`spares` (the remaining spares). The workers write `recovered` (one line about the outcome of the
+newest recovery).
 """
 
 import time
@@ -25,33 +25,34 @@ class End(NamedTuple):
     rank: int
     pid: int
     how: str
-    """Such as `was killed by SIGKILL`."""
+    """For example `was killed by SIGKILL`."""
 
 
 def tell_end(store: Store, rank: int, pid: int, how: str) -> None:
-    """The launcher saw this process die; it or the whole job is about to start again."""
+    """Record a death that the launcher saw; the rank or the whole job is about to restart."""
     store.set(_ended(rank), _encoded(rank, pid, how))
 
 
 def told_end(store: Store, rank: int, pid: int) -> End | None:
-    """How process `pid` of `rank` died; None if the launcher has not said."""
+    """How process `pid` of `rank` died; None if the launcher has not recorded it."""
     found = _decoded(store, _ended(rank))
     return found if found is not None and found.pid == pid else None
 
 
 def tell_cause(store: Store, restarts: int, rank: int, pid: int, how: str) -> None:
-    """All workers are about to start for the `restarts`-th time again, because of this death."""
+    """Record that this death causes the restart of all workers, number `restarts`."""
     store.set(_CAUSE, f'{restarts} {_encoded(rank, pid, how)}')
 
 
 def told_cause(store: Store, restarts: int) -> End | None:
-    """Why all workers were started for the `restarts`-th time again; None if no process said."""
+    """The death that caused restart number `restarts` of all workers; None if unknown."""
     found = _decoded(store, _CAUSE, f'{restarts} ')
-    return found if restarts else None  # a first start has none; an outside store may remember
+    # A first start has no cause, but a store outside the launcher may keep an old one.
+    return found if restarts else None
 
 
 def tell_spares(store: Store, left: str) -> None:
-    """Say in words what can take the place of the next worker or node that is lost."""
+    """Record, in words, the spares that can replace the next lost worker or node."""
     store.set(_SPARES, left)
 
 
@@ -60,12 +61,12 @@ def told_spares(store: Store) -> str:
 
 
 def tell_recovered(store: Store, line: str) -> None:
-    """All ranks are back; said once for all of them, in one line."""
+    """Record the outcome of a recovery in one line; called by one rank."""
     store.set(_RECOVERED, line)
 
 
 def told_recovered(store: Store) -> str:
-    """How the newest recovery came out; empty if there was none."""
+    """Outcome of the newest recovery; empty if there was none."""
     return store.get(_RECOVERED).decode() if store.check([_RECOVERED]) else ''
 
 

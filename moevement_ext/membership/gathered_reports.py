@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all ranks bring to a rendezvous, gathered by one of them and handed out to all.
+"""Reports of all ranks in a rendezvous: one rank gathers and packs them for all.
 
-Every rank leaves its own in the store. The last to come reads all, once, and packs them: reports
-have most in common, so that of one little more than its differences is left (of one of some KiB:
-zlib looks back 32). It does so twice: what repeats at a time is at most 258 bytes long, so that the
-first leaves some repetitions of each report, which repeat as well.
+Every rank leaves its report in the store. The last rank to answer reads all reports once, and
+compresses them together. Reports are nearly equal, so each adds little more than its differences,
+if it has at most some KiB: zlib looks back 32 KiB. Compression runs twice: one match of zlib has at
+most 258 bytes, so the first pass leaves a series of matches per report, which repeats as well.
 """
 
 from collections.abc import Sequence
@@ -17,14 +17,15 @@ from moevement_ext.membership.node_copy import NodeCopy, digest_of
 from moevement_ext.store.peek import read_in_parts
 
 _COUNT_BYTES = 4
-# Read with the barrier, in one request; more is read by one rank of a node for all.
+# Up to this size the reports are the value of the barrier's key, and take no further request; above
+# it one rank of each node reads them for all its ranks.
 _LITTLE_BYTES = 4096
-# A value in the store has a MiB at most. The server refuses above 8.
+# Values in the store are limited to 1 MiB here; its server refuses more than 8 MiB.
 _CHUNK_BYTES = 1 << 20
 
 
 def gather(store: Store, places: Sequence[str]) -> list[bytes]:
-    """What each rank left under its key in `places`, by rank; all are there."""
+    """The reports under the keys `places`, by rank; all keys exist."""
     items, room = [], packing.MOST_BYTES_OF_ALL
     for value in read_in_parts(store, places):
         items.append(packing.unpacked(value, min(packing.MOST_BYTES, room)))
@@ -43,10 +44,10 @@ def unpacked_together(whole: bytes) -> list[bytes]:
 
 
 def hand_out(store: Store, key: str, items: Sequence[bytes]) -> bytes:
-    """Leave everything for all ranks, by rank; what is to be behind the barrier is returned.
+    """Leave all reports in the store for all ranks; returns the bytes to put behind the barrier.
 
-    That is all of it if it is little, else how many parts there are under `key`, and the digest of
-    the whole.
+    These are the packed reports if they are small, else the number of parts under `key` and the
+    digest of the whole.
     """
     whole = packed_together(items)
     if len(whole) <= _LITTLE_BYTES:
@@ -58,7 +59,10 @@ def hand_out(store: Store, key: str, items: Sequence[bytes]) -> bytes:
 
 
 def handed_out(store: Store, key: str, found: bytes, node: NodeCopy | None) -> list[bytes]:
-    """What `hand_out` left, `found` behind the barrier; without `node` each rank reads all."""
+    """The reports that `hand_out` has left; `found` are the bytes behind the barrier.
+
+    Without `node` each rank reads all parts from the store.
+    """
 
     def from_store() -> bytes:
         return b''.join(store.get(_part(key, index)) for index in range(count))

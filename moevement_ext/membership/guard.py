@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Notices workers that hang in a job whose failures restart all of its workers.
+"""Detects hanging workers in a job whose failures restart all workers.
 
-As in a round of `Membership` every process gives heartbeats, listens for those of the next one
-and looks at its own training thread. But no rank is woken up: a rank that waits for the hung worker
-is started again with it.
+As in a round of `Membership`, every process sends heartbeats, checks those of the next rank, and
+watches its own training thread. But no waiting rank is woken up: it restarts together with the hung
+worker.
 """
 
 import threading
@@ -20,10 +20,10 @@ from moevement_ext.membership.training_thread import TrainingThread
 
 
 class Guard:
-    """Made by the training thread when training begins, on all ranks.
+    """Created by the training thread of each rank when training begins.
 
     Args:
-        store: the launcher's, where all ranks have met; a connection of its own.
+        store: a separate connection to the launcher's store, in which all ranks have met.
         rank: of this process.
         pids: process ids by rank.
         hang_timeout_s: as of `RoundWatch`.
@@ -51,7 +51,7 @@ class Guard:
 
     @property
     def store_lost(self) -> threading.Event:
-        """Set when the launcher's store is lost for good."""
+        """Set while the launcher's store counts as lost."""
         return self._loss.lost
 
     def lose_device(self, what: str) -> NoReturn:

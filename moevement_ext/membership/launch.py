@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the processes of one launch say to their launcher, in a store that may outlive it.
+"""Keys by which the processes of one launch talk to their launcher; the store may outlive it.
 
-A launcher draws a name for each launch. What a process of an earlier one has said, of itself or of
-another, is about processes that are gone; in containers those of this launch even have the same
-ids. So all such keys begin with that name.
+Messages of an earlier launch refer to processes that are gone; in containers, new processes even
+have the same ids. So a launcher draws a random name for each launch, and all such keys begin with
+it.
 """
 
 import os
@@ -11,15 +11,15 @@ import os
 from torch.distributed import PrefixStore, Store
 
 VARIABLE = 'MOEVEMENT_LAUNCH'
-"""In the environment of workers: the name of the launch. A launcher that reads nothing in the
-store, as torchrun, gives none."""
+"""Environment variable of workers with the name of the launch. A launcher that reads nothing from
+the store, such as torchrun, does not set it."""
 
 
 def own_launch() -> str:
-    """The name of the launch that this process is of; empty: it has none."""
+    """Name of this process's launch; empty if it has none."""
     return os.environ.get(VARIABLE, '')
 
 
 def of_launch(store: Store, launch: str) -> Store:
-    """The part of a store in which the processes of a launch speak to their launcher."""
+    """The part of a store with the messages of a launch."""
     return PrefixStore(f'launch/{launch}', store) if launch else store

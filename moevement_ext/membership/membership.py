@@ -1,22 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This process among all ranks of the job: the present round, how it ends, and the next one.
+"""Membership of this process in the job: the present round, its end, and the next round.
 
-A process goes through rounds (see `rendezvous`): it *meets* the others, sets up or recovers,
-trains, and *leaves* when the round ends. Which thread does that:
+A process goes through rounds (see `rendezvous`): it *meets* the other ranks, sets up or recovers,
+trains, and *leaves* when the round ends. Which thread meets and leaves depends on the state:
 
-- *Setting up*, before `settle`, a new process of a running job cannot be interrupted: it builds
-  its model. A thread of its own joins for it, the first round (`have_met`) and others when that is
-  broken, with the report it came with: it has nothing else yet, and captures nothing. So it does
-  not count as hung. The training thread finds the newest rendezvous when it calls `settle`, and
-  that one only: the others came to nothing, as all wait for the new process before they train.
-- *From `settle` on* the training thread alone leaves and meets. It is told by what it waits for:
-  process groups, stores and barriers raise. What it is busy with (a write, a loader) is waited for.
-- While it replays it can leave that to another thread (see `beside`), and go on.
-- A training thread that is stuck, in a wait that was ended or by itself, cannot leave. Another
-  thread ends the process, with a status of its own (`EXIT_STUCK`), and its launcher replaces it.
-- A training thread that waits for longer than a collective may take ends the round: a rank hangs
-  although it sends heartbeats, or the network does. No process need be lost by that.
-- Heartbeats go on until the training thread has left: a late rank does not count as hung.
+- *Setting up*, before `settle`, a new process of a running job cannot be interrupted: it builds its
+  model. A separate thread joins the first round (`have_met`), and later rounds when that one is
+  broken, so that the process does not count as hung. It submits the report from the start of the
+  process, which has no other state yet. `settle` gives the training thread the newest rendezvous
+  only: in the earlier ones no rank has trained, as all ranks wait for the new process.
+- *From `settle` on* only the training thread leaves and meets. Its waits end: process groups,
+  stores and barriers raise. Other calls (a write, a loader) are not interrupted.
+- *During a replay* another thread can meet in its place (see `beside`), while it continues.
+- A training thread that is stuck, in an ended wait or elsewhere, cannot leave. Another thread ends
+  the process with status `EXIT_STUCK`, and its launcher replaces it.
+- A training thread that waits for longer than a collective may take ends the round: another rank
+  hangs although it sends heartbeats, or the network hangs. This need not cost a process.
+- Heartbeats continue until the training thread has left, so that a late rank does not count as
+  hung.
 """
 
 import logging
@@ -58,21 +59,23 @@ logger = logging.getLogger(__name__)
 
 _UPDATE_GRACE_SECONDS = 1.0
 _CLOSING = timedelta(seconds=20)
-_UNBLOCK_SECONDS = 30.0  # not waited for longer: a GPU may never let go of its waits
+_UNBLOCK_SECONDS = 30.0  # a GPU may never release its waits
 
 
 class Membership:
-    """Meets the other ranks.
+    """Takes part in the rounds of the job.
 
-    Construction waits for all of them, unless a survivor waits already: then this process meets
-    beside its set-up, and `reports` are that survivor's before `have_met`.
+    The constructor waits for all ranks, unless a survivor is already waiting: then another thread
+    meets the ranks during the set-up, and before `have_met` returns `reports` has only that
+    survivor's.
 
     Args:
-        rendezvous: where this process meets them, in the launcher's store.
+        rendezvous: this process's rendezvous in the launcher's store.
         timeout: limit of waits for other ranks, and of a collective.
         hang_timeout_s: as of `RoundWatch`.
-        report: what this process brings to the first rendezvous, and to others while it sets up.
-        stuck_timeout_s: as of `Standstill`; for a process that joins in its set-up, too.
+        report: makes this process's report for each rendezvous during its set-up; called once.
+        stuck_timeout_s: as of `Standstill`; also applies to the set-up of a process that joins a
+            running job.
     """
 
     def __init__(
@@ -95,16 +98,18 @@ class Membership:
         self._standstill = Standstill(rendezvous.rank, timeout.total_seconds(), stuck_timeout_s)
         self._wake: Callable[[], None] = lambda: None
         self._closed = threading.Event()
-        self._setting_up = threading.Lock()  # of what joins in place of the training thread
+        # Held by a thread that joins in place of the training thread.
+        self._setting_up = threading.Lock()
         self._settled = False
         self._beside: Beside | None = None
         self._lost: SparseCheckpointError | None = None
         self.reason = ''
         self.detect_s = 0.0
         self.committed = NOWHERE
-        """Newest iteration committed on this rank; the training thread notes it."""
+        """Newest iteration committed on this rank; written by the training thread."""
         self.not_updating = threading.Event()
-        """Clear while the optimizer writes: an update that all its ranks can finish is let to."""
+        """Clear while the optimizer writes, so that an update which its ranks can complete is not
+        cut off."""
         self.not_updating.set()
         self._rendezvous.predecessor_took_part()
         self._brought = report()
@@ -125,29 +130,30 @@ class Membership:
 
     @property
     def store(self) -> Store:
-        """For keys of the round in which the training thread is."""
+        """Store for keys of the training thread's round."""
         return self.taken.store
 
     @property
     def archive(self) -> Store:
-        """For keys of this attempt of the job, from the start of all its ranks to the next such."""
-        # What outlives its store for a while does not write to the one of the next attempt.
+        """Store for keys of this attempt of the job, which lasts until all ranks start again."""
+        # The name of the attempt keeps processes that outlive their store from writing keys of the
+        # next attempt.
         return PrefixStore(f'job/{self._loss.attempt}/{self.origin}', self._store.clone())
 
     @property
     def store_lost(self) -> threading.Event:
-        """Set when the ranks can never meet in the store again."""
+        """Set while the launcher's store counts as lost."""
         return self._loss.lost
 
     @property
     def broken(self) -> bool:
-        """A failure was announced in the present round, and the training thread is to leave."""
+        """True once the training thread must leave: a failure was announced in the round."""
         return self._interrupted.is_set()
 
     def broken_in_the_store(self) -> bool:
-        """The same, asked now: a connection that was silently lost may be slow to say so.
+        """The same, read from the store now, since a silently lost connection is detected late.
 
-        Waits while the store is out of reach, until it counts as lost.
+        While the store is unreachable, waits until it counts as lost.
         """
         try:
             return is_broken(self._loss.reconnect(), self._result.round)
@@ -155,15 +161,15 @@ class Membership:
             return False
 
     def have_met(self) -> None:
-        """Wait until all have met, where they meet beside the set-up. Training thread."""
+        """Wait for the rendezvous that another thread joins during the set-up."""
         if self._first is not None:
             self._first.join()
 
     def settle(self) -> None:
-        """The set-up is over; `reports` and `store` are those of the newest rendezvous.
+        """End the set-up; `reports` and `store` are those of the newest rendezvous.
 
-        Training thread, which leaves and meets itself from now on. Waits for a rendezvous that is
-        under way.
+        Called by the training thread, which alone leaves and meets from now on. Waits for a
+        rendezvous that is in progress.
 
         Raises:
             FencedOut: this process has been replaced meanwhile.
@@ -176,9 +182,9 @@ class Membership:
             raise self._lost
 
     def watch(self, distributed_backend: str, wake: Callable[[], None]) -> None:
-        """End waits of this process when the round ends, and report ranks that hang.
+        """From now on, end waits of this process when the round ends, and report hanging ranks.
 
-        Training thread. Called when process groups exist: by then all have set up, but for new
+        Training thread. Called when process groups exist: by then all ranks are set up, except new
         processes. `wake`, called on the watching thread, ends waits that are not torch's.
         """
         self._wake = wake
@@ -189,30 +195,30 @@ class Membership:
             self._unblock()
 
     def leave(self, reason: str) -> None:
-        """Announce a failure in the present round, if none is, and unblock this process.
+        """Announce a failure in the present round, unless one is known; unblock this process.
 
-        Ends the process if its GPU is lost: a report would promise a state that is gone.
-
-        `reason` and `detect_s` then say why the round ended and how long before this call that was
-        announced, by the launcher or another rank; `ended_round` that it was by this call, and by
-        nothing that had interrupted this rank before.
+        Ends the process if its GPU is lost: its report would promise a state that is gone. Sets
+        `reason`, why the round ended; `detect_s`, the seconds since the announcement; and
+        `ended_round`, True if this call ended the round, and nothing had interrupted this rank
+        before.
         """
         self._groups.end_calls()
         round, self.ended_round = self._result.round, False
         while not self._announced(round, reason):
             pass
         self._watch.wait_until_woken()
-        self.detect_s = max(time.time() - self._watch.announced, 0.0)  # by another node's clock
-        self._check_device()  # watched: if it hangs, this process is replaced
+        # The announcement has another node's clock.
+        self.detect_s = max(time.time() - self._watch.announced, 0.0)
+        self._check_device()  # still watched: if this call hangs, the process is replaced
         self._watch.stop()
         self.reason = self._watch.reason or reason
 
     def _announced(self, round: int, reason: str) -> bool:
-        """False if the new connection, on which the others would have heard of it, is lost."""
-        self._store = store = self._runner.reconnect()  # the other may have been lost
+        """Announce the failure over a new connection; False if that one is lost, too."""
+        self._store = store = self._runner.reconnect()  # the old one may be lost
         try:
             if not self._watch.broken.is_set():
-                before = self.broken  # this rank hears of its own announcement, too
+                before = self.broken  # the watching thread also detects this announcement
                 self.ended_round = end_round(store, round, reason) and not before
                 found = how_broken(store, round) or Ending(time.time(), reason)
                 self._watch.conclude(found.reason, found.since)
@@ -221,16 +227,16 @@ class Membership:
         return True
 
     def lose_device(self, what: str) -> NoReturn:
-        """End this process, whose GPU is lost, and the round with it. Any thread."""
+        """End this process, whose GPU is lost, and the round. Any thread."""
         store, rank = self._store.clone(), self._rendezvous.rank
         replace_this_process(store, self._result.round, rank, f'its GPU is lost: {what}', None)
 
     def meet(self, report: Callable[[], Report]) -> list[Report]:
-        """Join the round after the present one; returns what all ranks report, by rank.
+        """Join the round after the present one; returns the reports of all ranks, by rank.
 
         Raises:
-            FencedOut: this process has been replaced, or the job begun anew.
-            StoreLost: the store is, not a connection only.
+            FencedOut: this process has been replaced, or the job has restarted without it.
+            StoreLost: the store is lost, not only a connection.
             SparseCheckpointError: a rank did not come in time.
         """
         if self._lost is not None:
@@ -245,7 +251,7 @@ class Membership:
 
     @contextmanager
     def leaving_it_to(self, beside: Beside) -> Iterator[None]:
-        """Within it a failure does not interrupt the training thread, as long as that can go on."""
+        """Within the context a failure interrupts only a replay that cannot continue."""
         self._beside = beside
         try:
             if self._watch.broken.is_set():  # it may have been before anybody knew of this
@@ -256,14 +262,14 @@ class Membership:
                 self._end_beside(beside)
 
     def take_over(self, beside: Beside, wait: bool) -> list[Met]:
-        """Be in the newest round that was met beside; all since the last call, as `Beside.take`."""
+        """Move to the newest round that the other thread has joined; as `Beside.take`."""
         met = beside.take(wait)
         if met:
             self.taken, self.reports = met[-1].result, met[-1].reports
         return met
 
     def leaves_nothing_to(self, beside: Beside) -> bool:
-        """The training thread moves on by itself again; not if there is something to take over."""
+        """Let the training thread leave and meet again; False if it must first take over rounds."""
         with self._setting_up:
             if beside.has_met:
                 return False
@@ -271,22 +277,25 @@ class Membership:
             return True
 
     def _end_beside(self, beside: Beside) -> None:
-        """With the lock. A joining thread that has not begun yet does nothing any more."""
+        """Called with the lock. A joining thread that has not begun yet will do nothing."""
         self._beside = None
         beside.end()
         if self._watch.broken.is_set():
             self._interrupt()
 
     def refuse(self, reason: str) -> None:
-        """In its set-up, this process must not take part: the others hear why. It is to end."""
+        """Refuse to take part, during the set-up, and tell the other ranks why.
+
+        The caller then ends the process.
+        """
         self.have_met()
         with self._setting_up:
-            self._settled = True  # it joins no other round
+            self._settled = True  # no thread joins another round
         if self._lost is None:
             self.leave(reason)
 
     def barrier(self, name: str) -> None:
-        """Wait for all ranks of the round; for a busy one as long as it sends heartbeats.
+        """Wait for all ranks of the round; for a busy rank, as long as it sends heartbeats.
 
         Raises:
             RoundEnded: a failure was announced meanwhile.
@@ -299,7 +308,7 @@ class Membership:
             self._standstill.at_barrier = False
 
     def renew(self, members: Collection[int] | None, kept: Collection[int] = ()) -> None:
-        """Connect the process groups of `members` (None: all) anew, silence others but of `kept`.
+        """Reconnect the process groups of `members` (None: all); silence others, except of `kept`.
 
         Raises:
             RoundEnded: a failure was announced meanwhile.
@@ -313,22 +322,23 @@ class Membership:
         self._raise_if_broken()
 
     def synchronize(self) -> None:
-        """Wait for all work queued on the GPU; then see whether the round is `broken`."""
+        """Wait for all work queued on the GPU; the caller then checks `broken`."""
         self._groups.synchronize()
 
     @property
     def waits_returned(self) -> bool:
-        """Collectives of this round may have been ended without an error, with any result."""
+        """True if collectives of this round may have returned undefined results."""
         return self._groups.waits_returned
 
     def silence(self) -> None:
-        """Let all collectives complete at once, without effect, until groups are connected."""
+        """Let all collectives return at once, without effect, until groups are connected."""
         self._groups.silence(self.store)
 
     def close(self) -> None:
-        """The job is over on all ranks. Then no thread waits in the launcher's store any more.
+        """End the job on all ranks, and the waits of this process's threads in the store.
 
-        Such a thread wakes up when the round ends, for which all must have stopped to watch it.
+        These threads wake up when the round ends; before that, all ranks must have stopped watching
+        it.
         """
         self._watch.stop()
         self._closed.set()
@@ -346,8 +356,8 @@ class Membership:
             raise RoundEnded(self._watch.reason or 'unknown')
 
     def _take(self, result: RendezvousResult) -> None:
-        """The training thread, or the thread that joins in its place, is in the next round."""
-        # Set when it is to leave.
+        """Enter the next round. Training thread, or the thread that joins in its place."""
+        # Set when the training thread must leave the round.
         self._interrupted = threading.Event()
         self.taken, self.reports = result, decode_all(result.reports)
         self._arrive(result, self.reports)
@@ -368,7 +378,7 @@ class Membership:
         )
 
     def _on_broken(self, reason: str) -> None:
-        """On the watching thread, or on that which leaves."""
+        """Called on the watching thread, or on the thread that leaves."""
         beside = self._beside
         if beside is None:
             self._interrupt()
@@ -382,7 +392,7 @@ class Membership:
         return thread
 
     def _interrupt(self) -> None:
-        """End all waits of the training thread, which is to leave. Any thread."""
+        """End all waits of the training thread, which must leave. Any thread."""
         self._interrupted.set()
         self.not_updating.wait(_UPDATE_GRACE_SECONDS)
         with ends_within(_UNBLOCK_SECONDS, self._rendezvous.rank, self._standstill.thread):
@@ -394,7 +404,7 @@ class Membership:
         self._wake()
 
     def _join_beside(self, after: int | None) -> None:
-        """While the training thread sets up: meet the others, with the report it came with."""
+        """Join a round while the training thread sets up, with the process's first report."""
         with self._setting_up:
             if self._settled or not self.joining or self._lost is not None:
                 return
@@ -410,7 +420,7 @@ class Membership:
             end_at_once(EXIT_WHOLE_JOB)
 
     def _meet_beside(self, beside: Beside) -> None:
-        """While the training thread replays, which is interrupted if that cannot go on."""
+        """Join a round during a replay; interrupt the replay if it cannot continue."""
         with self._setting_up:
             if self._beside is not beside:
                 return  # the training thread has left by itself
@@ -428,7 +438,7 @@ class Membership:
                     self._watch.judge()
                     beside.add(Met(watch.reason or '', detect_s, before, result, reports))
             except DistError:
-                goes_on = False  # the training thread finds another connection
+                goes_on = False  # the training thread opens another connection
             except SparseCheckpointError as error:  # raised by `meet`
                 self._lost = error
             finally:
@@ -437,7 +447,7 @@ class Membership:
                     self._interrupt()
 
     def _meet_next(self, report: Callable[[], Report], after: int | None) -> RendezvousResult:
-        """In the place of the training thread, over a connection of its own."""
+        """Join in place of the training thread, over a separate connection."""
         if after is not None:
             self._watch.stop()
             logger.warning('sparse checkpointing: joining again: %s', self._watch.reason)
@@ -454,7 +464,7 @@ class Membership:
             self._standstill.look(store, round, pids, self.committed)
 
     def _check_device(self) -> None:
-        """End this process if its GPU is of no more use to it."""
+        """End this process if its GPU is lost."""
         thread, rank = self._standstill.thread, self._rendezvous.rank
         if thread is None:
             return
@@ -465,10 +475,11 @@ class Membership:
             replace_this_process(self._store, self._result.round, rank, what, thread)
 
     def _without_store(self) -> None:
-        """On the thread that looked for it: wake this rank up should others have left already.
+        """Interrupt this rank if others seem to have left, while the store is lost.
 
-        No rank can announce any more that they have. What this rank waited before the store was
-        lost does not count, nor before the newest iteration: they had not left then.
+        On the thread `sparse-ckpt-lost`: without a store, no rank can announce that it has left.
+        Waits from before the loss of the store, or before the newest iteration, do not count, as
+        the other ranks had not left then.
         """
         self._standstill.got_on_to = None
         while self._loss.lost.is_set() and not self._closed.wait(HEARTBEAT_SECONDS):

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that neither come to a rendezvous nor give a heartbeat hang; their launcher replaces them.
+"""A rank that neither joins a rendezvous nor sends heartbeats hangs; its launcher replaces it.
 
-A rank that is merely late (it ends a write first) goes on sending heartbeats in the round that it
-comes from, and one that is new and sets up joins on a thread of its own (see `membership`). A rank
-that has joined sends no heartbeats while it waits for the last one, but answers when that has come.
+A rank that is merely late (it completes a write first) still sends heartbeats in its previous
+round, and a new process joins on a separate thread during its set-up (see `membership`). A rank
+that has joined sends no heartbeats while it waits for the last rank, but answers once that rank has
+joined.
 """
 
 import logging
@@ -32,15 +33,13 @@ _REPORT = msgspec.msgpack.Decoder(Report)
 
 
 class MissingRanks:
-    """Background thread that detects missing ranks; looks only on elected ranks.
+    """Background thread that detects missing ranks; active only on elected ranks.
 
-    It looks as often as heartbeats come. More often it looks whether a process died while it ended
-    the round in which ranks meet, and then completes that: no other thread watches that round yet.
-    A new process looks as well: it may be the only one left that can.
-
-    `connect` opens a connection of its own to the store. `is_ours`, asked each time, is true if
-    this rank is one of those that look. A rank without a heartbeat for `hang_timeout_s` seconds
-    counts as hung.
+    It checks as often as heartbeats are sent. More often, it checks whether a process died while it
+    ended the round in which ranks meet, and then completes the end: no other thread watches that
+    round yet. A new process checks as well, as it may be the only one that can. `connect` opens a
+    separate connection to the store. `is_ours`, called each time, is true if this rank is elected.
+    A rank without a heartbeat for `hang_timeout_s` seconds counts as hung.
     """
 
     def __init__(
@@ -103,7 +102,7 @@ class MissingRanks:
         return heard != before
 
     def _evict(self, store: Store, one: Absent) -> None:
-        """The process that was seen in that round, if its launcher still has it."""
+        """Evict the process that took part in that round, if its launcher still runs it."""
         brought = brought_to(store, one.round, one.rank)
         if brought is not None:
             report = _REPORT.decode(brought)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all ranks of a node read in the store, one of them reads there, for the others.
+"""Lets one rank of a node read from the store what all ranks of the node need.
 
-It leaves a copy in the memory of the node, under the digest of what it is. No rank depends
-on another: one that has waited for the copy for too long, or cannot use it, asks the store.
+It leaves a copy in the memory of the node, named by the digest of its content. No rank depends on
+another: a rank that has waited too long for the copy, or cannot use it, asks the store.
 """
 
 import fcntl
@@ -24,15 +24,15 @@ _PAUSE_S = 0.005
 
 
 def digest_of(content: bytes) -> bytes:
-    """Names a content; 16 bytes."""
+    """Digest of `content`, 16 bytes long."""
     return xxh3_128(content).digest()
 
 
 class NodeCopy:
     """Copies that the ranks of a node share.
 
-    `root` is a directory in a tmpfs; `directory`, below it, is this run's on this node, and made
-    when it is needed.
+    `root` is a directory in a tmpfs; `directory`, below it, belongs to this run on this node, and
+    is created when needed.
     """
 
     def __init__(self, root: Path, directory: Path) -> None:
@@ -40,9 +40,9 @@ class NodeCopy:
         self._directory = directory
 
     def read(self, digest: bytes, from_store: Callable[[], bytes]) -> bytes:
-        """The content of that digest; one rank of the node at a time asks the store.
+        """The content with this digest; one rank of the node at a time asks the store.
 
-        Raises `DistError` if the store was asked, and did not answer.
+        Raises `DistError` if this rank asked the store, and it did not answer.
         """
         try:
             private.make_directories(self._root, self._directory)
@@ -82,7 +82,7 @@ class NodeCopy:
 
 
 def _acquire(lock: int) -> bool:
-    """False if another rank has it for too long."""
+    """Acquire the lock; False if another rank holds it for too long."""
     deadline = time.monotonic() + _LONGEST_WAIT_S
     while True:
         try:

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks leave for each other in the store, compressed.
+"""Compresses the data that ranks leave for each other in the store.
 
-Any process that reaches the store can put there a few KiB that would unpack to all the memory of a
-node, or of all nodes: so it is said how much may come out.
+Any process that reaches the store can put a few KiB there which would unpack to all the memory of
+each node; so the unpacked size is limited.
 """
 
 import zlib
 
 MOST_BYTES = 64 << 20
-"""What one rank says; names of thousands of operators are some MiB."""
+"""Limit for one rank; names of thousands of operators are some MiB."""
 MOST_BYTES_OF_ALL = 2 << 30
-"""What all ranks say together."""
+"""Limit for all ranks together."""
 
 
 def packed(content: bytes) -> bytes:

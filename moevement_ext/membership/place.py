@@ -19,7 +19,9 @@ class Place(NamedTuple):
     replicas: Sequence[int]
     """Other ranks that hold the same state, bit for bit."""
     interleaved: bool
-    """The rank has several stages in turn, so that the last stage sends to the first."""
+    """The rank has several model chunks (interleaved schedule), so the last stage sends to the
+    first."""
     twins: Sequence[int] = ()
-    """Other ranks that capture the same slices, with the same bytes but for volatile ones (see
-    `capture.layout.TensorSlice`). `replicas` are none if each captures a share of the state."""
+    """Other ranks that capture the same slices, with the same bytes except volatile ones (see
+    `capture.layout.TensorSlice`). `replicas` are not twins if each captures a share of the
+    state."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This rank in its job: what every part of protection and recovery needs to know of it."""
+"""Facts about this rank that all parts of protection and recovery need."""
 
 from dataclasses import dataclass
 
@@ -11,10 +11,10 @@ from moevement_ext.memory.window.name import RankIdentity
 
 @dataclass(frozen=True)
 class Rank:
-    """Made once in the lifetime of a process; nothing of it changes."""
+    """Created once per process; never changes."""
 
     identity: RankIdentity
-    """Run, layout and rank; what every slot is stamped with."""
+    """Run, layout and rank, which every slot contains."""
     world_size: int
     run_id: str
     """Name of the run's directory in host memory."""
@@ -23,7 +23,7 @@ class Rank:
     config: SparseCheckpointConfig
     events: EventLog
     exchange: Exchange
-    """With all ranks, or with what they left for a process that joins them."""
+    """With all ranks, or, in a process that joins them, with the data that they left."""
 
     @property
     def number(self) -> int:

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All ranks of a job meet, again after every failure, in a store that outlives them.
+"""Rendezvous of all ranks, at the start and after every failure, in a store that outlives them.
 
-The launcher's store keeps what dead workers wrote. A *round* is a set of processes, one per rank,
-that met under a new number; process groups are built under its name. A round is ended by a rank
-that lost a peer, the launcher that saw a worker die, a rank whose neighbour sends no more
-heartbeats, or a new process that finds its predecessor in the round. The end is the agreed verdict
-that a failure happened: each rank joins the next round with a report, or is gone.
+A *round* is a set of processes, one per rank, that met under a new number; process groups are
+connected under its name. A round is ended by a rank that lost a peer, the launcher that saw a
+worker die, a rank whose neighbour sends no more heartbeats, or a new process that finds its
+predecessor in the round. An ended round states that a failure happened: each rank joins the next
+round with a report, or is gone.
 
 Keys: see "Keys of the store" in `docs/design.md`.
 
-The end takes three steps, in this order: say why, close the barriers, raise the number. So a rank
-that sees the new number can rely on closed barriers.
+Three steps end a round, in this order: give the reason, close the barriers, raise the number. So a
+rank that reads the new number can rely on closed barriers.
 """
 
 import logging
@@ -44,7 +44,7 @@ from moevement_ext.store.peek import peek
 logger = logging.getLogger(__name__)
 
 BARRIERS = ('ready', 'replayed', 'trained', 'over')
-"""Names that a barrier can have, once in a round."""
+"""All names of barriers; each is used once in a round."""
 # Deleting keys earlier would delay a recovery, in which a large job sends many requests.
 _END_OF_A_RECOVERY = 'replayed'
 _FIRST_LOOKERS = 3
@@ -64,35 +64,38 @@ class RoundEnded(SparseCheckpointError):
 
 
 class FencedOut(SparseCheckpointError):
-    """Another process took the place of this rank while it was away; it must not go on."""
+    """Another process has replaced this one while it was stopped; this process must end."""
 
 
 class RendezvousResult(NamedTuple):
-    """All ranks of one round."""
+    """Result of a rendezvous of all ranks."""
 
     round: int
     store: Store
-    """For keys of this round only."""
+    """Store for keys of this round only."""
     reports: list[bytes]
-    """What each rank brought, by rank."""
+    """Encoded reports, by rank."""
     connection: Store
-    """The connection with the launcher's store by which this process has met the others."""
+    """The connection to the launcher's store that this process used in the rendezvous."""
 
 
 def launcher_store(timeout: timedelta) -> Store | None:
-    """A connection to the store of torchrun's agent, None under any other launcher."""
+    """Connect to the launcher's store, announced as torchrun does; None if there is none."""
     if os.environ.get('TORCHELASTIC_USE_AGENT_STORE') != 'True':
         return None
     return nearest.connect(os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT']), timeout)
 
 
 def present_round(store: Store) -> int:
-    """Number of the round that is open or in which the job runs."""
+    """Number of the round that ranks can join, or in which the job runs."""
     return store.add('round', 0)
 
 
 def end_round(store: Store, round: int, reason: str) -> bool:
-    """End `round`, once; any process completes it after a kill. True if this call began it."""
+    """End `round`; True if this call was the first.
+
+    If this process is killed, another one completes it.
+    """
     if is_over(store, round):
         return False
     announced = f'{time.time():.6f} {reason or "unknown"}'
@@ -111,9 +114,9 @@ def _finish_breaking(store: Store, round: int) -> None:
 
 
 def see_to_the_end(store: Store, round: int) -> None:
-    """Complete the end of a round that another process has begun to end, if it does not.
+    """Wait until another process has ended a round, and complete the end if that process does not.
 
-    All ranks learn of it in the first of several steps; they do not all take the others.
+    All ranks see the first of the three steps; only one rank should take the other two.
     """
     pause_s = _FIRST_PAUSE_S
     while not is_over(store, round):
@@ -125,16 +128,16 @@ def see_to_the_end(store: Store, round: int) -> None:
 
 
 def repair(store: Store) -> None:
-    """End the present round if the process that began to has died half-way."""
+    """Complete the end of the present round if the process that began it has died."""
     round = present_round(store)
     if is_broken(store, round):
         see_to_the_end(store, round)
 
 
 def announce_failure(store: Store, rank: int, reason: str) -> None:
-    """The launcher saw the worker of `rank` die: end the round it took part in.
+    """End the round of a dead worker; called by the launcher.
 
-    If the others have already moved on without it, nothing is left to do.
+    Does nothing if the other ranks have already moved on without it.
     """
     round = present_round(store)
     if arrivals.has_signed(store, f'here/{round}', rank):
@@ -145,17 +148,17 @@ class Ending(NamedTuple):
     """How a round ended."""
 
     since: float
-    """Time of the announcement: seconds since 1970, by the announcing process's clock."""
+    """Time of the announcement: seconds since the epoch, by the announcing process's clock."""
     reason: str
 
 
 def is_broken(store: Store, round: int) -> bool:
-    """True once a process has begun to end a round; may be asked while it lasts."""
+    """True once a process has begun to end the round; safe to call during the round."""
     return store.check([f'broken/{round}'])
 
 
 def how_broken(store: Store, round: int) -> Ending | None:
-    """When and why a round was ended. Only of one that is over: see `peek`."""
+    """When and why a round ended. Call this only for a round that is over: see `peek`."""
     found = peek(store, f'broken/{round}')
     if found is None:
         return None
@@ -164,18 +167,18 @@ def how_broken(store: Store, round: int) -> Ending | None:
 
 
 def why_broken(store: Store, round: int) -> str | None:
-    """The reason a round was ended with. Only of one that is over: see `peek`."""
+    """Why a round ended. Call this only for a round that is over: see `peek`."""
     found = how_broken(store, round)
     return found.reason if found else None
 
 
 def is_over(store: Store, round: int) -> bool:
-    """True if all ranks move on, or have moved on, to a later one; one request."""
+    """True once the round's number is outdated; costs one request."""
     return present_round(store) > round
 
 
 def absent(store: Store, world_size: int) -> list[Absent]:
-    """Ranks that have not joined the present round; none before all have met for the first time."""
+    """Ranks that have not joined the present round; empty before the first rendezvous."""
     round = present_round(store)
     missing = _absent_in(store, round, world_size)
     last_met = _last_met_before(store, round) if missing else None
@@ -185,7 +188,7 @@ def absent(store: Store, world_size: int) -> list[Absent]:
 def _last_met_before(store: Store, round: int) -> int | None:
     while round > 0:
         round -= 1
-        barrier = peek(store, f'met/{round}')  # no rank waits there any more
+        barrier = peek(store, f'met/{round}')  # no rank waits there now
         if barrier is None:
             return None
         if is_open(barrier):
@@ -194,9 +197,10 @@ def _last_met_before(store: Store, round: int) -> int | None:
 
 
 def holding_up(store: Store, world_size: int) -> list[Absent]:
-    """Ranks that do not answer in the present round, which all have joined.
+    """Ranks that delay the present round, which all ranks have joined.
 
-    They may have stopped since they joined. If all have answered, it is the one that packs.
+    These are the ranks that do not answer, as they may have stopped since they joined; if all have
+    answered, the rank that packs the reports.
     """
     round = present_round(store)
     if not store.check([f'full/{round}']) or store.check([f'met/{round}']):
@@ -208,9 +212,10 @@ def holding_up(store: Store, world_size: int) -> list[Absent]:
 
 
 def brought_to(store: Store, round: int, rank: int) -> bytes | None:
-    """What a rank has brought to a round; None if it has not joined, or that is forgotten.
+    """A rank's report in a round; None if there is none, or its keys are deleted.
 
-    If it has stopped in the middle of joining: what it came with, or brought to the last one.
+    If the rank has stopped while joining: the report of the new process, or that of the previous
+    rendezvous.
     """
     found = peek(store, place_in(round, rank)) or peek(store, f'coming/{round}/{rank}')
     if found is not None:
@@ -220,11 +225,11 @@ def brought_to(store: Store, round: int, rank: int) -> bytes | None:
 
 
 class Rendezvous:
-    """One process of the job, in the store where it meets the others.
+    """The rendezvous of one process of the job.
 
     One thread at a time uses `store`, which outlives the workers. Barriers use the connection of
-    their rendezvous: one thread may meet the others while another stands at a barrier. With `node`
-    the ranks of a node read for each other what all have brought.
+    their rendezvous: one thread may join a round while another waits at a barrier. With `node`, one
+    rank of each node reads the reports for all its ranks.
     """
 
     def __init__(
@@ -237,11 +242,11 @@ class Rendezvous:
         self._joined: set[int] = set()
         self._signed: set[str] = set()
         self.looks_for_others = False
-        """This rank is one of the few that look for missing ranks. Any thread."""
+        """True if this rank is one of the few that detect missing ranks. Any thread."""
         self._forgetting: threading.Thread | None = None
 
     def predecessor_took_part(self) -> bool:
-        """True if an earlier process of this rank is in the present round, which then is broken."""
+        """End the present round if an earlier process of this rank is in it; True if so."""
         round = present_round(self.store)
         if round in self._joined or not arrivals.has_signed(self.store, f'here/{round}', self.rank):
             return False
@@ -251,12 +256,12 @@ class Rendezvous:
     def meet(
         self, report: Callable[[], bytes], timeout: timedelta, after: int | None = None
     ) -> RendezvousResult:
-        """Join the present round, or the first one that lasts, and wait for all ranks.
+        """Join the present round, or the next one that is not broken, and wait for all ranks.
 
         Args:
-            report: asked for anew in each round that is tried.
-            timeout: how long to wait for a last rank of which nothing is heard.
-            after: number of the round that this process comes from, which must be over.
+            report: called in each round that this process tries to join.
+            timeout: limit of the wait for ranks that send no heartbeats.
+            after: number of this process's previous round, which is ended if it is not over.
 
         Raises:
             FencedOut: this process was in an earlier round and has been replaced since.
@@ -280,13 +285,13 @@ class Rendezvous:
 
     @property
     def newest_joined(self) -> int | None:
-        """The newest round in which this process has taken its place, or None."""
+        """The newest round that this process has joined, or None."""
         return max(self._joined, default=None)
 
     def barrier(self, result: RendezvousResult, name: str, timeout: timedelta | None) -> None:
-        """Wait until all ranks of the round have come here, to one of `BARRIERS`.
+        """Wait until all ranks of the round have reached `name`, one of `BARRIERS`.
 
-        Without a `timeout` all are watched, and a rank that does not come ends the round.
+        Without a `timeout`, all ranks are watched, and a hanging rank ends the round.
 
         Raises:
             RoundEnded: a failure was announced meanwhile.
@@ -301,8 +306,8 @@ class Rendezvous:
             self._forget_before(store, result.round)
 
     def sign(self, result: RendezvousResult, name: str) -> None:
-        """Come to a barrier, and wait there later if at all; to come again changes nothing."""
-        assert name in BARRIERS  # else a failure would wake up no rank that waits there
+        """Arrive at a barrier without waiting; a repeated call has no effect."""
+        assert name in BARRIERS  # otherwise a failure would not wake up ranks that wait there
         barrier, store = _barrier_key(result.round, name), result.connection
         if barrier not in self._signed:
             self._signed.add(barrier)
@@ -310,14 +315,15 @@ class Rendezvous:
                 open_barrier(store, barrier)
 
     def _join(self, round: int, report: bytes, survivor: bool) -> bool:
-        """Take this rank's place; False if a dead predecessor has it."""
+        """Take this rank's place in the round; False if a dead predecessor has it."""
         slept_through = range(max(self._joined, default=round) + 1, round)[-2:]  # kept keys
         if any(arrivals.has_signed(self.store, f'here/{one}', self.rank) for one in slept_through):
             raise FencedOut(_REPLACED.format(self.rank))
         left = packing.packed(report)
-        if not survivor:  # no rank would know which process this is, should it stop in between
+        # Otherwise no rank could evict this process if it stops between the requests.
+        if not survivor:
             self.store.set(f'coming/{round}/{self.rank}', left)  # type: ignore[arg-type]
-        self._joined.add(round)  # also if the answer is lost
+        self._joined.add(round)  # even if the store's answer is lost
         arrival = arrivals.sign(self.store, f'here/{round}', self.rank, self.world_size)
         if not arrival.is_first:
             if survivor:
@@ -331,9 +337,9 @@ class Rendezvous:
         return True
 
     def _is_to_look(self, round: int, arrival: RankArrival) -> bool:
-        """Those that came first are, and some that are spread over the others.
+        """Elect the first ranks that join, and some that are spread over the others.
 
-        Ranks of a node come, and are lost, together.
+        Ranks of a node join together, and are lost together.
         """
         every = max(self.world_size // _OTHER_LOOKERS, 1)
         is_early = arrival.order <= _FIRST_LOOKERS or arrival.order % every == 1 % every
@@ -341,10 +347,10 @@ class Rendezvous:
         return is_first or (arrival.is_spread and is_early)
 
     def _wait_for_all(self, round: int, deadline: Deadline) -> list[bytes] | None:
-        """What all have brought; None if the round was broken before all were there and alive."""
+        """Reports of all ranks; None if the round was broken before all ranks had answered."""
         if not self._await(self.store, round, f'full/{round}', deadline):
             return None
-        # A place may be that of a rank that died waiting.
+        # Each rank answers, as a rank that has joined may have died since.
         answer = arrivals.sign(self.store, f'answered/{round}', self.rank, self.world_size)
         if answer.is_last:
             self.store.set(f'gathers/{round}', str(self.rank))
@@ -360,7 +366,7 @@ class Rendezvous:
     def _pass(
         self, store: Store, round: int, barrier: str, deadline: Deadline | None
     ) -> bytes | None:
-        """Wait at a barrier; what is behind it, None if the round is over."""
+        """Wait at a barrier; returns the bytes behind it, None if the round is over."""
         if not self._await(store, round, barrier, deadline):
             return None
         found = behind(store, barrier)
@@ -369,7 +375,7 @@ class Rendezvous:
         return found
 
     def _await(self, store: Store, round: int, barrier: str, deadline: Deadline | None) -> bool:
-        """Wait until a barrier is opened or shut; False if it never will be."""
+        """Wait until a barrier is opened or shut; False if the round is over."""
         while not has_moved(store, barrier, math.inf if deadline is None else deadline.until):
             repair(store)
             if is_over(store, round):
@@ -379,15 +385,15 @@ class Rendezvous:
         return True
 
     def finish(self) -> None:
-        """This rank joins no further round: end what goes on beside."""
+        """Wait for the deletion of keys; this rank joins no further round."""
         if self._forgetting is not None:
             self._forgetting.join(_FINISH_SECONDS)
 
     def _forget_before(self, store: Store, round: int) -> None:
-        """Delete the keys of rounds that no rank reads any more, on a thread of its own.
+        """Delete, on a separate thread, the keys of rounds that no rank reads any more.
 
-        All have met, so that none waits in an earlier round; threads that watched the last one may
-        not have ended yet.
+        All ranks have met, so none waits in an earlier round; but threads that watched the previous
+        round may still read its keys.
         """
         if self.rank == 0 and not (self._forgetting and self._forgetting.is_alive()):
             self._forgetting = threading.Thread(
@@ -399,7 +405,7 @@ class Rendezvous:
             self._forgetting.start()
 
     def _heartbeats(self) -> dict[Absent, int]:
-        """Heartbeats of those that are awaited, in the rounds that they come from."""
+        """Heartbeats of missing ranks, in their previous rounds."""
         return {
             one: hear(self.store, one.round, one.rank)
             for one in absent(self.store, self.world_size)
@@ -420,7 +426,7 @@ def _absent_in(store: Store, round: int, world_size: int) -> list[int]:
 def _forget(connect: Callable[[], Store], first_kept: int) -> None:
     try:
         store = connect()
-        if is_over(store, first_kept):  # else it is another store: that of the job's next attempt
+        if is_over(store, first_kept):  # otherwise this is the store of the job's next attempt
             for key in _outdated(store.list_keys(), first_kept):
                 store.delete_key(key)
     except DistError as error:
@@ -428,7 +434,7 @@ def _forget(connect: Callable[[], Store], first_kept: int) -> None:
 
 
 def _outdated(keys: Sequence[str], first_kept: int) -> list[str]:
-    """Those of former rounds, and those of all attempts of the job but the newest that left any."""
+    """Keys of earlier rounds, and keys of all attempts of the job except the newest."""
     of_a_round = [(key, found) for key in keys if (found := _OF_A_ROUND.fullmatch(key))]
     of_an_attempt = [(key, found) for key in keys if (found := _OF_AN_ATTEMPT.fullmatch(key))]
     newest = max((int(found[1]) for _, found in of_an_attempt), default=0)

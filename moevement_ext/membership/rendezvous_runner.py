@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Meets the others in the next round, over another connection if that to the store is lost."""
+"""Joins rounds; reconnects to the store if the connection is lost."""
 
 import logging
 from collections.abc import Callable
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class RendezvousRunner:
-    """The rendezvous of one process, which `loss` connects to the store. One thread at a time."""
+    """Runs the rendezvous of one process. `loss` connects to the store. One thread at a time."""
 
     def __init__(
         self, rendezvous: Rendezvous, loss: StoreLoss, timeout: timedelta, hang_timeout_s: float
@@ -28,10 +28,9 @@ class RendezvousRunner:
         self._hang_timeout_s = hang_timeout_s
 
     def meet(self, report: Callable[[], Report], after: int | None) -> RendezvousResult:
-        """Join the round after one, or any.
+        """Join the round after `after`; None: any round.
 
-        A round in which the connection is lost is over then: whether this rank has been counted
-        in it cannot be known.
+        Ends the round if the connection is lost: this process cannot know whether it was counted.
         """
         while True:
             try:
@@ -44,7 +43,11 @@ class RendezvousRunner:
             after = after if joined is None else joined
 
     def meet_first(self, brought: Report) -> RendezvousResult:
-        """Join any round; again if all are new, but some were set up to join others and end now."""
+        """Join any round.
+
+        Join again if no survivor is left, and some processes were set up to join a running job:
+        these processes end now.
+        """
         while True:
             result = self.meet(lambda: brought, None)
             reports = decode_all(result.reports)
@@ -54,7 +57,7 @@ class RendezvousRunner:
             end_round(self._rendezvous.store, result.round, 'no rank with state is left to join')
 
     def reconnect(self) -> Store:
-        """Another connection, by which the others are met from now on, or `StoreLost`."""
+        """Open another connection for all further rounds, or raise `StoreLost`."""
         store = self._rendezvous.store = self._loss.reconnect()
         store.set_timeout(self._timeout)
         return store

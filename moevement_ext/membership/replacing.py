@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a process ends that is never going to train again by itself."""
+"""Ends a process that can never train again, so that its launcher replaces it."""
 
 import logging
 import threading
@@ -22,20 +22,20 @@ def replace_this_process(
 ) -> NoReturn:
     """End this process and its round, so that its launcher starts another one. Any thread.
 
-    `store` is a connection of the calling thread; `what` is the reason, `thread` the one that is
-    stuck, if it is one.
+    `store` is a connection of the calling thread; `what` is the reason; `thread` is the stuck
+    thread, if any.
     """
     _say(rank, what, thread)
-    with suppress(DistError):  # its launcher will see it end
+    with suppress(DistError):  # its launcher detects the exit
         end_round(store, round, f'rank {rank} is stuck: {what}')
     end_at_once(EXIT_STUCK)
 
 
 @contextmanager
 def ends_within(limit_s: float, rank: int, thread: TrainingThread | None) -> Iterator[None]:
-    """End this process if the code within, which ends the waits of `thread`, takes longer.
+    """End this process if the code in the context, which ends the waits of `thread`, takes longer.
 
-    No other rank could tell: this one sends heartbeats, and waits for itself.
+    No other rank could detect that, as this rank still sends heartbeats.
     """
     done = threading.Event()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank tells the others when they meet after a failure."""
+"""The report with which a rank joins a round."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,68 +10,69 @@ from moevement_ext.memory.ledger import LedgerEntry
 from moevement_ext.memory.window.name import HeldWindow, Window
 
 NOWHERE = -1
-"""In place of an iteration: none."""
+"""Stands for "no iteration" or "no round"."""
 
 
 class UnderWay(msgspec.Struct, frozen=True):
-    """A replay that a rank is in the middle of, and that need not begin again."""
+    """A replay in progress, which need not begin again."""
 
     window: Window
-    """From which."""
+    """Window that the replay began from."""
     target: int
-    """The iteration at which it ends."""
+    """Iteration at which the replay ends."""
     round: int = NOWHERE
-    """In which the ranks that replay together were connected."""
+    """Round in which the ranks that replay together were connected."""
 
 
 class Report(msgspec.Struct, frozen=True, gc=False):
-    """What a rank tells the others when they meet."""
+    """State of a rank at a rendezvous."""
 
     survivor: bool
     """False: a new process, whose memory is empty."""
     node: str
     pid: int
     windows: list[HeldWindow]
-    """Committed windows on its node, of whichever rank."""
+    """Committed windows on its node, of all owners."""
     launched: str = ''
-    """Digest of what it was launched with; empty: it does not say."""
+    """Digest of its launch settings; empty if it has none."""
     origin: int = NOWHERE
     """Round in which all ranks of this attempt of the job started together."""
     committed: int = NOWHERE
-    """Newest iteration this rank knows to be committed."""
+    """Newest iteration that this rank knows to be committed."""
     clean_at: int = NOWHERE
-    """Iteration whose whole state it has in memory; `NOWHERE`: none, or torn in an update."""
+    """Iteration whose complete state it has; `NOWHERE`: none, or the state is torn by an update."""
     first_logged: int = NOWHERE
-    """Oldest iteration of which its log has everything; `NOWHERE`: it logs nothing."""
+    """Oldest iteration that its log has completely; `NOWHERE`: it logs nothing."""
     refused: list[Window] = []
     """Windows that turned out to be damaged beyond repair."""
     address: tuple[str, int] | None = None
     """Where its replica server listens; None until it has one."""
     ledger: list[LedgerEntry] = []
-    """Newest committed iterations, oldest first."""
+    """Entries of the newest committed iterations, oldest first."""
     details: bytes = b''
-    """Further state that a replacement takes over, opaque here."""
+    """Further state for a new process, opaque here."""
     unjudged: bool = False
-    """All stages recover together, and that may still be refused: its state is not to be kept."""
+    """All stages recover together, and the result may still be refused: its state does not
+    count."""
     fruitless: int = 0
-    """Recoveries in a row that brought nothing, this one included."""
+    """Consecutive recoveries without progress, including this one."""
     own_error: bool = False
-    """An error of its own has ended the round that it comes from."""
+    """Its own error has ended its previous round."""
     midway: bool = False
-    """A new process that is setting up to join a running job, and can do nothing else any more."""
+    """A new process whose set-up is for joining a running job; it cannot start a job."""
     launch: str = ''
-    """That the process is of; empty: it has no name."""
+    """Launch of the process; empty: the launch has no name."""
     marks: list[bytes] = []
-    """Those of the secret of the job; of a new process, of secrets that it may be known by."""
+    """Marks of the job's secret; in a new process, of all secrets that it has found."""
     under_way: UnderWay | None = None
-    """Its training thread replays meanwhile, and has left all else to another thread."""
+    """Set while its training thread replays and another thread joins the round."""
 
 
 def encode(report: Report) -> bytes:
     return msgspec.msgpack.encode(report)
 
 
-# Large, and the same of many ranks: in a large job a million windows, in all.
+# Large fields that many ranks repeat: a large job has a million windows in all reports.
 _REPEATED = ('windows', 'ledger')
 _FIELDS = {field.name: field.type for field in msgspec.structs.fields(Report)}
 _AsItCame = msgspec.defstruct(
@@ -83,7 +84,7 @@ _PLACES = {list(_FIELDS).index(name): msgspec.msgpack.Decoder(_FIELDS[name]) for
 
 
 def decode_all(items: Sequence[bytes]) -> list[Report]:
-    """What all ranks report; what many of them repeat is decoded once, and one object."""
+    """Decode the reports of all ranks; equal values of large fields become one object."""
     known: dict[tuple[int, bytes], Any] = {}
     reports = []
     for found in map(msgspec.msgpack.Decoder(_AsItCame).decode, items):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process groups of a process, connected anew in one round after another."""
+"""The process groups of a process, reconnected in each round."""
 
 import threading
 from collections.abc import Collection
@@ -12,7 +12,10 @@ from moevement_ext.regroup.process_groups import ProcessGroups, connect_timeout
 
 
 class RoundGroups:
-    """Process groups of torch; before `make` no method does anything, and `renew` comes later."""
+    """Process groups of torch.
+
+    Before `make`, all methods do nothing, and `renew` is not allowed.
+    """
 
     def __init__(self, world_size: int, timeout: timedelta) -> None:
         self._world_size = world_size
@@ -21,7 +24,7 @@ class RoundGroups:
         self._in_use: list[Store] = []
 
     def make(self, distributed_backend: str) -> None:
-        """Take over the groups that torch has, once."""
+        """Take over torch's process groups; only the first call has an effect."""
         if self._made is None:
             self._made = ProcessGroups(distributed_backend, self._timeout)
 
@@ -32,19 +35,20 @@ class RoundGroups:
         kept: Collection[int],
         interrupted: threading.Event,
     ) -> None:
-        """Connect the groups of `members` (None: all) anew, silence others but of `kept`.
+        """Reconnect groups of `members` (None: all); silence others, except those of `kept`.
 
-        `interrupted` ends the attempt once it is set.
+        Setting `interrupted` ends the attempt.
         """
         assert self._made is not None
         timeout = min(self._timeout, connect_timeout(self._world_size))
         prefix = PrefixStore(f'groups/{"all" if members is None else min(members)}', round_store)
         store = InterruptibleStore(prefix, interrupted, timeout)
-        self._in_use = [*self._in_use[-1:], store]  # the groups clean up in the one before
+        # The groups delete their keys in the previous store.
+        self._in_use = [*self._in_use[-1:], store]
         self._made.renew(store, members, timeout, kept)
 
     def silence(self, round_store: Store) -> None:
-        """Let all collectives complete at once; those of a new process do from the start."""
+        """Let all collectives return at once; in a new process they do so from the start."""
         if self._made is not None:
             store = InterruptibleStore(round_store, threading.Event(), self._timeout)
             self._made.renew(store, (), self._timeout)
@@ -65,7 +69,7 @@ class RoundGroups:
 
     @property
     def waits_returned(self) -> bool:
-        """Collectives may have been ended without an error, with any result."""
+        """True if collectives may have ended without an error, with undefined results."""
         return self._made is not None and self._made.waits_returned
 
     def check_device(self) -> None:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Watches the round on threads of its own, so that no rank waits for a dead one.
+"""Watches the round on separate threads, so that no rank waits for a dead one.
 
-Three ways to notice a failure, one verdict (the round is ended, see `rendezvous`): a rank that
-lost a connection, or the launcher, ends the round; a rank that sends no heartbeat for a while is
-reported by the rank before it, since a stopped process breaks nothing by itself; and a process
-whose training thread is stuck says so itself.
+A failure is detected in three ways, and each ends the round (see `rendezvous`): a rank that lost a
+connection, or the launcher, ends it; a rank without heartbeats is reported by the rank before it,
+since a stopped process breaks no connection; and a process whose training thread is stuck ends the
+round itself.
 """
 
 import logging
@@ -31,24 +31,24 @@ from moevement_ext.system.leaving import end_at_once
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 0.5
-"""Between two looks at the training thread; between two heartbeats at least."""
+"""Seconds between two checks of the training thread; shortest time between two heartbeats."""
 SLOWEST_HEARTBEAT_SECONDS = 5.0
 _HEARTBEATS_BEFORE_HUNG = 12
 _TURNS_PER_LOOK_AT_THE_ROUND = 2
 _LONG = timedelta(days=365)
 MOST_BETWEEN_LOOKS_S = 2.0
-"""Longest time between two looks that counts as silence of the other rank: this process, or its
-whole machine, may have stood still."""
+"""Longest time between two checks that counts as silence of the other rank: this process, or its
+whole machine, may have been stopped."""
 _FIRST_RETRY_SECONDS = 0.5
 _JOIN_SECONDS = 5.0
 _LAST_RETRY_SECONDS = 30.0
 
 
 class Connections:
-    """Connections with the store that threads of one round leave to those of the next. Any thread.
+    """Connections to the store that threads of one round leave to those of the next. Any thread.
 
-    `connect` opens one, which costs lookups of names at both ends and a greeting. After a failure
-    all ranks of a job would do so at the same moment, at one store and one name server.
+    `connect` opens one, which costs name lookups at both ends and a greeting. Without reuse, all
+    ranks would load the store and the name server at the same moment after a failure.
     """
 
     def __init__(self, connect: Callable[[], Store]) -> None:
@@ -56,33 +56,33 @@ class Connections:
         self._idle: deque[Store] = deque()
 
     def take(self) -> Store:
-        """A connection for the calling thread alone: an idle one, or a new one by `connect`."""
+        """A connection for the calling thread alone, idle or new."""
         try:
             return self._idle.popleft()
         except IndexError:
             return self._connect()
 
     def give_back(self, store: Store) -> None:
-        """Let others use a connection from `take` whose last request was answered."""
+        """Release a connection from `take`; its last request was answered."""
         self._idle.append(store)
 
 
 class RoundWatch:
     """Watches one round until it is broken or `stop` is called.
 
-    It gives heartbeats at once, and until `stop`, even when the round is over: this process is
-    on its way. Those of the next rank are missed only after `judge`. The longer a rank may be
-    silent, the more seldom it is asked for a sign: all ranks ask one store.
+    Sends heartbeats from the start until `stop`, even after the end of the round, as this process
+    will join the next one. Missing heartbeats of the next rank count only after `judge`. A longer
+    hang timeout makes heartbeats rarer, since all ranks load one store.
 
     Args:
-        connections: with the launcher's store; each of the two threads takes its own.
+        connections: connections to the launcher's store; each of the two threads takes one.
         round: the one this process takes part in.
         rank: of this process.
         pids: process ids by rank, to tell the launcher which one hangs.
         hang_timeout_s: seconds without a heartbeat after which a rank counts as hung; its launcher
             is asked to kill it.
         on_broken: called once, with the reason; wakes up waiting threads. On a watching thread, or
-            on that of `conclude`.
+            on the thread that calls `conclude`.
         each_look: called twice a second on the heartbeat thread, with its connection.
     """
 
@@ -100,7 +100,7 @@ class RoundWatch:
         self.broken = threading.Event()
         self.reason: str | None = None
         self.announced = 0.0
-        """When the end of the round was: seconds since 1970, by the announcing process's clock."""
+        """When the round ended: seconds since the epoch, by the announcing process's clock."""
         self._connections = connections
         self._rank = rank
         self._pids = pids
@@ -120,13 +120,14 @@ class RoundWatch:
         self._start(self._send_heartbeats)
 
     def judge(self) -> None:
-        """Have the next rank count as hung when it is not heard of for too long from now on."""
+        """From now on, count the next rank as hung if its heartbeats are missing for too long."""
         self._judging.set()
 
     def conclude(self, reason: str, announced: float | None = None) -> None:
-        """Conclude the round, once, on any thread. Returns when all waiting threads are woken up.
+        """Mark the round as ended, once.
 
-        `announced` is the time of the end; None: now.
+        Any thread. Returns when all waiting threads are woken up. `announced` is the time of the
+        end; None: now.
         """
         with self._concluding:
             if not (self._stopping.is_set() or self.broken.is_set()):
@@ -138,22 +139,22 @@ class RoundWatch:
     def _wake_up(self, reason: str) -> None:
         try:
             self._on_broken(reason)
-        except Exception:  # waits that nothing ends would last for ever, with heartbeats
+        except Exception:  # the waits would last forever, with heartbeats
             logger.exception('sparse checkpointing: rank %d cannot end its waits', self._rank)
             end_at_once(EXIT_STUCK)
 
     def wait_until_woken(self) -> None:
-        """Return when all are, if the round is over."""
+        """If the round is over, return when all waiting threads are woken up."""
         with self._concluding:
             pass
 
     def stop(self) -> None:
-        """What happens to the round is no longer noticed. Its threads end with it, on their own."""
+        """Stop watching. The threads end by themselves when the round ends."""
         self._stopping.set()
         self.wait_until_woken()
 
     def join(self) -> None:
-        """Wait until the threads of a watch that was stopped have ended: its round must be over."""
+        """Wait for the end of the threads, after `stop` and the end of the round."""
         for thread in self._threads:
             thread.join(_JOIN_SECONDS)
 
@@ -169,7 +170,7 @@ class RoundWatch:
                 except DistError as error:
                     self._say_lost(error)
                 self._stopping.wait(delay)
-                # Others may be there again before this one: they are not to take it for hung.
+                # Reconnect well within the hang timeout: other ranks may have reconnected already.
                 delay = min(2 * delay, _LAST_RETRY_SECONDS, self._hang_timeout_s / 4)
 
         thread = threading.Thread(target=run, name='sparse-ckpt-watch', daemon=True)
@@ -187,13 +188,14 @@ class RoundWatch:
         self._conclude_by(store)
 
     def _conclude_by(self, store: Store) -> None:
-        # Nothing is known of one that ended long ago, to a process that was away for as long.
+        # The keys of a round that ended long ago are deleted, so a process that was stopped finds
+        # none.
         how = how_broken(store, self.round) or Ending(time.time(), 'unknown')
         self.conclude(how.reason, how.since)
         see_to_the_end(store, self.round)
 
     def _send_heartbeats(self, store: Store) -> None:
-        """Notices the end of the round, too, should the other connection be silently lost."""
+        """Send heartbeats, and detect the end of the round if the other connection is lost."""
         given, given_in = Heartbeats(store, self.round, self._rank), None
         pause_s = HEARTBEAT_SECONDS
         while not self._stopping.wait(pause_s):
@@ -222,7 +224,7 @@ class RoundWatch:
             self._evict(store)
 
     def _evict(self, store: Store) -> None:
-        """Report a hung rank; its launcher kills it, so that it is started again."""
+        """Have the launcher kill and replace a hung rank, and end the round."""
         evict(store, self._watched, self._pids[self._watched])
         reason = f'rank {self._watched} has not been heard of for {self._hang_timeout_s:g} s'
         end_round(store, self.round, reason)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a process does about its own training thread, or that of another, when it stands still.
+"""Reacts to a training thread that stands still, in this process or in another one.
 
-One that is stuck by itself, or in a wait that was ended, is never going to leave: its process ends.
-A thread that waits for others for longer than a collective may last ends the round: a rank that
-still gives heartbeats hangs, or the network does.
+A thread that is stuck by itself, or in an ended wait, will never leave: its process ends. If a
+thread waits for others longer than a collective may last, its process ends the round: a rank that
+still sends heartbeats hangs, or the network hangs.
 """
 
 import time
@@ -17,28 +17,29 @@ from moevement_ext.membership.replacing import replace_this_process
 from moevement_ext.membership.report import NOWHERE
 from moevement_ext.membership.training_thread import Look, TrainingThread
 
-# After which a thread is never going to leave a wait that was ended; it takes a quarter second.
+# A thread that is still in an ended wait after this time will never leave; usually it takes 0.25 s.
 _OUT_OF_WAITS_SECONDS = 5.0
-# The same with a GPU, which first computes a thousand kernels that were queued before.
+# The same with a GPU, which first computes the kernels already queued, perhaps a thousand.
 _OUT_OF_QUEUE_SECONDS = 30.0
 _PUBLICATIONS_IN_A_TIMEOUT = 10
 
 
 class Standstill:
-    """Looks at the training thread of this process, on its heartbeat thread.
+    """Checks the training thread of this process, on its heartbeat thread.
 
     Args:
         rank: of this process.
         timeout_s: limit of a collective.
         stuck_timeout_s: seconds for which the thread may stand still, unless it waits for others,
-            before the process ends; 0: for ever.
+            before the process ends; 0: forever.
 
     Attributes:
-        thread: the training thread, once all but new processes have set up.
-        at_barrier: it waits at a barrier for ranks that are all watched.
-        unblocked_at: time at which its waits were ended in this round, by `time.monotonic`.
-        got_on_to: newest iteration that `waits_for_others_s` knows to be committed; None: any wait
-            before its next call does not count.
+        thread: the training thread, once all ranks except new processes are set up.
+        at_barrier: the thread waits at a barrier for ranks that are all watched.
+        unblocked_at: time at which the thread's waits were ended in this round, by
+            `time.monotonic`.
+        got_on_to: newest committed iteration at the last call of `waits_for_others_s`; None: waits
+            before its next call do not count.
     """
 
     def __init__(self, rank: int, timeout_s: float, stuck_timeout_s: float) -> None:
@@ -53,15 +54,16 @@ class Standstill:
         self.thread: TrainingThread | None = None
 
     def look(self, store: Store, round: int, pids: Sequence[int], committed: int) -> None:
-        """End this process when its training thread is never going to leave.
+        """End this process if its training thread will never leave.
 
         `pids` are the processes of the round, by rank; `committed` is this rank's newest iteration.
         """
         thread = self.thread
-        assert thread is not None  # else there is only a set-up to look at
+        assert thread is not None  # otherwise only the set-up is checked
         if self._progress.look(store, round, committed):
             thread.moved()
-        # Before the look: it takes milliseconds, in which the thread may pass a barrier.
+        # Read before the look, which takes milliseconds, as the thread may pass a barrier
+        # meanwhile.
         at_barrier, unblocked_at = self.at_barrier, self.unblocked_at
         look = thread.look()
         if not look.waits_for_others:
@@ -80,7 +82,7 @@ class Standstill:
     def waits_for_others_s(self, committed: int) -> float:
         """Seconds for which the training thread has waited since it committed that iteration.
 
-        Instead of `look`, once the heartbeat thread does not look any more.
+        Replaces `look` once the heartbeat thread no longer calls that.
         """
         if self.thread is None:
             return 0.0
@@ -91,7 +93,10 @@ class Standstill:
         return look.same_place_s if look.waits_for_others else 0.0
 
     def look_at_set_up(self, store: Store, round: int, joining: bool) -> None:
-        """Before `thread` is set: others wait for a joining process while it sends heartbeats."""
+        """Check the set-up, before `thread` is set.
+
+        Other ranks wait for a joining process that sends heartbeats.
+        """
         look, limit = self._setting_up.look(), self._stuck_timeout_s
         if joining and 0 < limit < look.still_s:
             what = f'its set-up has stood still for {look.still_s:.0f} s'
@@ -100,7 +105,8 @@ class Standstill:
     def _end_hang(self, store: Store, round: int, pids: Sequence[int], look: Look) -> None:
         """End the round if this rank has waited for others for longer than a collective may last.
 
-        A rank that hangs cannot leave, which shows; one that alone is behind is replaced at once.
+        A hanging rank cannot leave and is then detected; a single rank that is behind all others is
+        replaced at once.
         """
         if look.same_place_s <= self._timeout_s:
             return
@@ -113,20 +119,21 @@ class Standstill:
 
 
 class _Progress:
-    """Publishes what this rank has committed in the present round.
+    """Publishes this rank's newest committed iteration in the present round.
 
-    Others ask after a wait of `timeout_s`: then only the rank that is behind gets on.
+    Other ranks read it after they have waited for `timeout_s`, when no rank has committed anything
+    new for long.
     """
 
     def __init__(self, rank: int, timeout_s: float) -> None:
         self._rank = rank
         self._pause_s = timeout_s / _PUBLICATIONS_IN_A_TIMEOUT
-        # Round and newest committed iteration: as last looked at, and as others know.
+        # Round and newest committed iteration: at the last call of `look`, and as published.
         self._seen = self._published = (NOWHERE, NOWHERE)
         self._publish_at = 0.0
 
     def look(self, store: Store, round: int, committed: int) -> bool:
-        """Publish it every now and then; true if it has changed since the last look."""
+        """Publish the iteration from time to time; True if it has changed since the last call."""
         now = round, committed
         got_on, self._seen = now != self._seen, now
         late = self._published[0] != round or time.monotonic() > self._publish_at

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is the store in which the ranks meet still there?
+"""Reconnects to the store in which the ranks meet, and detects its loss.
 
-Connections are lost, and made anew; those with a store that does not answer are cut (see
-`store.answers`). The store itself is lost when it is out of reach for longer than a process may be
-silent, or when another one answers in its place: that knows nothing of this
-attempt of the job, and belongs to the next. One that stood still with its launcher, and answers
-again, is not lost any more.
+Lost connections are opened again; connections to a store that does not answer are closed (see
+`store.answers`). The store counts as lost when it is unreachable for longer than a process may be
+silent, or when another store answers in its place: that one belongs to the next attempt of the job.
+A store that was stopped with its launcher, and answers again, no longer counts as lost.
 """
 
 import logging
@@ -26,27 +25,27 @@ logger = logging.getLogger(__name__)
 
 _ATTEMPT = 'attempt'
 _TO_CONNECT_S = 15.0
-# All ranks ask at the same time when they meet.
+# All ranks send requests at the same time in a rendezvous.
 _LEAST_TO_ANSWER_S = 10.0
 _PAUSE_S = 0.2
-# Beyond the time that an answer may take: all of this process may have been stopped, too.
+# Longest time counted beyond an answer's limit: this process itself may have been stopped.
 _MOST_A_LOOK_S = 2.0
 
 
 class StoreLost(SparseCheckpointError):
-    """The ranks cannot meet any more; only the whole job can start again."""
+    """The ranks can no longer meet; only the whole job can restart."""
 
 
 class StoreLoss:
-    """Connects threads to the store, and finds out if it is lost. Any thread.
+    """Connects threads to the store, and detects its loss. Any thread.
 
     Args:
-        store: a connection; of the thread that makes this object.
-        timeout_s: seconds out of reach after which the store is lost.
-        on_lost: called then, on a thread of this object's own.
+        store: a connection of the constructing thread; it is cloned.
+        timeout_s: seconds after which an unreachable store counts as lost.
+        on_lost: called when the store counts as lost, on a separate thread.
 
     Attributes:
-        attempt: names this store, the same for all ranks.
+        attempt: random name of this store, equal on all ranks.
         lost: set while the store is lost.
     """
 
@@ -66,7 +65,7 @@ class StoreLoss:
         self._closed = threading.Event()
 
     def connect(self) -> Store:
-        """A new connection with a short timeout; `DistError` if there is none now, or any more."""
+        """A new connection with a short timeout; `DistError` if unreachable or lost."""
         if self.lost.is_set():
             raise DistStoreError('the store is lost')
         try:
@@ -76,7 +75,7 @@ class StoreLoss:
             raise
 
     def reconnect(self) -> Store:
-        """A new connection, as soon as there is one; `StoreLost` if there is none any more."""
+        """Wait for a new connection; `StoreLost` if the store counts as lost."""
         while not self.lost.is_set():
             try:
                 return self.connect()
@@ -85,7 +84,7 @@ class StoreLoss:
         raise StoreLost('the store in which the ranks meet is lost')
 
     def close(self) -> None:
-        """The job is over: a store that goes is not missed."""
+        """End the watch: the job is over, and the loss of the store does not matter."""
         self._closed.set()
         self._answers.close()
 
@@ -105,12 +104,13 @@ class StoreLoss:
         with self._lock:
             if self._looking:
                 return
-            with suppress(RuntimeError):  # without a thread now, the next lost connection starts it
+            # No thread can start now; the next lost connection tries again.
+            with suppress(RuntimeError):
                 threading.Thread(target=self._look, name='sparse-ckpt-store', daemon=True).start()
                 self._looking = True
 
     def _look(self) -> None:
-        """Until it is found, or another one in its place."""
+        """Try to connect until the store, or another one in its place, answers."""
         waited_s, looked, failed = 0.0, time.monotonic(), False
         while not self._closed.wait(_PAUSE_S):
             try:
@@ -124,7 +124,7 @@ class StoreLoss:
                     return
                 if waited_s > self._timeout_s:
                     self._conclude(f'it is out of reach for {self._timeout_s:g} s: {error}')
-            except Exception:  # too many threads, for example, says nothing about the store
+            except Exception:  # for example too many threads, which says nothing about the store
                 looked = time.monotonic()
                 if not failed:
                     logger.warning('the lost store is not looked for at present', exc_info=True)
@@ -140,7 +140,7 @@ class StoreLoss:
         with self._lock:
             known = self.lost.is_set()
             self.lost.set()
-            with suppress(RuntimeError):  # without a thread now, the next look starts it
+            with suppress(RuntimeError):  # no thread can start now; the next attempt tries again
                 if not self._told:
                     threading.Thread(
                         target=self._on_lost, name='sparse-ckpt-lost', daemon=True
@@ -151,5 +151,5 @@ class StoreLoss:
 
 
 def _attempt_of(store: Store) -> str:
-    """The first caller names it."""
+    """Name of the store, which the first caller sets."""
     return bytes(store.compare_set(_ATTEMPT, '', secrets.token_hex(8))).decode()

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Notices a training thread that stands still, looked at from another thread.
+"""Detects, from another thread, that the training thread stands still.
 
 A process whose training thread is stuck (in a data loader, in a write to a dead file server) still
-gives heartbeats; all others wait for it in their collectives. A rank that waits for others is not
-at fault, so each process judges itself: what of its stack is not Python's standard library,
-innermost, says whether it waits inside a process group, or in the engine, or is stuck by itself.
+sends heartbeats, and all other ranks wait for it in their collectives. A rank that waits for others
+is not at fault, so each process judges itself: the innermost frame outside Python's standard
+library shows whether the thread waits in a process group or in the engine, or is stuck by itself.
 
-A dense checkpoint can take longer than any thread may stand still, and be written by other threads,
-or processes: as long as this process or its children read or write, the thread is not stuck.
+A dense checkpoint can take longer than that limit, and be written by other threads or processes: as
+long as this process or its children read or write, the thread is not stuck.
 """
 
 import ctypes
@@ -29,16 +29,15 @@ from moevement_ext.memory.device import bind_thread, driver
 
 _SHOWN_FRAMES = 12
 _MOST_BETWEEN_LOOKS_S = 2.0
-# Share of the time between two looks.
+# A thread computes if its CPU time exceeds this share of the time between two looks.
 _COMPUTES = 0.05
-# Each second; less is what a process says of itself, in its log or to the one beside it.
+# Bytes per second; a process writes less than that to its log or to its watchdog.
 _MOVES_BYTES = 2**16
 _COUNTS = re.compile(r'^(?:[rw]char|read_bytes|write_bytes): (\d+)$', re.MULTILINE)
 _LIBRARY = sysconfig.get_path('stdlib')
 _PACKAGES = sysconfig.get_path('purelib')
 _ROOT = Path(__file__).parents[2]
-# Files and directories of code that waits for other ranks, or for a GPU that does; loaders that
-# hang on purpose do not.
+# Files and directories of code that waits for other ranks, or for a GPU that does.
 _WAITING_FOR_OTHERS = (
     torch.distributed.distributed_c10d.__file__,
     str(Path(torch.cuda.__file__).parent),
@@ -48,24 +47,24 @@ _WAITING_FOR_OTHERS = (
 
 
 class Look(NamedTuple):
-    """What was seen of the thread."""
+    """State of the thread at one look."""
 
     still_s: float
-    """Seconds for which it has been at the same place of its program."""
+    """Seconds for which it has been at the same place of its program without computing or
+    transferring."""
     waits_for_others: bool
-    """It is inside a process group, or the engine."""
+    """The thread is inside a process group or the engine."""
     same_place_s: float
-    """The same, computing or not: a wait for the GPU may do nothing but look."""
+    """Seconds at the same place, computing or not: a wait for the GPU may poll."""
 
 
 class TrainingThread:
-    """The thread that makes this object, as another one sees it.
+    """The constructing thread, as seen by another thread.
 
-    A thread counts as moving when it is at another place of its program at two looks in turn,
-    wherever that is, or has computed in between, or its process has read or written; so nothing
-    has to be counted in the training loop.
-
-    Made when process groups exist: the GPU of this rank, if there is one, is in use by then.
+    The thread counts as moving if two consecutive looks find it at different places of its program,
+    or it has computed in between, or its process has read or written; so the training loop need not
+    count anything. Constructed when process groups exist: the rank's GPU, if any, is in use by
+    then.
     """
 
     def __init__(self) -> None:
@@ -80,7 +79,7 @@ class TrainingThread:
 
     @property
     def on_gpu(self) -> bool:
-        """It queues kernels on a GPU, which are computed after it has left a wait."""
+        """True if the thread queues GPU kernels, which may run after it has left a wait."""
         return self._stream is not None
 
     def look(self) -> Look:
@@ -88,7 +87,7 @@ class TrainingThread:
         frames = self._frames()
         place = [(frame.f_code, frame.f_lasti) for frame in frames]
         now = time.monotonic()
-        # No more than that: all of this process may have been stopped in between.
+        # Limited, as the whole process may have been stopped in between.
         between_s = min(now - self._looked, _MOST_BETWEEN_LOOKS_S)
         computed_s = self._computed_until_now()
         computes = computed_s - self._computed_s > _COMPUTES * between_s
@@ -103,14 +102,14 @@ class TrainingThread:
         return Look(self._still_s, waits, self._same_place_s)
 
     def _computed_until_now(self) -> float:
-        """CPU seconds; a thread that has ended has no clock, and computes nothing more."""
+        """CPU seconds of the thread; an ended thread has no clock, and keeps its last value."""
         try:
             return time.clock_gettime(self._clock)
         except OSError:
             return self._computed_s
 
     def _bytes_move(self, between_s: float) -> bool:
-        """Only asked of a thread that stands still, as it takes some ms."""
+        """Called only for a thread that stands still, as it takes some ms."""
         before, self._bytes = self._bytes, _bytes_moved()
         return before is not None and self._bytes - before > _MOVES_BYTES * between_s
 
@@ -124,7 +123,7 @@ class TrainingThread:
         )
 
     def _frames(self) -> list[FrameType]:
-        """Innermost first; none if the thread has ended."""
+        """Frames, innermost first; empty if the thread has ended."""
         frames, frame = [], sys._current_frames().get(self._ident)
         while frame is not None:
             frames.append(frame)
@@ -133,21 +132,21 @@ class TrainingThread:
 
 
 def _bytes_moved() -> int:
-    """By this process and its children, from and to files and pipes, but not sockets.
+    """Bytes read and written by this process and its children: files and pipes, not sockets.
 
-    A call counts when it is over, the pages that it writes to a file system as they come. What the
-    looking thread reads does not count: it looks for children among all processes of the node.
+    A call counts when it returns; pages written to a file system count as they are written. Reads
+    by the calling thread do not count, as it searches all processes of the node for children.
     """
     try:
         children = psutil.Process().children(recursive=True)
-    except (psutil.Error, OSError):  # some nodes hide the processes of others
+    except (psutil.Error, OSError):  # some nodes hide processes of other users
         children = []
     moved = sum(_counted(child.pid) for child in children)
     return moved + _counted('self') - _counted('thread-self')
 
 
 def _counted(process: str | int) -> int:
-    """0 for one that has ended, and where the system does not count."""
+    """0 for a process that has ended, and where the kernel does not count."""
     try:
         return sum(map(int, _COUNTS.findall(Path(f'/proc/{process}/io').read_text())))
     except OSError:
@@ -169,16 +168,16 @@ def _of_standard_library(file: str) -> bool:
 
 
 def _device_is_busy(stream: torch.cuda.Stream | None) -> bool:
-    """The thread may wait for the GPU, and that for collectives.
+    """True if the thread may wait for the GPU, which in turn waits for collectives.
 
-    torch would hold the GIL while it asks, and the driver may not answer as long as the thread
-    waits in it: no thread could end that wait then.
+    Uses the driver, as torch would hold the GIL during the query, and the driver may not answer
+    while the training thread waits in it: then no thread could end that wait.
     """
     if stream is None:
         return False
     try:
         bind_thread(stream.device)
     except RuntimeError:
-        return True  # the GPU is lost, which is for others to judge
+        return True  # the GPU is lost, which `check_device` detects
     status: int = driver().cuStreamQuery(ctypes.c_void_p(stream.cuda_stream))
     return status != 0  # it is busy, or lost

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A survivor that waits for a new process tells it all that its set-up needs.
+"""Lets a new process read a waiting survivor's report during its set-up.
 
-Which attempt of the job it joins, how that is launched, and what is handed over. So the set-up need
-not wait until all have met: in a large job that takes seconds.
+The report names the attempt of the job and its launch settings, and has the handed-over state. So
+the set-up need not wait for the rendezvous of all ranks, which takes seconds in a large job.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ _REPORT = msgspec.msgpack.Decoder(Report)
 
 
 def waiting_survivor(rendezvous: Rendezvous) -> Report | None:
-    """What a survivor has brought to the present round; None if none of some ranks is there yet.
+    """A survivor's report in the present round; None if none of a few sampled ranks has joined yet.
 
     The `rendezvous` of this process has not joined that round.
     """
@@ -32,7 +32,7 @@ def waiting_survivor(rendezvous: Rendezvous) -> Report | None:
         return None  # the job begins
     for other in _asked(rank, world_size):
         place = place_in(round, other)
-        if store.check([place]):  # others may wait for it, which a mere `peek` would wake up
+        if store.check([place]):  # `peek` would wake up ranks that wait for the key
             found = peek(store, place)
             if found is not None:
                 report = _REPORT.decode(packing.unpacked(found))
@@ -42,7 +42,7 @@ def waiting_survivor(rendezvous: Rendezvous) -> Report | None:
 
 
 def _asked(rank: int, world_size: int) -> Iterator[int]:
-    """Some other ranks, far from each other: ranks of a node are lost together."""
+    """A few other ranks, far apart, as ranks of a node are lost together."""
     step = max(world_size // _MOST_ASKED, 1)
     for away in range(step, world_size, step):
         yield (rank + away) % world_size
