@@ -3,9 +3,9 @@
 
 An unmounted disk, or a different directory on one node, looks like a job without windows. Starting
 over would then make the other ranks delete their windows. So a job whose windows were complete
-once, and are not complete now, starts over only with an explicit flag. So does one that finds
-nothing, while a machine has its windows under another name, as of a container that is gone; or in
-a format that only another release reads; or in files that cannot be read now.
+once, and are not complete now, starts over only with an explicit flag. The same applies to a job
+that finds nothing while a machine has its windows under another name (of a container that is gone),
+in a format that only another release reads, or in files that cannot be read now.
 """
 
 from collections.abc import Collection, Sequence

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Turns the sparse window into a dense state by replaying its iterations (paper section 3.3).
 
-Slot 0 makes group 0 active, the others are frozen; the next iteration is replayed; slot 1 makes
-group 1 active; ... after the last slot every operator is active and the state is consistent.
+Slot 0 makes group 0 active, the other groups are frozen; the next iteration is replayed; slot 1
+makes group 1 active; ... after the last slot every operator is active and the state is consistent.
 """
 
 import time

@@ -6,9 +6,9 @@ reader of stdout, a call that NCCL or gloo rejects. All ranks count such recover
 iteration is committed or another window is tried. The launchers count recoveries from a death.
 
 After `MOST` recoveries (`MOST_WITHOUT_MEMORY` if its GPU is full) the rank whose own error came
-first ends with this error and is replaced; the other ranks only received the news. If this does not
-help, the whole job restarts, and the rank ends with its error again, until the launcher gives up
-the job.
+first ends with this error and is replaced; the other ranks only reacted to its announcement. If
+this does not help, the whole job restarts, and the rank ends with its error again, until the
+launcher gives up the job.
 """
 
 import logging
@@ -27,7 +27,7 @@ MOST = 4
 """One more than the tries before an older window (see `sources.TRIES`)."""
 
 MOST_WITHOUT_MEMORY = 2
-"""Unused GPU memory is freed before each recovery: only a new process can free more."""
+"""Lower, as unused GPU memory is freed before each recovery: only a new process can free more."""
 
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 1.0, 4.0
 _POLL_S = 0.02

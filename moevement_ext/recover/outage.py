@@ -30,7 +30,7 @@ from moevement_ext.system.terminal import highlighted
 logger = logging.getLogger(__name__)
 
 _TO_CONNECT = timedelta(seconds=20)
-# Of different nodes, when something keeps them in step.
+# Largest usual difference between the clocks of synchronized nodes.
 _CLOCKS_DIFFER_S = 1.0
 
 

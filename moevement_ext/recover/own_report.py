@@ -21,11 +21,11 @@ from moevement_ext.recover.inventory import held_windows, launch_of
 from moevement_ext.recover.rank_state import RankState
 from moevement_ext.recover.trainer import Trainer
 
-# Ledger entries in a report, if windows are not rarer: so that what ranks report alike repeats
-# within the 32 KiB that zlib looks back.
+# Maximum number of ledger entries in a report, unless `_MOST_CYCLES` needs more. It keeps reports
+# short, so that repetitions are within the 32 KiB that zlib looks back.
 _MOST_ENTRIES = 512
-# Cycles of which a recovery can need the entries; a window much older than the last two means that
-# none was persisted for long, and all workers restart from it.
+# Cycles of which a recovery can need the entries; a much older window means that no newer one was
+# persisted, and then all workers restart from it.
 _MOST_CYCLES = 4
 
 
@@ -108,10 +108,10 @@ class OwnReport:
         )
 
     def _entries(self) -> list[LedgerEntry]:
-        """Committed iterations that a replay can need: from the oldest window on this node.
+        """Committed iterations that a replay can need, from the oldest window on this node.
 
-        At least the newest one, which a rank needs that copies its state; not all of thousands,
-        which all ranks would wait for one of them to pack.
+        At least the newest one, for a rank that copies this state. The number is limited, as all
+        ranks wait while one rank packs all reports.
         """
         memory, newest = self._protection.memory, self._position.committed
         here = memory.windows.committed()

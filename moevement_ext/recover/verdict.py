@@ -202,8 +202,8 @@ def _undisturbed(
     Records that a log has dropped since the stages began belong to iterations that they have
     replayed: a newer window is persisted on all ranks then, theirs included.
 
-    If no process was lost, a rank has waited in vain, and two neighbours that both replay may
-    wait for each other: they begin again, and such recoveries are counted (see `fruitless`).
+    If no process was lost, some wait has timed out, and two neighbours that both replay may wait
+    for each other: they begin again, and such recoveries are counted (see `fruitless`).
     """
     none_lost = all(report.survivor for report in job.reports)
 

@@ -216,7 +216,7 @@ def _verified(
     check: Callable[[SlotHeader], None],
     unread: list[str],
 ) -> tuple[WindowFile, str] | None:
-    """Return the window and its source, None if there is none; add to `unread` what may come."""
+    """The window and its source, or None; adds errors that may be transient to `unread`."""
     for _ in range(TRIES):
         try:
             inventories = predecessor.inventories
@@ -224,9 +224,9 @@ def _verified(
             for slot in file.slots():
                 check(file.header(slot))
             return file, source
-        except HolderLost as lost:  # all ranks are new and alive: a connection was lost
+        except HolderLost as lost:  # all ranks are new and alive, so only a connection was lost
             logger.warning('asked again: %s', lost)
-        except UnreadableWindow as refusal:  # all ranks read at once, and a disk may be slow
+        except UnreadableWindow as refusal:  # a disk may be slow, as all ranks read at once
             logger.warning('read again: %s', refusal)
             unread.append(str(refusal))
             time.sleep(_READ_AGAIN_S)

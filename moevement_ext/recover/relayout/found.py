@@ -66,7 +66,7 @@ NOTHING = Elsewhere([], [])
 class NodesMissing(UserError):
     """More nodes than those of this start would let the job go on.
 
-    `ranks` is the number of the layout that would go on; 0: that alone is not what is missing.
+    `ranks` is the size of the layout that could go on; 0: more ranks alone are not enough.
     """
 
     def __init__(self, message: str, ranks: int = 0) -> None:
@@ -107,7 +107,7 @@ def require_parts(elsewhere: Elsewhere, own: int) -> None:
     Raises `UserError` if newer windows are of another release.
 
     `own` is the newest dense iteration in windows of this layout, -1 if there is none. Incomplete
-    windows that are as new, or the next ones after it, are remains of a layout that this one has
+    windows of that age, or the windows after them, are remains of a layout that this one has
     replaced: all processes died while the nodes deleted its windows.
     """
     for reason, start in elsewhere.unread.items():
@@ -128,7 +128,7 @@ def _replaced_up_to(own: int, torn: Candidate) -> int:
 
 
 def require_exact(candidate: Candidate, started: int) -> None:
-    """Refuse a window that another layout goes on from only up to rounding.
+    """Refuse a window from which this layout would continue only up to rounding.
 
     Raises `NodesMissing` if its layout has more than the `started` ranks, else `UserError`, as more
     nodes would not help.

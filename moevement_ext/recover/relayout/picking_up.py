@@ -91,7 +91,7 @@ class PickingUp:
             print(self._line(candidate), flush=True)
 
     def _line(self, candidate: Candidate) -> str:
-        """Log line about the consequences of continuing from a window, written before."""
+        """Log line, printed in advance, about the consequences of continuing from a window."""
         placed, window = self._rank.identity.placed, candidate.window
         assert placed is not None
         exact = f'bit for bit what this layout computes from iteration {window.dense_at}'
@@ -143,7 +143,7 @@ class PickingUp:
                 candidate.window,
             )
             windows = self._memory.windows
-            windows.discard(relaid.window.name)  # of an earlier start that did not come further
+            windows.discard(relaid.window.name)  # left by an earlier start that ended here
             make_room(windows, relaid.window, [])
             file = self._memory.receive(relaid.window, relaid.write)
         finally:

@@ -72,7 +72,7 @@ def take_stock(identity: RankIdentity, config: SparseCheckpointConfig, shelf: Sh
 
 
 def _in_what(header: SlotHeader, identity: RankIdentity) -> str:
-    """Names of the settings by which the job that captured a slot is another training."""
+    """Settings in which the job that captured a slot differs, so that it is another training."""
     if header.placed is None:
         return 'it says no layout, so that only its own reads it'
     was = decode(header.settings) if header.settings else RunSettings()
