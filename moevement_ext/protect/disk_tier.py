@@ -156,7 +156,8 @@ class DiskTier:
     # The disk's thread
 
     def _run(self) -> None:
-        measured = False  # here, as a file system that fails must not end the training thread
+        # Measured on this thread, so that a failing file system does not end the training thread.
+        measured = False
         while True:
             with self._changed:
                 work = self._changed.wait_for(self._has_work, None if measured else _IDLE_SECONDS)
@@ -250,7 +251,7 @@ class DiskTier:
                 self._changed.notify_all()  # the training thread may wait for it
 
     def _copy(self, window: WindowName) -> None:
-        # And all before.
+        # All ranks give up earlier windows that are not complete on all disks.
         self._tracker.give_up(range(max(window.start - MAX_GIVEN_UP, 0), window.start))
         self._newest = max(self._newest, window.start)
         file = self._windows.hold(window)

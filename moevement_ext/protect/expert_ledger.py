@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts' accounting for a lossy strategy: routed tokens and checkpointed versions.
+"""Counts routed tokens and checkpointed versions of experts, for a lossy strategy.
 
 A checkpoint contains all experts. Those that are not selected are copied from the previous
 checkpoint (its *base*) instead of the training state. Versions and token counts are stored in the

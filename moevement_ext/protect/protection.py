@@ -46,7 +46,7 @@ from moevement_ext.replicate.node_plan import Share
 if TYPE_CHECKING:  # jobs of other strategies do not import it
     from moevement_ext.protect.expert_ledger import ExpertLedger
 
-# Part of the CPU share that captures have in any case.
+# Part of the CPU share that captures always have.
 _LEAST_OF_SHARE = 0.25
 
 
@@ -215,7 +215,7 @@ class Protection:
         )
 
     def stop_waiting_if(self, in_vain: Callable[[], bool]) -> None:
-        """Let no wait of the training thread go on once `in_vain` is true: a rank is lost."""
+        """End waits of the training thread once `in_vain` is true, as a rank is lost."""
         self.windows.in_vain = in_vain
         if self.memory.log is not None:
             self.memory.log.in_vain = in_vain
@@ -328,7 +328,7 @@ class Protection:
         """Let windows count again only once new processes of these ranks have their replicas."""
         if not lost.isdisjoint(self.memory.copies.reached(self._rank.number)):
             self.windows.withdraw_unpersisted()
-            # A new process may have got the very address of the lost one.
+            # A new process may have the same address as the lost one.
             self._reached = []
 
     def reach_peers(self, newest: int) -> None:
@@ -478,7 +478,10 @@ class Protection:
         return self.planner.shortest_window(carried, self._longest)
 
     def _cpu_bytes_per_s(self) -> float | None:
-        """See `WindowLoad`. A byte is copied, and sent to each holder, which receives it."""
+        """Captured bytes/s that the CPU share allows (see `WindowLoad`), None without a limit.
+
+        Each byte is copied, sent to each holder, and received there.
+        """
         granted = self._rank.config.cpu_share * self.memory.cores
         if self._device.type != 'cpu' or not granted:
             return None
@@ -487,7 +490,7 @@ class Protection:
         )
         byte_s = self.checkpointer.copier.cost.s_per_byte() + len(self._reached) * replica_s
         other = self._other_work.share(self._statistics.captured_bytes, byte_s)
-        # A recovery is other work, too, and must not leave nothing to captures.
+        # A recovery counts as other work, but captures always keep a part of the share.
         left = max(granted - other, _LEAST_OF_SHARE * granted)
         return left / byte_s if byte_s else None
 

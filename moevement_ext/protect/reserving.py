@@ -71,8 +71,8 @@ def reserve(
     """
     exchange = rank.exchange
     node = NodeStore(Path(rank.config.dir), rank.run_id, node_name())
-    if not exchange.joining:  # another job of this name keeps its secret here
-        with suppress(HostMemoryError, OSError):  # `attempt` meets it again
+    if not exchange.joining:  # another job of this name may keep its secret here
+        with suppress(HostMemoryError, OSError):  # `attempt` raises it again
             node.wait_for_predecessor(rank.number)
     secret = agree(exchange, node)
 

@@ -20,13 +20,14 @@ class WindowRoom:
         self._on_degraded = on_degraded
         self._next = self.in_force = memory.window
         self.limit: int | None = None
-        # Windows that start up to here may be longer, or a recovery from them may still run.
+        # Windows that start at or before this iteration may be longer, or still in use by a
+        # recovery.
         self._unlike = -1
         self._log = threading.Lock()
         self._settling = threading.Lock()
 
     def begins(self, start: int, window: int) -> None:
-        """Record that a window begins with the state after iteration `start`. Training thread."""
+        """Note that a window begins with the state after iteration `start`. Training thread."""
         if window != self.in_force:
             self._unlike = start - 1
         self.in_force = window
@@ -39,7 +40,7 @@ class WindowRoom:
         Without room, such windows are given up until all ranks have a plan with shorter
         windows, for which every rank has room.
         """
-        with self._settling:  # which frees what only longer windows than this need
+        with self._settling:  # `settle` frees memory that only longer windows need
             self._next = window
         self.in_log(window)
         if window <= self._memory.window:
