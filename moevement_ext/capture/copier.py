@@ -58,7 +58,7 @@ class Copier:
             1, thread_name_prefix='sparse-ckpt-seal', initializer=bind_thread, initargs=bound
         )
         self._issued: Future[None] | None = None
-        # Of the newest slots; replaced, never modified.
+        # Measurements of the newest slots; the tuple is replaced, never modified.
         self._newest: tuple[_Copied, ...] = ()
         self._cuda = device.type == 'cuda'
         if self._cuda:

@@ -25,7 +25,7 @@ from moevement_ext.plan.byte_planner import OperatorTable, WindowPlan
 
 PIECE_BYTES = 32 * 2**20
 """Size of a queued copy; other copies from the device wait behind at most two pieces."""
-# In each file, as the offset of a slot depends on when earlier slots were sealed.
+# Per file: the offset of a slot depends on when earlier slots were sealed.
 _PLACES_KEPT = 2
 
 
@@ -161,7 +161,8 @@ class SlotLayout:
             offset += align_up(item.nbytes)
         self.payload_bytes = offset
         # By volatility, file and address. Views keep the map of a file alive, so that its address
-        # is not reused; they go with the file, whose pages are free once it was removed.
+        # is not reused. They are dropped with the file object, and the pages of a removed file are
+        # freed.
         self._places: dict[bool, WeakKeyDictionary[WindowFile, dict[int, list[Piece]]]] = {
             True: WeakKeyDictionary(),
             False: WeakKeyDictionary(),
