@@ -2,7 +2,7 @@
 """Environment variables of torch and NCCL that let a process survive the loss of a peer.
 
 torch and NCCL read most of these variables with the first process group, so the engine sets them
-before. Checked against the sources of torch 2.11 and 2.15.
+before that. Checked against the sources of torch 2.11 and 2.15.
 """
 
 import logging
@@ -27,8 +27,8 @@ class _Setting(NamedTuple):
 
 
 # With other values torch's watchdog may abort the communicators of a lost peer by itself: waits
-# return, with any bytes, before a failure is announced. So every value is replaced, also that which
-# torchrun's agent sets for its workers.
+# return, with undefined bytes, before a failure is announced. So this variable is always set, even
+# over the value that torchrun's agent sets for its workers.
 _ALWAYS_SET = 'TORCH_NCCL_ASYNC_ERROR_HANDLING'
 
 SETTINGS = {

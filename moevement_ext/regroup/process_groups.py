@@ -107,8 +107,8 @@ class ProcessGroups:
         self._unblocked = False
         # Names of groups that were connected when `unblock` ended them.
         self._in_use: set[str] = set()
-        # Below: for the training thread. A reference, as torch keeps only the C++ part of a store
-        # that is a Python object.
+        # Below: for the training thread. `_tried` keeps a reference, as torch keeps only the C++
+        # part of a store in Python.
         self._tried: Store | None = None
         self._used: list[Store] = []
         self._addresses: list[tuple[_Kind, Store, int]] = []
@@ -265,7 +265,7 @@ class ProcessGroups:
         """Begin to connect the groups in the same order on all ranks, to avoid circular waits."""
         together = min(kind.at_a_time for kind in self._kinds.values())
         failed = threading.Event()
-        # Of the training thread; a new thread's is the first GPU of the node.
+        # The training thread's device; a new thread would use the first GPU of the node.
         on_gpu = torch.cuda.is_initialized()
         device = torch.device('cuda', torch.cuda.current_device()) if on_gpu else None
 
@@ -367,7 +367,7 @@ class ProcessGroups:
         self._groups = groups
 
     def _describe(self, group: ProcessGroup, ranks: tuple[int, ...]) -> _Group:
-        internals.address_of(group)  # of the right class
+        internals.address_of(group)  # raises if the group has another class
         devices = sorted(group._device_types, key=str)
         backends: list[Any] = [group._get_backend(device) for device in devices]
         name, backend = self._kind_name(ranks, backends), backends[0]
