@@ -39,10 +39,10 @@ _MORE_AVAILABLE = (
 SHARED = Path('/dev/shm')
 """Shared memory directory of communication libraries and data loaders."""
 MARGIN_BYTES = 4 * 2**20
-"""Free space per rank for these libraries, if windows are in that file system, and free memory for
-processes that start later..."""
+"""Least free space per rank for these libraries, if windows are in that file system, and least free
+memory for processes that start later."""
 MARGIN_SHARE = 64
-"""...or the size of the windows divided by this, if that is more."""
+"""The margin is at least the rank's reserved bytes divided by this number."""
 
 
 SPARES = 'MOEVEMENT_HOT_SPARES'
@@ -71,7 +71,7 @@ class RankMemory(msgspec.Struct, frozen=True):
 class HostMemoryPlan:
     """Host memory of all ranks of one node; `ranks` maps each rank to its bytes.
 
-    `sizes` are those of the window files; None: of any size.
+    `sizes` are the sizes of this start's window files; None: sizes are not compared.
     """
 
     def __init__(
@@ -155,9 +155,10 @@ class HostMemoryPlan:
             )
 
     def _of_other_sizes(self, directory: Path) -> tuple[int, int]:
-        """Bytes of window files, left by a start with other sizes, that stay, and that do not.
+        """Bytes of kept, and of deleted, window files that an earlier start left with other sizes.
 
-        Files without a committed window are deleted at once, the others after their successors.
+        Files without a committed window are deleted at once, the others once newer windows replace
+        them.
         """
         kept = deleted = 0
         if self.sizes is not None:

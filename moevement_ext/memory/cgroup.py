@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory, processes and cores that a container's limits, and the machine, leave.
+"""Memory, threads and cores left by the limits of a container and by the machine.
 
 The kernel charges tmpfs pages to the cgroup of the process that made them, like its own memory, and
 cannot write them out. Over the limit the kernel kills processes. Page cache is charged as well, but
@@ -20,7 +20,7 @@ class _MemoryLeft(NamedTuple):
     nbytes: int
     """Bytes left below the limit; 0 if it is exceeded."""
     cgroup: Path | None
-    """Directory of the group that has the limit; None: the machine has no more."""
+    """Directory of the group that has the limit; None: the limit is the machine's memory."""
 
 
 class _Version(NamedTuple):
@@ -31,7 +31,7 @@ class _Version(NamedTuple):
     cache: tuple[str, str]
 
 
-# Beyond `memory.high` the kernel does not kill, but lets every allocation wait.
+# Beyond `memory.high` the kernel does not kill processes, but delays every allocation.
 _V2 = _Version(
     ('memory.max', 'memory.high'),
     'memory.current',
@@ -40,7 +40,7 @@ _V2 = _Version(
 _V1 = _Version(
     ('memory.limit_in_bytes',),
     'memory.usage_in_bytes',
-    ('total_inactive_file', 'total_active_file'),  # with the groups below, as the usage
+    ('total_inactive_file', 'total_active_file'),  # include the groups below, as the usage does
 )
 
 

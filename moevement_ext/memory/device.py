@@ -45,7 +45,7 @@ def bind_thread(device: torch.device) -> None:
 
 
 def threads_beside(device: torch.device) -> ThreadPoolExecutor:
-    """Threads on a device, beside the set-up on the training thread, which calls this."""
+    """Pool of threads bound to a device, for work beside the set-up. Training thread."""
     return ThreadPoolExecutor(
         thread_name_prefix='sparse-ckpt-set-up',
         initializer=bind_thread,

@@ -55,7 +55,7 @@ def require_mounted(root: Path) -> None:
 
 
 def require_writable(root: Path) -> None:
-    """Refuse with a `UserError` as `DiskWindows`, but make nothing."""
+    """Check as `DiskWindows` does, with a `UserError`, but create nothing."""
     require_mounted(root)
     with _refused(root):
         private.check_root(root)
@@ -100,9 +100,8 @@ class DiskWindows:
     If `joining` a running job, it does not wait for the lock of a host that may be gone: reads need
     no lock, and each copy tries again.
 
-    `root` (`--sparse-ckpt-disk`) must exist, so that windows are never written below the mount
-    point of an unmounted file system. `forget_other_layouts` is called once their windows are
-    worthless.
+    `root` (`--sparse-ckpt-disk`) must exist, so that no window is written into the mount point of
+    an unmounted file system. `forget_other_layouts` is called once their windows are worthless.
 
     Raises:
         StoreInUseError: another process locks the directory, and does not end.

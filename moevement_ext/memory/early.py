@@ -38,7 +38,7 @@ class _KeptFile(msgspec.Struct, frozen=True):
     """A file that a rank keeps in host memory."""
 
     directory: str
-    """Below the directory of the rank; empty: that one."""
+    """Relative to the directory of the rank; empty: that directory itself."""
     nbytes: int
     reserved: int
     """Bytes with pages, from the beginning."""
@@ -87,7 +87,7 @@ class EarlyReservation:
     created. If the files do not all fit, none are created. After an error the created files are
     deleted. In both cases the set-up reserves the memory itself.
 
-    Nothing else may use `store` before `wait` returns.
+    No other code may use `store` before `wait` returns.
     """
 
     def __init__(self, store: NodeStore, holder: int, files: Sequence[_KeptFile]) -> None:

@@ -26,8 +26,8 @@ LOCK_SECONDS = 10.0
 TO_DIE_SECONDS = 120.0
 """Longest wait for a process that is ending, or was killed."""
 ELSEWHERE_SECONDS = 180.0
-"""Longest wait for a process of another host. If that is gone, its network file system frees the
-lock with its lease (NFS: 90 s by default), or evicts it (Lustre: up to 150 s)."""
+"""Longest wait for a process of another host. If that host is gone, the network file system frees
+the lock with the host's lease (NFS: 90 s by default), or evicts the host (Lustre: up to 150 s)."""
 
 _PAUSE_SECONDS = 0.1
 _PF_EXITING = 0x4
@@ -89,7 +89,7 @@ class HolderLock:
 def taken(path: Path, elsewhere_s: float | None = None) -> HolderLock:
     """Wait until an earlier process releases the lock; `path` and errors as for `HolderLock`.
 
-    Waits `elsewhere_s` seconds (None: `ELSEWHERE_SECONDS`) if that is on another host.
+    Waits `elsewhere_s` seconds (None: `ELSEWHERE_SECONDS`) if that process is on another host.
     """
     began = time.monotonic()
     told = False

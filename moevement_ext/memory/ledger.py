@@ -33,7 +33,7 @@ PREAMBLE_BYTES = 64
 
 _MAGIC = b'MoEvLed\0'
 _VERSION = 3
-_PREAMBLE = struct.Struct('<8sIIQQ')  # magic, version, record bytes, whose, capacity in records
+_PREAMBLE = struct.Struct('<8sIIQQ')  # magic, version, record bytes, digest of identity, capacity
 _COMPLETE = struct.Struct('<Q')  # 1 + start of the newest window that all ranks had; 0: none
 _COMPLETE_AT = PREAMBLE_BYTES - _COMPLETE.size
 _PREFIX = struct.Struct('<QQQ')  # checksum of the rest, sequence number, entry bytes
@@ -51,7 +51,7 @@ class LedgerEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_microbatches: int
     """Micro-batches of each data-parallel rank."""
     consumed_samples: int
-    """Samples consumed up to and with this iteration."""
+    """Samples consumed up to and including this iteration."""
     num_tokens: int = 0
     """Tokens of the global batch that gradients were divided by; 0 without that division."""
     loss: float | None = None

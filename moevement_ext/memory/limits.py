@@ -36,7 +36,8 @@ def shortages(ranks: int, locks_memory: bool) -> list[str]:
 def shortage_of_agent(ranks: int) -> str | None:
     """Message if torchrun's agent, the parent of this process, cannot serve the store to all ranks.
 
-    Raises the agent's soft limit as far as its hard limit allows. `ranks` of the whole job.
+    Raises the agent's soft limit as far as its hard limit allows. `ranks` counts those of the whole
+    job.
     """
     needed = CONNECTIONS_OF_A_RANK * ranks + _OF_AN_AGENT
     limit = None
@@ -94,9 +95,9 @@ def _locked() -> Iterator[str]:
 
 
 def _raised(kind: int, needed: int, process: int = 0) -> int | None:
-    """The limit if it stays below `needed`; None if it is or was raised high enough.
+    """The hard limit if it is below `needed`; None if the soft limit is, or now is, high enough.
 
-    `process`: its id, 0 for this one.
+    `process` is a process id, 0 for this process.
     """
     soft, hard = resource.prlimit(process, kind)
     if soft == resource.RLIM_INFINITY or soft >= needed:

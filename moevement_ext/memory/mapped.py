@@ -6,9 +6,9 @@ per page slows down the first pass over the file. So before the first write a fi
 size, reserved pages and filled page tables, or is refused. A file may have pages in its first part
 only, and get or give back pages while it is mapped.
 
-Pages are reserved by writing to the map, in one pass: with a file system that asks for advice
-(`huge=advise`) these are huge pages, as with `huge=within_size`, which costs a tenth of the time.
-Kernels before Linux 5.14 cannot do that.
+Pages are reserved by writing to the map, in one pass. On a tmpfs with `huge=advise` or
+`huge=within_size` these are huge pages, which take a tenth of the time. Kernels before Linux 5.14
+cannot reserve pages in this way.
 """
 
 import ctypes
@@ -36,9 +36,9 @@ Bytes = npt.NDArray[np.uint8]
 _NO_SPACE = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
 
 
-# Of `st_blocks`.
+# Unit of `st_blocks`.
 _BLOCK_BYTES = 512
-# Maps made in advance, by device and number of their file.
+# Maps made in advance, by device and inode number of their file.
 _prepared: dict[tuple[int, int], mmap.mmap] = {}
 
 _MADV_REMOVE, _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 9, 14, 23
@@ -69,8 +69,8 @@ def map_anew(
     """Map a file for a new use: resize it to `nbytes` bytes or, if `create`, create it.
 
     Existing pages are reused without zeroing, so the content is arbitrary. The first `reserved`
-    bytes get pages; None: all. Raises `HostMemoryError` if the file system has not that much
-    left, or if the file is not this user's own.
+    bytes get pages; None: all. Raises `HostMemoryError` if the file system has too little space, or
+    the file is not this user's own.
     """
     with private.opened(path, os.O_RDWR | (os.O_CREAT if create else 0)) as fd:
         former = min(os.fstat(fd).st_size, nbytes)
@@ -98,7 +98,7 @@ def map_existing(path: Path, writable: bool = False, reserved: int | None = None
             return mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
         found = os.fstat(fd)
         wanted = found.st_size if reserved is None else min(reserved, found.st_size)
-        if found.st_blocks * _BLOCK_BYTES < found.st_size:  # else there are none
+        if found.st_blocks * _BLOCK_BYTES < found.st_size:  # otherwise the file has no holes
             _check_free(fd, wanted, path)
         mapped = _map(fd, found.st_size)
         reserve_range(np.frombuffer(mapped, np.uint8), path, 0, wanted)
@@ -174,7 +174,7 @@ def release_range(array: Bytes, begin: int, end: int) -> None:
 
 @functools.cache
 def _say_kept(failed: int) -> None:
-    """Say once that freed pages stay, though they no longer count, e.g. as they are locked."""
+    """Log once that freed pages stay in use, e.g. as they are locked; they no longer count."""
     logger.warning(
         'host memory that is given back stays in use (MADV_REMOVE: %s): --sparse-ckpt-dir must be '
         'in a tmpfs, and the process must not lock its memory (mlockall)',

@@ -29,7 +29,7 @@ class _MappedFile(Protocol):
 
 class _Registered(NamedTuple):
     nbytes: int
-    """Registered from the beginning of the file, in whole pages."""
+    """Registered bytes from the beginning of the file, in whole pages."""
     end: Callable[[], object]
     """Ends the registration; without effect when called again."""
     device: torch.device
@@ -82,7 +82,10 @@ def pinned_as_far_as(file: _MappedFile, nbytes: int) -> Iterator[None]:
 
 
 def pin_like(other: _MappedFile, file: _MappedFile) -> None:
-    """Register a new file if `other` is; failures make copies slower. Any thread, as above."""
+    """Register a new file if `other` is registered; a failure only makes copies slower.
+
+    Any thread.
+    """
     registered = _pinned.get(other)
     if registered is None:
         return

@@ -65,7 +65,7 @@ def open_file(path: Path, flags: int) -> int:
     closes the descriptor.
 
     Raises:
-        ForeignFileError: a link, no regular file, another user's, or open to other users.
+        ForeignFileError: a link, not a regular file, another user's file, or open to other users.
         OSError: as in `os.open`.
     """
     try:

@@ -49,12 +49,12 @@ class ReservedPages:
                 if self._ended.is_set():
                     break
                 map_anew(self.path / str(number), max(nbytes, 1))
-        except (HostMemoryError, OSError) as error:  # a rank that comes reserves for itself
+        except (HostMemoryError, OSError) as error:  # a joining rank reserves its own pages
             logger.warning('no pages are reserved for ranks that may start here: %s', error)
             self.remove()
 
     def end(self) -> None:
-        """Let `reserve` make no further file; `remove` after it has returned leaves none."""
+        """Stop `reserve` before its next file. Call `remove` once `reserve` has returned."""
         self._ended.set()
 
     def take(self, nbytes: int, to: Path) -> bool:

@@ -127,9 +127,9 @@ class Shelf:
     Any thread. Only the `remove*` methods write. `store` is the one of this layout.
 
     Attributes:
-        unread: reasons why `look` skipped windows that are not damaged, by run: another release
-            may read them, or a disk that answers again. Each has the newest start of windows that
-            certainly are another release's, else -1.
+        unread: reasons why `look` skipped windows that are not damaged, by run: another release may
+            read them, or a disk may answer again. The value of a reason is the newest start of a
+            window that certainly is another release's, else -1.
     """
 
     def __init__(self, store: NodeStore, disk: Path | None) -> None:

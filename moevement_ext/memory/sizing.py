@@ -75,7 +75,7 @@ def window_lengths(longest_window: int) -> list[int]:
 
 
 def log_reach(longest_window: int) -> int:
-    """Whole iterations that the log must hold, plus the one in which a window is persisted.
+    """Whole iterations that the log must hold, without the one in which a window is persisted.
 
     A window that starts with the state after iteration s is replayed from the sends of
     iteration s+1. Its last slot is the state after s+W-1, copied while iteration s+W runs, and
@@ -91,8 +91,9 @@ def log_ring_bytes(own: Logged, most: Logged, longest_window: int, lag: float) -
 
     Args:
         own: logged bytes of this rank.
-        most: those of the rank that logs most. The lag counts in these bytes, since a stage at the
-            end of the pipeline sends as fast as others while micro-batches fill it.
+        most: logged bytes of the rank that logs most. The lag is counted in these bytes, since a
+            stage at the end of the pipeline sends as fast as other stages while micro-batches fill
+            the pipeline.
         longest_window: W, iterations.
         lag: iterations from the beginning of the copy of a window's last slot until the window is
             persisted. With 1 the log is never full: no window begins before then.

@@ -42,7 +42,8 @@ class Witness:
         new = [header for header in bare if header not in self._headers]
         if not new:
             return
-        self._headers = new + self._headers  # of equal states the older header, the last, counts
+        # For equal states the older header, the later in the list, counts.
+        self._headers = new + self._headers
         try:
             _write(self._path, msgspec.msgpack.encode(self._headers))
         except (OSError, HostMemoryError) as error:
@@ -56,7 +57,7 @@ class Witness:
 
 
 def _bare(header: SlotHeader) -> SlotHeader:
-    """The header with that part of its context alone which is compared."""
+    """The header with only the compared part of its context."""
     replace, context = msgspec.structs.replace, b''
     if header.context:
         compared = replace(decode_context(header.context), full=[], weights=[], state=b'')

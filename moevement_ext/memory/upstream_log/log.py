@@ -34,7 +34,7 @@ from moevement_ext.memory.upstream_log.ring_map import RingMap
 
 logger = logging.getLogger(__name__)
 
-# Pause between two looks whether a wait for room is in vain.
+# Seconds between checks whether a wait for room cannot help.
 _POLL_S = 0.05
 
 
@@ -55,7 +55,7 @@ class _Completion(NamedTuple):
     record: _Record
     source: torch.Tensor
     arrive: Callable[[], object]
-    """Returns when the bytes are in the ring; keeps the map that they are copied to."""
+    """Returns when the bytes are in the ring; keeps the target map alive."""
 
 
 class _Shrunk(NamedTuple):
@@ -155,7 +155,7 @@ class UpstreamLog:
             while self._records and next(reversed(self._records)).iteration > iteration:
                 self._records.popitem()
                 self._ring.free_newest()
-            # From the next iteration on all is logged again, also iterations given up before.
+            # All iterations from the next one on are logged again, including those given up before.
             self._first = min(self._first, iteration + 1)
             self._iteration = iteration
             self._counts = Counter(
@@ -366,7 +366,7 @@ class UpstreamLog:
         elif job is not None:
             try:
                 self._complete(job)
-            except Exception as error:  # as of a copy
+            except Exception as error:  # treated as a failed copy
                 self._give_up(job, error)
         return job is not None
 
@@ -399,7 +399,7 @@ class UpstreamLog:
         with self._resizing:
             former, capacity = self._map, self._ring.capacity
             if capacity >= former.array.size:
-                return  # it has grown again
+                return  # the ring has grown again
             try:
                 smaller = former.first(capacity)
             except (HostMemoryError, OSError, ValueError) as error:  # only space is lost (I6)
@@ -413,7 +413,10 @@ class UpstreamLog:
     # On any thread
 
     def _use(self, mapped: RingMap) -> None:
-        """Switch to another map of the same pages; copies keep the former. Needs the lock."""
+        """Switch to another map of the same pages; running copies keep the former.
+
+        Needs the lock.
+        """
         self._map, self.array = mapped, mapped.array
         self._changed.notify_all()
 

@@ -53,7 +53,7 @@ class Ring:
         if self._regions:
             oldest, newest = self._regions[0], self._regions[-1]
             if newest.start < oldest.start or newest.end > self.limit:
-                return False  # if it has wrapped, the last before the end is to come
+                return False  # once wrapped, the ring may still have regions near its end
         self.capacity = self.limit
         return True
 

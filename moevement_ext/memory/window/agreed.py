@@ -8,7 +8,8 @@ import msgspec
 from moevement_ext.memory.window.name import Count, WindowName
 
 MAX_GIVEN_UP = 8
-"""Windows that may be skipped while one waits for persistence; then that one is dropped, too."""
+"""Windows that may be skipped while another waits for persistence; then that one is given up,
+too."""
 
 
 class Agreed(msgspec.Struct, frozen=True, array_like=True):

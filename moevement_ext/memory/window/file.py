@@ -82,7 +82,8 @@ class FileState(enum.Enum):
     UNJUDGED = 'unjudged'
     COMMITTED = 'committed'
     CUT_OFF = 'cut off'
-    """Left incomplete by an earlier process: free, and compared with until it is reused."""
+    """Left incomplete by an earlier process: free, but recoveries compare with it until it is
+    reused."""
 
 
 BEING_FILLED = FileState.WRITING, FileState.UNJUDGED
@@ -101,9 +102,10 @@ class WindowFile:
             The rest of the file is a hole.
         kept: byte ranges shared with an earlier window, if they are known.
         state: set by the `OwnerWindows` that recycles the file.
-        held: `OwnerWindows.hold` protects it; False once a rollback has freed it in spite of that,
-            so that its bytes may change.
-        fetched: a thread fills it that no other one waits for, whatever becomes of its window.
+        held: `OwnerWindows.hold` protects the file; False once a rollback has freed it
+            nevertheless, so that its bytes may change.
+        fetched: a thread that may be abandoned still fills the file, even if its window is
+            discarded.
     """
 
     def __init__(
@@ -148,7 +150,7 @@ class WindowFile:
         if the window takes less (None: all).
 
         Raises:
-            RefusedWindow: no readable, whole window file of this version (typed by reason).
+            RefusedWindow: not a readable, whole window file of this version (typed by reason).
             HostMemoryError: a writable map needs more pages than the file system has.
         """
         try:
@@ -179,7 +181,9 @@ class WindowFile:
         return file
 
     def make_room(self, nbytes: int) -> None:
-        """Reserve pages for that many bytes of the file, or all; others stay. Any thread.
+        """Reserve pages for the first `nbytes` of the file, at most all; no page is freed.
+
+        Any thread.
 
         Raises `HostMemoryError` if the file system is too full.
         """
@@ -366,7 +370,7 @@ class WindowFile:
     def length(self) -> int:
         """Slots of the window when it is complete; at least one is sealed. Errors as in `header`.
 
-        A header can have MiB of records, so that only that of a file just opened is decoded.
+        A header can have MiB of records, so it is decoded only for a file that was just opened.
         """
         if self._length is None:
             self._length = self.header(min(self.slots(), default=0)).window

@@ -40,9 +40,9 @@ class FileSize(NamedTuple):
 class OwnerWindows:
     """Generations of windows of one owner that one holder keeps.
 
-    Thread-safe. Every call is short (renames and a preamble), except construction, which
-    reserves the memory, and those that pin files for another length of windows: others wait
-    for them, as the next window takes the file that is pinned.
+    Thread-safe. Calls are short (renames and a preamble), with two exceptions: construction
+    reserves the memory, and a change of the window length pins files. Other calls wait for the
+    pinning, as the next window may take the file.
 
     Args:
         store: store of the node; the directory of `holder` is locked.
@@ -99,8 +99,8 @@ class OwnerWindows:
             unjudged: the window is captured in a recovery that is not judged yet. Until `judged`,
                 no recovery starts from it or compares with it.
             room: bytes that the window takes, if windows in force may take less.
-            fetched: a thread fills the file that may be left behind. Until it calls `commit` or
-                `abandon`, no other window gets the file, even if this one is discarded.
+            fetched: a thread that may be abandoned fills the file. Until it calls `commit` or
+                `abandon`, no other window gets the file, even if this window is discarded.
 
         Returns:
             The begun file, or None when a recovery may still need the windows of all files
@@ -319,7 +319,7 @@ class OwnerWindows:
         """Free surplus pages of files without a needed window, before they are reused."""
         for file in filter(self._fits, self._recyclable()):
             if file.room > self._room and file.state is not FileState.FREE:
-                self._free(file)  # a file named window-* loses nothing
+                self._free(file)  # renamed first: a file named window-* keeps its bytes
             self._fit(file, self._room)
 
     @staticmethod
@@ -352,7 +352,7 @@ class OwnerWindows:
         file.state = FileState.FREE
 
     def _rename(self, file: WindowFile, path: Path) -> None:
-        """Rename the file of a window that an earlier process may have begun in another one."""
+        """Rename a file to `path`, which a file cut off by an earlier process may still have."""
         if file.path != path:
             self._free_cut_off(path)
             file.rename(path)
@@ -453,7 +453,7 @@ class OwnerWindows:
         self._files.append(file)
 
     def _free_path(self) -> Path:
-        used = {file.path for file in self._files}  # by a removed file, too
+        used = {file.path for file in self._files}  # including those of removed files
         paths = (self.path / free_name(index) for index in itertools.count())
         return next(path for path in paths if path not in used and not path.exists())
 

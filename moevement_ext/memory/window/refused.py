@@ -35,11 +35,11 @@ class UnknownVersion(OtherSettings):
 
 
 class OtherBytes(RefusedWindow):
-    """A rank that should hold the same as another does not; the message names a tensor."""
+    """Two ranks that should hold the same bytes differ; the message names a tensor."""
 
 
 def unopened(path: Path, error: OSError | SparseCheckpointError) -> RefusedWindow:
-    """Refusal of a file that `private.open_file` or a map refuses; a missing one stays missing."""
+    """The error for a file that cannot be opened or mapped; unreadable, unless it is missing."""
     if isinstance(error, SparseCheckpointError):
         return UnreadableWindow(str(error))
     kind = RefusedWindow if isinstance(error, FileNotFoundError) else UnreadableWindow

@@ -43,8 +43,8 @@ class RunSettings(msgspec.Struct, frozen=True):
     environment: Table = {}
     """Environment variables that may decide bits."""
     protection: Table = {}
-    """Flags that all ranks of a job must share. They decide no bits, and another launch may have
-    others."""
+    """Flags that all ranks of a job must share. They decide no bits, and may differ in another
+    launch."""
 
 
 _SETTINGS = msgspec.msgpack.Decoder(RunSettings)
@@ -152,7 +152,7 @@ def _each(table: Mapping[str, str], shorten: Callable[[str], str]) -> Table:
 
 
 def _readable(text: str) -> str:
-    """Bytes of a path that are no UTF-8 as escapes."""
+    """Replace bytes of a path that are not UTF-8 by escapes."""
     return text.encode(errors='backslashreplace').decode()
 
 

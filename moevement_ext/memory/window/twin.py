@@ -30,7 +30,7 @@ from moevement_ext.memory.window.slot import (
 )
 
 OwnParts = Collection[tuple[str, str]]
-"""Tensor and part of the records that twins need not have alike."""
+"""Tensor and part of the records in which twins may differ."""
 
 
 def stub_of(file: WindowFile, slot: int, own_parts: OwnParts) -> SlotBlob:
@@ -157,7 +157,7 @@ def _stub_header(header: SlotHeader, records: list[Record], frame: bytes) -> Slo
 
 
 def _require_part(stub: SlotHeader, header: SlotHeader, path: Path) -> None:
-    """Check that the stub has records of the owner's slot, unchanged but for their place."""
+    """Check that the stub has records of the owner's slot, unchanged except for their offset."""
     owned = {_identity(record): record for record in header.records}
     for record in stub.records:
         found = owned.get(_identity(record))
