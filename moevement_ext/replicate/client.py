@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients of a peer: send windows to hold; fetch windows, logs and parts of other layouts."""
+"""Clients of a peer: send replicas; fetch windows, logs and parts of other layouts."""
 
 import socket
 from collections.abc import Callable, Iterator, Sequence
@@ -135,7 +135,8 @@ class ReplicaClient:
             parts, payload = [memoryview(blob.frame)], memoryview(blob.payload)
             if _require(reply, Proceed).kept and kept is not None:
                 parts += [payload[begin:end] for begin, end in kept.rest(len(payload))]
-                self._refused = request.window  # until taken; its kept bytes may be damaged
+                # Reset once the slot is accepted: kept bytes may be damaged.
+                self._refused = request.window
             else:
                 parts.append(payload)
             for part in parts:
@@ -156,7 +157,7 @@ class ReplicaClient:
         """
         with self._exchange() as connection:
             connection.send(CommitWindow(owner, window))
-            self._refused = window  # until confirmed; its kept bytes may be damaged
+            self._refused = window  # reset after the reply: kept bytes may be damaged
             reply = _reply(connection)
             self._refused = None
         if isinstance(reply, NotYet):
@@ -255,7 +256,7 @@ class ReplicaClient:
     def fetch_part(self, part: Part) -> list[SlotHeader]:
         """Headers of a part of a window in another layout, slot 0 first.
 
-        Raises `RefusedWindow` if they are damaged, or no whole window.
+        Raises `RefusedWindow` if they are damaged, or do not make a whole window.
         """
         headers = self._headers(FetchPart(part))
         if [header.slot for header in headers] != list(range(part.window.length)):

@@ -98,7 +98,7 @@ def _twins(
 ) -> tuple[int, ...]:
     """Choose the nearest twins, at most one in each other domain, at most `most`.
 
-    `ring` has the ranks with the same captures, the owner first. Of equally near ranks the next
+    `ring` has the ranks with the same captures, the owner first. Among equally near ranks the next
     in the ring is chosen, so that all are twins equally often.
     """
     home = of_rank[ring[0]]

@@ -75,7 +75,7 @@ class HostMemory:
         copies: placement of the copies of all ranks' windows.
         plan: bytes of all ranks of this node.
         witness: headers captured before a recovery that is not judged yet.
-        disk_only: windows in memory are not used as a source of a recovery.
+        disk_only: no recovery starts from windows in memory.
         server: serves windows and log to the peers.
         receive_cost: CPU time of receiving replicas.
         window: largest W for which the window files have room.
@@ -127,7 +127,8 @@ class HostMemory:
         self.copies = copies_of(self.members, config.topology, config.replicas)
         if self.rank == 0:
             warn_of_same_names(self.members)
-        self.members[self.rank] = own  # a replacement may run on another node; replicas stay placed
+        # A replacement may run on another node; the placement of replicas does not change.
+        self.members[self.rank] = own
         self.log: UpstreamLog | None = None
         self.forget_other_layouts: Callable[[], None] = lambda: None
         self._fetching: ReplicaClient | None = None
@@ -308,7 +309,7 @@ class HostMemory:
                 lambda file: client.fetch_window(self.rank, window.name, file, received),
             )
         finally:
-            if self._fetching is client:  # an abandoned thread has a successor
+            if self._fetching is client:  # otherwise a later fetch has replaced this one
                 self._fetching = None
             client.close()
 
@@ -329,7 +330,7 @@ class HostMemory:
             return self._fill(self._free_file(window), deliver)
         except FileTooSmall as small:
             if small.needed > window.length * self.windows.capacity_bytes:
-                raise  # more than so many windows of one slot
+                raise  # more than `length` files of this start can hold
             return self._fill(self.windows.begin_larger(window.name, small.needed), deliver)
 
     def _free_file(self, window: Window) -> WindowFile:
@@ -354,7 +355,7 @@ class HostMemory:
     def captured_after(self, start: int) -> list[SlotHeader]:
         """Headers of this rank's captures in windows that begin after `start`.
 
-        From its own memory or, if that is empty, from a holder of its replicas.
+        They come from its own memory or, if that has none, from a holder of its replicas.
         """
         found = self.windows.headers_after(start)
         for holder, client in self.peers().items():

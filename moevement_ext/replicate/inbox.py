@@ -136,7 +136,7 @@ class Inbox:
         return Ack()
 
     def _copy_kept(self, request: PutSlot, payload: Bytes) -> list[tuple[int, int]] | None:
-        """Copy the kept ranges of a payload; returns the others, or None if all is to be sent."""
+        """Copy the kept ranges of a payload; returns the gaps, None if all must be sent."""
         kept = request.kept
         base = None if kept is None else self.windows.file(kept.window)
         if kept is None or base is None:
@@ -184,7 +184,7 @@ class Inbox:
         except RefusedWindow:
             self._abandon()  # the owner sends the window again from the first slot
             raise
-        except OSError as error:  # its file is gone
+        except OSError as error:  # the file was removed
             self._abandon()
             raise RefusedWindow(f'{file.path}: cannot be committed: {error.strerror}') from error
         self._receiving = None
@@ -200,7 +200,7 @@ class Inbox:
         try:
             return Ack() if self._has_base(committed, name) else NotYet()
         except RefusedWindow:
-            self.windows.discard(name)  # its base has changed: the owner sends it again
+            self.windows.discard(name)  # the base has changed: the owner sends the window again
             raise
 
     def _has_base(self, stub: WindowFile, name: WindowName) -> bool:

@@ -98,7 +98,7 @@ def copies_of(members: Sequence[Member], topology: str | None, replicas: int) ->
 
 
 def warn_of_same_names(members: Sequence[Member]) -> None:
-    """Warn of nodes that are several hosts, such as machines that are all called localhost."""
+    """Warn if several hosts have one node name, such as machines that are all called localhost."""
     hosts: dict[str, set[str]] = {}
     for member in members:
         hosts.setdefault(member.node, set()).add(member.host)

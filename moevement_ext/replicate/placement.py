@@ -57,7 +57,7 @@ def place_replicas(
 
 
 class _Domains:
-    """Domains as numbers, and the domains that contain a rank's state already."""
+    """Domains as numbers, and for each rank the domains that already contain its state."""
 
     def __init__(self, domains: Sequence[str], groups: Sequence[Sequence[int]]) -> None:
         index = {name: position for position, name in enumerate(dict.fromkeys(domains))}

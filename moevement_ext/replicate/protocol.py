@@ -7,15 +7,12 @@ is plain TCP, because it must outlive torch's process groups, which a recovery r
 
 A connection begins with a greeting (`greeting`); then, from the client's side:
 
-    PutSlot -> Ack (already there) | Refused | Proceed, then frame and payload (or what is not
-        kept of it) -> Ack | Refused
-    CommitWindow -> Ack | Refused, or of a stub NotYet | Differs
-    DiscardAfter -> Ack | Refused
-    FetchWindow -> Refused | WindowHead, then per slot SlotHead, frame, payload -> Ack | Refused
-    FetchHeaders -> Refused | WindowHead, then per slot SlotHead and frame -> Ack
-    FetchLog -> Refused | NotYet | LogHead, then the bytes
-    FetchPart -> Refused | WindowHead, then per slot SlotHead and frame -> Ack
-    FetchRanges -> Refused | RangesHead, then the bytes
+    PutSlot -> Ack (already there) | Refused | Proceed, then frame and payload (or its gaps) -> Ack
+    | Refused CommitWindow -> Ack | Refused, or of a stub NotYet | Differs DiscardAfter -> Ack |
+    Refused FetchWindow -> Refused | WindowHead, then per slot SlotHead, frame, payload -> Ack |
+    Refused FetchHeaders -> Refused | WindowHead, then per slot SlotHead and frame -> Ack FetchLog
+    -> Refused | NotYet | LogHead, then the bytes FetchPart -> Refused | WindowHead, then per slot
+    SlotHead and frame -> Ack FetchRanges -> Refused | RangesHead, then the bytes
 """
 
 from typing import Annotated
@@ -52,7 +49,8 @@ class PutSlot(msgspec.Struct, frozen=True, tag=True):
     window_bytes: Count = 0
     """Size of the owner's file; may exceed the holder's files after a change of flags."""
     kept: Kept | None = None
-    """Ranges that the holder can copy from an earlier window of the owner, if it has that."""
+    """Ranges that the holder can copy from an earlier window of the owner, if it has that
+    window."""
 
 
 class CommitWindow(msgspec.Struct, frozen=True, tag=True):
@@ -155,7 +153,7 @@ class NotYet(msgspec.Struct, frozen=True, tag=True):
 
 
 class Differs(msgspec.Struct, frozen=True, tag=True):
-    """Answer: the twin's bytes differ, so it is no twin; names the difference."""
+    """Answer: the twin's bytes differ, so its stub is no copy; names the difference."""
 
     reason: str
 

@@ -2,9 +2,9 @@
 """The server of one rank: replicas it holds, windows on its node, its upstream log (sec. 3.3).
 
 One thread accepts connections, and each connection has its own thread. No error here reaches
-training: errors are answered with `Refused` or end the connection. A client that has not proved to
-belong to the job gets a thread for some seconds and 256 bytes; the number of such clients is
-limited.
+training: the server answers them with `Refused`, or they end the connection. A client that has not
+proved that it belongs to the job gets a thread for some seconds and 256 bytes; the number of such
+clients is limited.
 """
 
 import logging

@@ -90,7 +90,7 @@ class Replicator:
         max_windows: maximum of waiting windows; beyond it the oldest is given up.
 
     Attributes:
-        limit: rate limit of sends in bytes/s; None: no limit.
+        limit: maximum send rate in bytes/s; None: no limit.
         spreads: without a limit, send the slots of a window just fast enough that none waits when
             the last one arrives, by the sizes and times of the previous window.
         cost: CPU time of the sends.
@@ -355,7 +355,7 @@ class Replicator:
                 peer.committed.add(job.name)
 
     def _ask_again(self, job: _Job, peer: _Peer) -> None:
-        """Retry later: a twin captures the window a moment later, or never if it joined since."""
+        """Retry later: a twin captures the window soon, or never if it has joined since."""
         with self._changed:
             peer.retry_at = time.monotonic() + _BASE_RETRY_SECONDS
             newer = any(other.name > job.name for other in self._jobs)
@@ -369,7 +369,7 @@ class Replicator:
                 peer.discard_after = None
 
     def _attempt(self, rank: int, peer: _Peer, step: Callable[[_Peer], None]) -> None:
-        """Perform one step with one peer; after a failure start over with it after a pause."""
+        """Perform one step with one peer; after a failure and a pause, offer it all slots again."""
         try:
             step(peer)
         except Exception as error:  # any error (invariant I6); an immediate retry would fail again

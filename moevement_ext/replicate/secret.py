@@ -5,8 +5,8 @@ The secret is never in the store, which answers every client, nor in a command l
 package's launchers generate a secret and pass it to the workers in their environment, which other
 users cannot read; under torchrun the user may set it (`VARIABLE`). Otherwise rank 0 generates one
 and sends it to the other ranks over the process group. Each node then keeps the secret in a private
-file, for replacement processes on this node. A replacement on another node cannot obtain it, so
-that all workers restart (see `recover.verdict`).
+file, for replacement processes on this node. A replacement on another node cannot obtain it; then
+all workers restart (see `recover.verdict`).
 
 The store contains a *mark*, which shows whether two ranks have the same secret, and a salt.
 """
