@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A store for the ranks to meet in that no training node holds: `--sparse-ckpt-store`."""
+"""A store outside the training nodes (`--sparse-ckpt-store`), and proxies of the store."""

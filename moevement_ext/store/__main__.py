@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Serves the store in which the ranks of one job meet, where no training node's death reaches it.
+"""Serves the store in which the ranks of a job meet, on a host whose loss costs no training node.
 
     python -m moevement_ext.store --host 10.0.0.5 --port 29400
 
-The job gets `--sparse-ckpt-store 10.0.0.5:29400`. A second process serves; should that die, another
-one takes its place at once, empty, and the job starts again from host memory. SIGTERM ends it.
-`--nodes N` says how many there are: of many, some processes more ask the store for 32 nodes each.
+The job gets `--sparse-ckpt-store 10.0.0.5:29400`. A child process serves the store. If it dies,
+another one takes its place at once, with an empty store, and the job restarts from windows in host
+memory. SIGTERM ends the program. `--nodes N` is the number of nodes: above 32, additional processes
+each combine the requests of 32 nodes.
 """
 
 import argparse
@@ -22,10 +23,10 @@ from moevement_ext.system.name_lookups import ask_again_soon
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until SIGTERM or SIGINT; returns the exit status of a process that the signal ends.
+    """Serve until SIGTERM or SIGINT; returns the exit status of a process killed by the signal.
 
-    With status 0 the store would count as completed, so that Kubernetes would create no other one
-    in place of a pod that is deleted, as when its node is drained.
+    With status 0 the program would count as completed, and Kubernetes would not replace a deleted
+    pod, for example of a drained node.
     """
     ask_again_soon()
     args = parse_arguments(argv)

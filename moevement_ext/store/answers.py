@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A store that does not answer: its process stands still, or its machine has lost power.
+"""Detects a store that does not answer, as its process is stopped or its machine has lost power.
 
-torch waits for an answer as long as there is a connection: for ever if the process is stopped, a
-quarter of an hour if the machine is gone (checked against torch 2.15). So the store is asked every
-now and then, and when it does not answer, all connections of this process with it are cut: a thread
-that waits in one has an error at once, as if the store had died.
+torch waits for an answer as long as the connection exists: forever if the process is stopped, a
+quarter of an hour if the machine is gone (checked against torch 2.15). So a thread queries the
+store from time to time. If the store does not answer, the thread shuts down all connections of this
+process to it: a thread that waits on one of them gets an error at once, as if the store had died.
 """
 
 import logging
@@ -27,30 +27,30 @@ _TO_END_S = 1.0
 
 
 def in_time[T](ask: Callable[[], T], limit_s: float) -> T:
-    """What `ask` returns or raises; `DistNetworkError` after `limit_s` seconds. Any thread.
+    """Return or raise as `ask` does; `DistNetworkError` after `limit_s` seconds.
 
-    `ask` runs on a thread of its own, which is left behind if it does not return in time.
+    Any thread. `ask` runs on a separate thread, which is abandoned if it does not return in time.
     """
     answer = Future[T]()
 
     def run() -> None:
         try:
             answer.set_result(ask())
-        except Exception as error:  # raised where it is waited for
+        except Exception as error:  # raised again on the waiting thread
             answer.set_exception(error)
 
     threading.Thread(target=run, name='sparse-ckpt-ask', daemon=True).start()
-    for _ in range(_LOOKS):  # this process may be stopped in between, too
+    for _ in range(_LOOKS):  # several short waits, as this process may be stopped meanwhile, too
         if wait([answer], limit_s / _LOOKS).done:
             return answer.result()
     raise DistNetworkError(f'the store has not answered for {limit_s:g} s')
 
 
 class AnswerWatch:
-    """Cuts this process off a store that does not answer, from a thread of its own, until closed.
+    """Shuts this process's connections to a store that does not answer, on a separate thread.
 
-    `store` is any connection to it. It is asked twice in `limit_s` seconds, and has as many to
-    answer.
+    Runs until closed. `store` is any connection to the store, which is queried twice in `limit_s`
+    seconds, and has `limit_s` seconds to answer.
     """
 
     def __init__(self, store: Store, limit_s: float) -> None:
@@ -61,7 +61,7 @@ class AnswerWatch:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop; a thread that still waits for an answer is left behind."""
+        """Stop; a thread that still waits for an answer is abandoned."""
         self._closed.set()
         self._thread.join(_TO_END_S)
 
@@ -75,23 +75,25 @@ class AnswerWatch:
         failed = False
         while not self._closed.wait(self._limit_s / _ASKED_IN_A_LIMIT):
             try:
-                # All ranks look the name up at once at the start, and not all may have an answer.
+                # Repeated after a failure: all ranks look the name up at the start, and some may
+                # get no answer.
                 addresses = addresses or addresses_of(host, port)
                 own = self._asked(own, addresses, port)
-            except Exception:  # too many threads or open files, for example: asked again
+            # For example too many threads or open files; the next round tries again.
+            except Exception:
                 if not threading.main_thread().is_alive():
-                    return  # no thread can be started any more: the process ends
+                    return  # the process is ending, and no thread can start any more
                 if not failed:
                     logger.warning('it is not known whether the store answers', exc_info=True)
                 failed = True
 
     def _asked(self, own: Store | None, addresses: set[str], port: int) -> Store | None:
-        """The connection to ask on the next time; None: another one."""
+        """Query the store; returns the connection for the next query, None for a new one."""
         began = time.monotonic()
         try:
             own = own or in_time(self._store.clone, self._limit_s)
             in_time(own.num_keys, self._limit_s)
-        except DistError:  # of a lost connection, others have heard as well
+        except DistError:  # other threads detect a lost connection by themselves
             if time.monotonic() - began >= self._limit_s:
                 cut_connections(addresses, port)
             return None
@@ -99,7 +101,7 @@ class AnswerWatch:
 
 
 def addresses_of(host: str, port: int) -> set[str]:
-    """All addresses of the name of a store; none if the name is not known any more."""
+    """All addresses of a host name; none if the name cannot be resolved."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError:
@@ -108,14 +110,14 @@ def addresses_of(host: str, port: int) -> set[str]:
 
 
 def cut_connections(addresses: set[str], port: int) -> None:
-    """Shut all connections of this process with a store, whatever thread uses them."""
+    """Shut down all connections of this process to a store, whichever thread uses them."""
     for name in os.listdir('/proc/self/fd'):
-        with suppress(OSError):  # the listing's own, or closed since
+        with suppress(OSError):  # the descriptor of the listing itself, or closed meanwhile
             _cut_if_with(int(name), addresses, port)
 
 
 def _cut_if_with(fd: int, addresses: set[str], port: int) -> None:
-    # No file is opened a second time: to close that would drop all locks of this process on it.
+    # Files are skipped: closing a duplicate would drop all locks of this process on the file.
     if not stat.S_ISSOCK(os.fstat(fd).st_mode):
         return
     with socket.socket(fileno=os.dup(fd)) as connection:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process of a branch; `branches` starts it, and it ends when its standard input does.
+"""The process of a branch; `branches` starts it, and it ends when its standard input is closed.
 
     python -m moevement_ext.store.branch STORE_HOST STORE_PORT OWN_HOST OWN_PORT
 
-It prints the port at which it listens. An empty host of its own stands for all addresses.
+It prints the port that it listens on. An empty OWN_HOST stands for all addresses.
 """
 
 import asyncio

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Branches: proxies beside the store, each of which leads those of some nodes.
+"""Branches: proxies on the store's host, each of which serves the proxies of some nodes.
 
-With them a store of thousands of nodes is asked by a few processes, together. They run on the host
-of the store, so that the loss of a node that trains costs no other node its way to the store; each
-keeps one core busy when all ranks meet. A node whose branch is lost goes to the store itself.
+So only a few processes, with combined requests, load the store of thousands of nodes. Branches run
+on the host of the store, so that the loss of a training node cuts no other node off the store. Each
+keeps one core busy during a rendezvous. A node whose branch is lost connects to the store itself.
 """
 
 import subprocess
@@ -20,19 +20,19 @@ if TYPE_CHECKING:  # a branch starts without torch
     from torch.distributed import Store
 
 NODES_OF_A_BRANCH = 32
-"""Jobs of more nodes have branches."""
+"""Nodes per branch; jobs with more nodes than this have branches."""
 _PORTS, _TAKEN = 'branches', 'branches/taken'
 _NONE = b'\0'
 _PROGRAM = 'moevement_ext.store.branch'
 
 
 def needed(nodes: int) -> int:
-    """Number of branches of a job with so many nodes."""
+    """Number of branches of a job with `nodes` nodes."""
     return -(-nodes // NODES_OF_A_BRANCH) if nodes > NODES_OF_A_BRANCH else 0
 
 
 async def next_of(line: Line) -> int | None:
-    """The port of the branch that one more proxy is to use; None if the store has none.
+    """The port of the branch that the next proxy uses; None if the store has no branches.
 
     Raises `ConnectionError` as `Line.ask`.
     """
@@ -44,17 +44,17 @@ async def next_of(line: Line) -> int | None:
 
 
 def announce(store: 'Store', ports: Sequence[int]) -> None:
-    """Let proxies find the branches of a store; called before any proxy connects."""
+    """Publish the branches of a store for the proxies; called before any proxy connects."""
     if ports:
         store.set(_PORTS, ' '.join(map(str, ports)))
 
 
 class Branches:
-    """`count` processes of this host, until closed; they do not outlive this process.
+    """`count` branch processes on this host, until closed; they do not outlive this process.
 
-    The store at `host` and `port` need not be there yet. They listen at the address `at` (empty:
-    all of this host), at ports from `first_port` on (0: any); `ports` has them. Raises `OSError` if
-    a branch cannot be started, or not listen there.
+    The store at `host` and `port` need not be running yet. The branches listen on the address `at`
+    (empty: all addresses of this host) and on ports from `first_port` on (0: any free ones), listed
+    in `ports`. Raises `OSError` if a branch cannot start or listen.
     """
 
     def __init__(self, host: str, port: int, count: int, at: str = '', first_port: int = 0) -> None:
@@ -77,7 +77,7 @@ class Branches:
 
 def _start(host: str, port: int, at: str, own_port: int) -> subprocess.Popen[bytes]:
     command = [sys.executable, '-m', _PROGRAM, host, str(port), at, str(own_port)]
-    # It ends when this process closes its end of the first pipe, or dies.
+    # The branch ends when this process closes its end of the stdin pipe, or dies.
     return subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
     )

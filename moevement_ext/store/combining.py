@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ranks of a node ask the launcher's store together. On the thread of a proxy only.
+"""Combines the requests of a node's ranks to the launcher's store. On the thread of a proxy only.
 
-Duplicate requests wait for the one in flight, and then go out as one batched request. So a node
-sends few requests when the store is slow, and no client gets an answer from before it asked.
+While a request is in flight, equal requests wait, and then go out as one. So a node sends few
+requests when the store is slow, and no client gets an answer that is older than its request.
 """
 
 import asyncio
@@ -15,31 +15,33 @@ from moevement_ext.store import wire
 from moevement_ext.store.line import Line
 from moevement_ext.store.wire import Kind, Request
 
-# Kinds that, asked twice in a row, give the same answer, or one that follows from it.
+# Kinds of which several equal requests can be answered from the answer to one.
 _TOGETHER = {Kind.ADD, Kind.COMPARE_SET, Kind.GET, Kind.CHECK, Kind.NUM_KEYS, Kind.MULTI_GET}
 _Group = tuple[Kind, tuple[bytes, ...], tuple[bytes, ...]]
 _Asked = tuple[Request, Future[bytes]]
 
 
 class Questions:
-    """Requests that the store answers at once; equal ones at least `pause_s` apart."""
+    """Requests that the store answers at once; equal ones are sent at least `pause_s` apart."""
 
     def __init__(self, line: Line, pause_s: float) -> None:
         self._line = line
         self._pause_s = pause_s
         self._loop = asyncio.get_running_loop()
-        # Also of each group that is asked now, what is asked next.
+        # Requests for the next transmission; also has every group with a request in flight, perhaps
+        # empty.
         self._next: dict[_Group, list[_Asked]] = {}
 
     def ask(self, request: Request) -> Future[bytes]:
-        """The store's answer; fails as that of `Line.ask`."""
+        """Future of the store's answer; fails as `Line.ask` does."""
         if request.kind not in _TOGETHER:
             return self._line.ask(request)
         group = request.kind, request.keys, request.values
         answer: Future[bytes] = self._loop.create_future()
         if group not in self._next:
             self._next[group] = []
-            self._loop.call_soon(self._ask_next, group)  # with all that asks in this turn
+            # Together with all equal requests of this turn of the loop.
+            self._loop.call_soon(self._ask_next, group)
         self._next[group].append((request, answer))
         return answer
 
@@ -70,13 +72,13 @@ class Questions:
 class _Wait(NamedTuple):
     task: Task[None]
     waiters: dict[Future[bytes], None]
-    """In the order in which they came; they are told in the same order."""
+    """In order of arrival; they are answered in this order."""
 
 
 class Waits:
-    """Waits for keys that are still to come; one line serves all that wait for the same keys.
+    """Waits for keys that are not set yet; clients that wait for the same keys share a connection.
 
-    `connect` opens a line. Waits for at most `most` different sets of keys are under way.
+    `connect` opens a `Line`. At most `most` different sets of keys are waited for at a time.
     """
 
     def __init__(self, connect: Callable[[], Coroutine[Any, Any, Line]], most: int) -> None:
@@ -86,10 +88,10 @@ class Waits:
         self._waiting: dict[tuple[bytes, ...], _Wait] = {}
 
     def wait(self, keys: tuple[bytes, ...]) -> Future[bytes]:
-        """The store's answer when the keys are there; clients that stop waiting cancel it.
+        """Future of the store's answer once the keys are set; clients that stop waiting cancel it.
 
         It fails with `ConnectionError` if the connection is lost. Raises `ValueError` if clients
-        wait for more than ranks ever do.
+        wait for more different keys than ranks ever do.
         """
         if keys not in self._waiting:
             if len(self._waiting) >= self._most:
@@ -114,7 +116,8 @@ class Waits:
             line = self._idle.pop() if self._idle else await self._connect()
             await line.ask(Request(Kind.WAIT, keys))
         except (OSError, asyncio.CancelledError) as error:
-            if line is not None:  # if no client waits: cheaper than to make the store forget it
+            # Also after all clients have left, as a cancellation in the store costs more.
+            if line is not None:
                 line.close()
             self._end(keys, waiters, ConnectionError(f'no client waits there any more: {error!r}'))
         else:
@@ -124,7 +127,7 @@ class Waits:
     def _end(
         self, keys: tuple[bytes, ...], waiters: dict[Future[bytes], None], error: Exception | None
     ) -> None:
-        """Answer all waiting clients; later ones send a new request."""
+        """Answer all waiting clients; later clients start a new wait."""
         found = self._waiting.get(keys)
         if found is not None and found.waiters is waiters:
             del self._waiting[keys]
@@ -146,7 +149,7 @@ class Waits:
 
 
 def _together(requests: Sequence[Request]) -> Request:
-    """One request in place of several of a group."""
+    """One request that replaces several requests of a group."""
     first = requests[0]
     if first.kind != Kind.ADD:
         return first
@@ -154,7 +157,7 @@ def _together(requests: Sequence[Request]) -> Request:
 
 
 def _apart(requests: Sequence[Request], answer: bytes) -> list[bytes]:
-    """The answers to several requests that were sent as one."""
+    """Split the answer to a combined request into the answers to its requests."""
     if requests[0].kind != Kind.ADD:
         return [answer] * len(requests)
     numbers = [request.number for request in requests]
@@ -162,9 +165,9 @@ def _apart(requests: Sequence[Request], answer: bytes) -> list[bytes]:
 
 
 def shares(numbers: Sequence[int], result: int) -> list[int]:
-    """The answer that each client would have got, had they added `numbers` one after the other.
+    """The answer to each client, as if the clients had added `numbers` one after the other.
 
-    `result` is the counter after all of them.
+    `result` is the counter after all additions.
     """
     found = []
     for value in reversed(numbers):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--sparse-ckpt-store`, as launchers find it among the flags of the program."""
+"""Finds `--sparse-ckpt-store` in the program's flags, for launchers."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ FLAG = '--sparse-ckpt-store'
 
 
 def given(flags: Sequence[str], name: str = FLAG) -> str | None:
-    """The last value of a flag of a program, as it reads them; None if there is none."""
+    """The last value of a flag, which is the one that counts; None if the flag is not given."""
     found = None
     for number, flag in enumerate(flags):
         if flag == name:

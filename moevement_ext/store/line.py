@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A connection with the launcher's store, of a proxy. On its thread only."""
+"""A proxy's connection to the launcher's store. On the thread of the proxy only."""
 
 import asyncio
 import secrets
@@ -13,9 +13,9 @@ from moevement_ext.store.wire import Incoming, Kind, Request
 
 
 class Line(asyncio.Protocol):
-    """The store answers in the order in which it is asked; many questions can be under way.
+    """A pipelined connection: many requests can be in flight, answered in their order.
 
-    `on_lost` is called once the connection is lost, unless it was closed.
+    `on_lost` is called if the connection is lost, but not after `close`.
     """
 
     _transport: Transport
@@ -31,7 +31,10 @@ class Line(asyncio.Protocol):
 
     @classmethod
     async def open(cls, host: str, port: int, on_lost: Callable[[], None]) -> 'Line':
-        """Connect as a client of the store does. Raises `OSError` if that is not possible."""
+        """Connect and greet as a client of the store does.
+
+        Raises `OSError` if the store is unreachable.
+        """
         loop = asyncio.get_running_loop()
         _, line = await loop.create_connection(lambda: cls(on_lost), host, port)
         try:
@@ -44,21 +47,21 @@ class Line(asyncio.Protocol):
 
     @property
     def unsent_bytes(self) -> int:
-        """Approximate bytes that the store has not taken in yet."""
+        """Approximate number of bytes that are not sent yet."""
         return self._transport.get_write_buffer_size() + self._unsent_bytes
 
     def tell(self, request: Request) -> None:
-        """Send without an answer; all requests of one turn of the loop go together."""
+        """Send a request without an answer, together with all of this turn of the loop."""
         if not self._unsent:
             self._loop.call_soon(self._send)
         self._unsent.append(wire.encoded(request))
         self._unsent_bytes += len(self._unsent[-1])
 
     def ask(self, request: Request) -> Future[bytes]:
-        """The store's answer.
+        """Send a request; returns the future of its answer.
 
-        It fails with `ConnectionError` if the connection is lost; the store may have done what it
-        was asked.
+        It fails with `ConnectionError` if the connection is lost; the store may have carried out
+        the request.
         """
         answer: Future[bytes] = self._loop.create_future()
         self._asked.append((request, answer))
@@ -83,7 +86,7 @@ class Line(asyncio.Protocol):
         try:
             while self._received and self._answer_first():
                 pass
-        except (ValueError, IndexError):  # the store does not speak as expected
+        except (ValueError, IndexError):  # the store violates the protocol
             self._transport.abort()
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -93,7 +96,7 @@ class Line(asyncio.Protocol):
         self._fail_all()
 
     def _answer_first(self) -> bool:
-        """False: more of the answer is to come."""
+        """Resolve the oldest request; False if its answer has not arrived completely."""
         request, answer = self._asked[0]
         found = self._received.whole(partial(wire.read_answer, request))
         if found is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where this process reaches the launcher's store: at the proxy of its node, if there is one."""
+"""Connects this process to the launcher's store, through the proxy of its node if there is one."""
 
 import logging
 import os
@@ -17,7 +17,7 @@ _TO_CONNECT_S = 10.0
 
 
 def connect(host: str, port: int, timeout: timedelta) -> TCPStore:
-    """Connect to the store at an address, through the proxy if it leads there, or `DistError`."""
+    """Connect to a store, if possible through the node's proxy, or raise `DistError`."""
     found = os.environ.get(VARIABLE, '').split()
     if found[:2] == [host, str(port)]:
         try:
@@ -29,6 +29,6 @@ def connect(host: str, port: int, timeout: timedelta) -> TCPStore:
 
 def _lead_by(port: int, timeout: timedelta) -> TCPStore:
     store = TCPStore(_HERE, port, is_master=False, timeout=timedelta(seconds=_TO_CONNECT_S))
-    store.num_keys()  # the proxy understands this torch
+    store.num_keys()  # checks that the proxy understands this version of torch
     store.set_timeout(timeout)
     return store

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The proxy of a node: its ranks reach the launcher's store through it, and ask together.
+"""The proxy of a node, through which its ranks send combined requests to the launcher's store.
 
-It lives in the agent of the node, not in a worker: torch connects with the interpreter's lock held,
-so a client in the same process would wait for ever.
+It runs in the node's agent, not in a worker: torch holds the GIL while it connects, so a client in
+the same process would wait forever.
 """
 
 import asyncio
@@ -13,17 +13,17 @@ from contextlib import suppress
 from moevement_ext.store.proxy import Proxy
 
 VARIABLE = 'MOEVEMENT_NODE_PROXY'
-"""In the environment of workers: the address of the store, and the port of the proxy."""
+"""Environment variable of workers with the address of the store and the port of the proxy."""
 _HERE = '127.0.0.1'
 _BACKLOG = 1024
 _TO_END_S = 10.0
 
 
 class NodeProxy:
-    """Serves on a thread of its own, on this host only, until closed. Any thread.
+    """Serves clients of this host on a separate thread, until closed.
 
-    The launcher's store at `host` and `port` need not be there yet. `variables` are for the
-    environment of the node's workers. Raises `OSError` if there is no free port.
+    Any thread. The launcher's store at `host` and `port` need not be running yet. `variables`
+    belong in the environment of the node's workers. Raises `OSError` without a free port.
     """
 
     def __init__(self, host: str, port: int) -> None:
@@ -38,7 +38,7 @@ class NodeProxy:
         self._thread.start()
 
     def close(self) -> None:
-        with suppress(RuntimeError):  # it has ended by itself
+        with suppress(RuntimeError):  # the loop has ended already
             self._loop.call_soon_threadsafe(self._ended.set)
         self._thread.join(_TO_END_S)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The job's end of `--sparse-ckpt-store`."""
+"""Connects a job to the store of `--sparse-ckpt-store`."""
 
 import os
 from datetime import timedelta
@@ -14,11 +14,11 @@ _RUN = 'run'
 
 
 def meet_there(config: SparseCheckpointConfig, run_id: str, timeout: timedelta) -> None:
-    """Have all that this process does from now on use the store of `--sparse-ckpt-store`, if any.
+    """Make this process use the store of `--sparse-ckpt-store`, if given, from now on.
 
-    It takes the place of the launcher's in the environment. Called once, before the others are met.
-    `timeout` limits the arrival of all ranks. Raises `ConfigurationError` if no store is served
-    there, or one for another run than `run_id`.
+    Replaces the launcher's store in the environment. Called once, before the first rendezvous,
+    whose limit is `timeout`. Raises `ConfigurationError` if no store answers there, or it serves
+    another run than `run_id`.
     """
     if config.store is None:
         return
@@ -38,7 +38,7 @@ def meet_there(config: SparseCheckpointConfig, run_id: str, timeout: timedelta) 
 
 
 def connect(host: str, port: int, timeout: timedelta) -> TCPStore:
-    """Connect to the store, which may still be about to come, or `ConfigurationError`."""
+    """Connect to the store, which may still be starting, or raise `ConfigurationError`."""
     limit_s = timeout.total_seconds()
     try:
         return in_time(lambda: TCPStore(host, port, is_master=False, timeout=timeout), limit_s)

@@ -1,31 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is in the store now."""
+"""Reads keys of the store without waiting for them."""
 
 from collections.abc import Iterator, Sequence
 
 from torch.distributed import Store
 
-# No value of ours.
+# A value that the engine never stores.
 _NEVER = '\0'
-# A proxy cuts a client to which it owes much, and others are served in between.
+# A proxy disconnects clients with too many unread bytes, and serves other clients in between.
 _READ_AT_ONCE = 256
 
 
 def peek(store: Store, key: str) -> bytes | None:
-    """The value of a key, None if it is not there; one request.
+    """The value of a key, None if it is not set; costs one request.
 
-    Not for a key that others still wait for: torch's server would wake them up, as if it had come.
-    `check` lets them sleep. `get` waits for the key, in two requests.
+    Must not be used for a key that other clients wait for: torch's server would wake them up, as if
+    the key were set. `check` does not wake them. `get` waits for the key, and costs two requests.
     """
-    # A key that is not there stays so, and what was expected comes back.
+    # On a missing key, compare_set changes nothing, and returns the expected value.
     found = bytes(store.compare_set(key, _NEVER, _NEVER))
     return None if found == _NEVER.encode() else found
 
 
 def read_in_parts(store: Store, keys: Sequence[str]) -> Iterator[bytes]:
-    """The values of keys that are there, in order; one request for some of them at a time.
+    """The values of existing keys, in order, with one request per part of the keys.
 
-    No single answer then passes what a proxy owes a client, however many ranks the job has.
+    So no answer exceeds the limit of a proxy (`proxy.MOST_BYTES_OWED`), however many ranks the job
+    has.
     """
     for at in range(0, len(keys), _READ_AT_ONCE):
         yield from store.multi_get(list(keys[at : at + _READ_AT_ONCE]))

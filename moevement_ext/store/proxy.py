@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A proxy: a store to its clients, which asks the launcher's store for them together.
+"""A proxy: acts as a store, and forwards combined requests of its clients to the launcher's store.
 
-All ranks of a job do the same at the same time, after a failure above all: without proxies the one
-store would be asked by each for the same. A proxy understands what torch's clients say (`wire`);
-what it does not combine it hands on, and it remembers nothing. When its connection to the store is
-lost, so are those of its clients: none takes what a proxy does for what the store has done.
+All ranks of a job send the same requests at the same time, above all after a failure; without
+proxies the store would have to answer each one. A proxy understands the protocol of torch's clients
+(`wire`), forwards requests that it cannot combine, and keeps no data. When it loses its connection
+to the store, it closes those of its clients, so that no client takes an action of the proxy for one
+of the store.
 
-Each node has one (`node_proxy`), and a large job has some beside the store, which lead those of
-the nodes (`branches`).
+Each node has a proxy (`node_proxy`), and a large job has further ones on the store's host, which
+serve the proxies of the nodes (`branches`).
 """
 
 import asyncio
@@ -30,34 +31,35 @@ logger = logging.getLogger(__name__)
 _TO_CONNECT_S = 10.0
 _ASKED_EVERY_S = 10.0
 # Batching delay. Without it, requests that arrive one by one from thousands of ranks would rarely
-# be coalesced; a rank waits for it a few times in a rendezvous.
+# be combined; each rank waits this long a few times per rendezvous.
 _PAUSE_OF_A_BRANCH_S = 0.01
-# All ranks of a job ask at the same time when they meet.
+# All ranks send requests at the same time in a rendezvous.
 _TO_ANSWER_S = 20.0
 
-# Clients are anonymous, as the store's protocol has no names. So each gets a bounded part of the
-# process, which starts workers, too.
+# Clients are anonymous, as the store's protocol has no authentication. So each client gets bounded
+# resources of this process, which also starts workers.
 GREETING_S = 10.0
 MOST_STRANGERS = 64
-"""Connections that have not greeted yet; the oldest gives way, so that ranks always get in."""
+"""Maximum number of connections without a greeting; beyond it the oldest is closed, so that ranks
+can always connect."""
 MOST_BYTES_OWED = 64 << 20
-"""Answers that a client has not read."""
+"""Maximum bytes of answers that a client has not read."""
 MOST_QUESTIONS = 1 << 14
-"""What one client may have under way: a rank has one, a proxy those of its ranks."""
+"""Maximum number of requests in flight per client: a rank has one, a proxy those of its ranks."""
 
 
 class _Store:
-    """The connections of a proxy to the store, all made anew when one is lost."""
+    """The connections of a proxy to the store; when one is lost, all are replaced."""
 
     def __init__(
         self, line: Line, connect: Callable[[], Coroutine[Any, Any, Line]], pause_s: float
     ) -> None:
         self._line = line
         self._questions = Questions(line, pause_s)
-        self._waits = Waits(connect, _room(4))  # each wait has a connection of its own
+        self._waits = Waits(connect, _room(4))  # each wait has its own connection
 
     def answer(self, request: Request) -> Future[bytes] | None:
-        """Answer to a client; None: the client expects none."""
+        """Future of the answer for a client; None if the request has no answer."""
         match request.kind:
             case Kind.PING:
                 return _known(wire.heartbeat(request))
@@ -91,7 +93,7 @@ class _Clients:
         self._strangers: dict[_Client, None] = {}
 
     def came(self, client: '_Client') -> None:
-        """A new client, which is cut if there is no room for it, or if it does not greet."""
+        """Add a client; disconnect it if there is no room, or it does not greet in time."""
         self._all[client] = self._strangers[client] = None
         if len(self._all) > self._most:
             client.close()
@@ -116,9 +118,10 @@ class _Clients:
 
 
 class _Client(asyncio.Protocol):
-    """A connection with a rank, or with a proxy, which is answered in the order of its questions.
+    """A connection from a rank or a proxy; requests are answered in their order.
 
-    A rank waits for each answer. A proxy does not: the ranks that it asks for do.
+    A rank waits for each answer before its next request; a proxy has the requests of several ranks
+    in flight.
     """
 
     _transport: Transport
@@ -130,7 +133,7 @@ class _Client(asyncio.Protocol):
         self._clients = clients
         self._received = Incoming()
         self._store: _Store | None = None
-        # Answers to come, in their order.
+        # Answers that are not sent yet, in their order.
         self._owed: deque[Future[bytes]] = deque()
 
     def connection_made(self, transport: BaseTransport) -> None:
@@ -143,7 +146,7 @@ class _Client(asyncio.Protocol):
         self._received.add(data)
         if self._store is not None:
             self._attend(self._store)
-        elif len(self._received) > wire.MOST_BYTES_ASKED:  # no rank asks so much at once
+        elif len(self._received) > wire.MOST_BYTES_ASKED:  # no rank sends that much at once
             self.close()
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -154,9 +157,10 @@ class _Client(asyncio.Protocol):
         self._owed.clear()
 
     def close(self) -> None:
-        """Cut the connection; the client does not get what it has not read by now."""
+        """Close the connection; answers that the client has not read are lost."""
         self._clients.left(self)
-        if self._transport.get_write_buffer_size():  # else it might stay for ever
+        # Otherwise a client that does not read would keep it open.
+        if self._transport.get_write_buffer_size():
             self._transport.abort()
         else:
             self._transport.close()
@@ -164,7 +168,7 @@ class _Client(asyncio.Protocol):
     async def _begin(self) -> None:
         try:
             self._store = await self._reach_store()
-        except OSError:  # it is not there
+        except OSError:  # the store is unreachable
             self.close()
         else:
             self._attend(self._store)
@@ -176,7 +180,7 @@ class _Client(asyncio.Protocol):
                 if request is None:
                     return
                 self._take(store, request)
-        except ValueError as error:  # it does not speak as torch's clients do
+        except ValueError as error:  # the client violates the protocol
             logger.warning('sparse checkpointing: a client of a proxy is cut: %s', error)
             self.close()
 
@@ -189,7 +193,7 @@ class _Client(asyncio.Protocol):
             self._clients.greeted(self)
             return
         if request.kind == Kind.CANCEL_WAIT and self._owed:
-            self._owed[-1].cancel()  # unless that has come
+            self._owed[-1].cancel()  # has no effect if the wait is over
         answer = store.answer(request)
         if answer is not None:
             self._owed.append(answer)
@@ -198,7 +202,7 @@ class _Client(asyncio.Protocol):
                 raise ValueError(f'it asks {len(self._owed)} questions at a time')
 
     def _tell(self, answer: Future[bytes]) -> None:
-        """Send what can be sent by now."""
+        """Send the answers that are complete, up to the first incomplete one."""
         if not answer.cancelled() and answer.exception() is not None:  # the store is lost
             self.close()
             return
@@ -209,10 +213,10 @@ class _Client(asyncio.Protocol):
             if first.cancelled():  # a wait that was given up
                 continue
             if first.exception() is not None:
-                break  # it closes the connection
+                break  # its own callback closes the connection
             found.append(first.result())
             unread += len(found[-1])
-            if unread > MOST_BYTES_OWED:  # it does not read
+            if unread > MOST_BYTES_OWED:  # the client does not read
                 self.close()
                 return
         if found and not self._transport.is_closing():
@@ -220,7 +224,7 @@ class _Client(asyncio.Protocol):
 
 
 def _room(share: int) -> int:
-    """One `share`th of the descriptors that this process may have, and some at least."""
+    """One `share`th of this process's file descriptor limit, but at least a minimum."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return max(soft // share, 2 * MOST_STRANGERS)
 
@@ -235,9 +239,9 @@ class Proxy:
     """Serves on the loop that runs `serve`.
 
     Args:
-        host, port: of the launcher's store; it need not be there yet.
-        listening: where clients come.
-        is_branch: its clients are proxies, which ask through a branch if there is one.
+        host, port: of the launcher's store, which need not be running yet.
+        listening: the socket that clients connect to.
+        is_branch: its clients are proxies. A proxy that is no branch uses a branch if there is one.
     """
 
     def __init__(
@@ -251,7 +255,7 @@ class Proxy:
         self._connecting = asyncio.Lock()
 
     async def serve(self, ended: Event) -> None:
-        """Serve until `ended` is set; then all connections are cut."""
+        """Serve until `ended` is set; then close all connections."""
         self._clients = clients = _Clients()
         server = await asyncio.get_running_loop().create_server(
             lambda: _Client(self._reach_store, clients), sock=self._listening
@@ -263,7 +267,7 @@ class Proxy:
         self._cut()
 
     async def _watch_store(self) -> None:
-        """Lose one that does not answer: its process stands still, or its machine is gone."""
+        """Disconnect from a store that does not answer: it is stopped, or its machine is gone."""
         while True:
             await asyncio.sleep(_ASKED_EVERY_S)
             if self._store is not None:
@@ -297,7 +301,7 @@ class Proxy:
         try:
             async with asyncio.timeout(_TO_CONNECT_S):
                 return await branches.next_of(line)
-        except OSError:  # it does not answer any more
+        except OSError:  # the store no longer answers
             line.close()
             raise
 
@@ -306,7 +310,7 @@ class Proxy:
             return await Line.open(self._host, port, self._cut)
 
     def _cut(self) -> None:
-        """No client goes on as if the store had been there all the time."""
+        """Close all connections: no client may continue as if the store had never been lost."""
         store, self._store = self._store, None
         if store is not None:
             store.close()

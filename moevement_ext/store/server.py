@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A store that is reached at one address of this host."""
+"""Serves a store on one address of this host, and replaces the serving process if it dies."""
 
 import ctypes
 import ipaddress
@@ -17,22 +17,22 @@ from torch.distributed import TCPStore
 from moevement_ext.config import ConfigurationError
 from moevement_ext.store import branches
 
-# All ranks come at the same time.
+# All ranks connect at the same time.
 _BACKLOG = 16384
 _PR_SET_PDEATHSIG = 1
 _ENDS = (signal.SIGTERM, signal.SIGINT)
-# Before another process is tried in the place of one that died at once.
+# Pause before the next process, after one that died at once.
 _PAUSE_S = 1.0
 
 
 def allow_many_connections() -> None:
-    """Raise the limit of open files as far as possible: every worker has some connections."""
+    """Raise the limit of open files as far as possible, as every worker has some connections."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Listen at one address of this host only; the `ConfigurationError` names the flags."""
+    """Listen on one address of this host only; a `ConfigurationError` names the flags."""
     try:
         if not 0 <= port < 65536:
             raise OSError('there is no such port')
@@ -49,10 +49,10 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def keep_serving(listening: socket.socket, host: str, branch_ports: Sequence[int]) -> int:
-    """Have a process serve, and another one when it dies; returns SIGTERM or SIGINT, once received.
+    """Run a serving process, and another one when it dies; returns a received ending signal.
 
-    Clients that connect meanwhile wait. `host` is for the log. Called by a process without other
-    threads.
+    Clients that connect in between wait. `host` is for the log. The calling process must not have
+    other threads.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, (*_ENDS, signal.SIGCHLD))
     while True:
@@ -68,10 +68,10 @@ def keep_serving(listening: socket.socket, host: str, branch_ports: Sequence[int
 
 
 def _signal_to_end(server: int) -> int:
-    """Wait for a signal to end; 0 once the process that serves is dead."""
+    """Wait for an ending signal; 0 once the serving process is dead."""
     while (received := signal.sigwait((*_ENDS, signal.SIGCHLD))) not in _ENDS:
         ended, _ = os.waitpid(server, os.WNOHANG)
-        if ended:  # else it was stopped, or goes on
+        if ended:  # otherwise it was stopped or continued
             return 0
     return received
 
@@ -101,11 +101,11 @@ def _serve(listening: socket.socket, host: str, branch_ports: Sequence[int]) -> 
         f'process {os.getpid()} serves at {host}:{port}; the program gets '
         f'--sparse-ckpt-store {host}:{port}'
     )
-    while store:  # it serves on a thread of its own as long as the object lives
+    while store:  # torch serves on a separate thread as long as the object lives
         signal.pause()
     raise AssertionError('a store is something')
 
 
 def _say(what: str) -> None:
-    with suppress(OSError):  # a full disk, or a reader that is gone: no reason to stop serving
+    with suppress(OSError):  # a full disk or a closed pipe must not end the server
         print(f'[store] {what}', flush=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m moevement_ext.store.torchrun`: see `launch/torchrun.py`, which no store needs."""
+"""`python -m moevement_ext.store.torchrun`: runs `launch/torchrun.py`."""
 
 import runpy
 

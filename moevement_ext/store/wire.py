@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a client of torch's `TCPStore` sends, and what it is answered.
+"""The protocol between torch's `TCPStore` and its clients.
 
 Numbers are little-endian; a key or value is its length and its bytes; all keys begin with a slash,
-which is a part of them here. Private to torch: checked against 2.11 to 2.15, and by the tests with
-the one that is installed.
+which is part of the key here. The protocol is private to torch: it was checked against torch 2.11
+to 2.15, and the tests check the installed version.
 """
 
 import struct
@@ -15,11 +15,11 @@ import msgspec
 
 MAGIC = 0x3C85F7CE
 ARRIVED, CANCELLED = b'\0', b'\1'
-# In a key or value; torch's server takes no more either.
+# Maximum bytes of a key or value; torch's server has the same limit.
 _MOST_BYTES = 8 << 20
 _MOST_KEYS, _MOST_KEYS_ASKED = 1 << 20, 1 << 16
 MOST_BYTES_ASKED = 16 << 20
-"""In all keys and values of one question."""
+"""Maximum bytes of all keys and values of one request."""
 
 
 class Kind(IntEnum):
@@ -43,35 +43,35 @@ class Kind(IntEnum):
 
 
 UNANSWERED = {Kind.VALIDATE, Kind.SET, Kind.APPEND, Kind.MULTI_SET}
-# What is sent besides keys and values, and how.
+# Format of the number in a request or its answer, by kind.
 _NUMBER = {Kind.VALIDATE: '<I', Kind.PING: '<I', Kind.ADD: '<q'}
-# Kinds that say how many keys they have.
+# Kinds that begin with the number of keys.
 _KEYS = {Kind.CHECK, Kind.WAIT, Kind.MULTI_GET, Kind.MULTI_SET}
 _VALUES_OF_A_KEY = {Kind.SET: 1, Kind.APPEND: 1, Kind.COMPARE_SET: 2, Kind.MULTI_SET: 1}
 _ONE_KEY = {Kind.SET, Kind.COMPARE_SET, Kind.GET, Kind.ADD, Kind.DELETE_KEY, Kind.APPEND}
-# With which an answer begins; of others, eight.
+# Bytes of the head of an answer; 8 for other kinds.
 _HEAD_BYTES = {Kind.CHECK: 1, Kind.WAIT: 1, Kind.PING: 4}
 
 
 class Request(msgspec.Struct, frozen=True, gc=False):
-    """One question of a client."""
+    """One request of a client."""
 
     kind: Kind
     keys: tuple[bytes, ...] = ()
     values: tuple[bytes, ...] = ()
-    """Those that belong to the first key, to the second, and so on."""
+    """Values of the first key, of the second key, and so on."""
     number: int = 0
-    """What is added, or proves that the store answers."""
+    """Number to add, or to return in an answer to a ping."""
 
 
 type Reading[T] = Generator[int, bytes, T]
-"""Asks for a number of bytes, is sent them, and returns what they say."""
+"""A parser: yields the number of bytes that it needs, is sent them, and returns the result."""
 
 
 class Incoming:
-    """What has come on a connection and is not read yet.
+    """Received bytes of a connection that are not parsed yet.
 
-    What has been read of a thing that is not whole yet is not read again when more has come.
+    An incomplete message is parsed further when more bytes arrive, not from its beginning.
     """
 
     def __init__(self) -> None:
@@ -89,7 +89,7 @@ class Incoming:
         return len(self._content) - self._at
 
     def whole[T](self, read: Callable[[], Reading[T]]) -> T | None:
-        """The result of `read`; None if more of it is to come. Raises what `read` raises."""
+        """The result of `read`; None if the message is incomplete. Raises what `read` raises."""
         if self._reading is None:
             self._reading = read()
             self._wanted = next(self._reading)
@@ -107,8 +107,8 @@ class Incoming:
 def read_request() -> Reading[Request]:
     """Read the next request.
 
-    Raises `ValueError` if it is none of a store, one of a torch that is not known here, or longer
-    than any client's is.
+    Raises `ValueError` if it is no request to a store, comes from an unknown version of torch, or
+    is longer than the limits.
     """
     kind = Kind((yield 1)[0])
     count = _length((yield 8), _MOST_KEYS_ASKED) if kind in _KEYS else int(kind in _ONE_KEY)
@@ -140,7 +140,7 @@ def encoded(request: Request) -> bytes:
 
 
 def read_answer(request: Request) -> Reading[bytes]:
-    """Read the store's answer to `request`, undecoded; `ValueError` if it is not as known here."""
+    """Read the store's answer to `request`, undecoded; `ValueError` if it violates the protocol."""
     head = yield _HEAD_BYTES.get(request.kind, 8)
     match request.kind:
         case Kind.GET | Kind.COMPARE_SET:
@@ -158,7 +158,7 @@ def heartbeat(ping: Request) -> bytes:
 
 
 def number(value: int) -> bytes:
-    """A counter, or how many there are."""
+    """Encode a counter, or a number of items."""
     return struct.pack('<q', value)
 
 
