@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The window of `--sparse-ckpt-window auto`, which follows the measured rates without flapping.
+"""Chooses the window of `--sparse-ckpt-window auto`: it follows measured rates without flapping.
 
 W grows once several windows in a row demand a longer window even at rates better than measured by
 `MARGIN`, and shrinks once they allow a shorter window even at rates worse by `MARGIN`. So smaller
@@ -28,12 +28,12 @@ class Measured(NamedTuple):
     """Rates that limit a window, each of the slowest rank."""
 
     iteration_s: float
-    """Seconds of an iteration, without waits for copies."""
+    """Seconds per iteration, without waits for copies."""
     copy_bytes_per_s: float
     send_bytes_per_s: float | None
     """Send rate to holders of replicas; None before the first send, or without holders."""
     cpu_bytes_per_s: float | None = None
-    """Capture rate at which helper threads keep to their share of the cores; None: no limit."""
+    """Capture rate at which helper threads stay within their share of the cores; None: no limit."""
 
     def faster(self, factor: float) -> 'Measured':
         sent, captured = self.send_bytes_per_s, self.cpu_bytes_per_s
@@ -50,13 +50,13 @@ class AutoWindow:
 
     Rank 0's replanner thread.
 
-    `shortest` returns the fewest slots that links and cores with these rates carry; None: the
-    links carry no window of up to `longest`.
+    `shortest` returns the fewest slots that links and cores sustain at these rates; None: the links
+    sustain no window of up to `longest` slots.
     """
 
     def __init__(self, shortest: Callable[[Measured], int | None], longest: int) -> None:
         self._shortest = shortest
-        # Reduced when a rank reports that it has host memory for shorter windows only.
+        # Reduced when a rank reports that it has host memory only for shorter windows.
         self._longest = longest
         self._window = 0
         # Measurements in windows of the current length.
@@ -64,7 +64,7 @@ class AutoWindow:
         self._warned = False
 
     def __call__(self, present: PlanParameters, loads: Sequence[WindowLoad]) -> int:
-        """The next W, mostly that of `present`, the plan in force in the window of `loads`."""
+        """The next W, usually that of `present`, the plan in force in the window of `loads`."""
         rooms = [load.room for load in loads if load.room is not None]
         self._longest = min([self._longest, *rooms])
         seen = _measured(loads)
@@ -103,8 +103,8 @@ class AutoWindow:
 def _measured(loads: Sequence[WindowLoad]) -> Measured | None:
     """The rates of the slowest ranks; None before the first copy.
 
-    All ranks wait for the rank whose copies delay its update; only this rank measures that
-    delay.
+    The shortest iteration counts: all ranks wait for the rank whose copies delay its update, and
+    only this rank measures that delay.
     """
     copied = _least(load.copy_bytes_per_s for load in loads)
     if copied is None:

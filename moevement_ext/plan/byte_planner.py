@@ -7,7 +7,7 @@ section 3.2). So the operators [a, b) make a slot of
 
     sum of full over [a, b)  +  sum of weights over [b, n)          bytes, on each rank.
 
-This size grows with b and shrinks with a, hence filling each slot as far as the budget allows gives
+This size grows with b and shrinks with a, so filling each slot as far as the budget allows gives
 the minimum number of slots. All arithmetic is exact, on integer bytes of each rank, so ranks with
 the same sizes reach the same plan. Runs on the training thread at the start, and on the replanner
 thread during training.

@@ -17,11 +17,12 @@ from moevement_ext.config import CAPACITY, DECAYED, FIXED
 from moevement_ext.plan.replanning import WindowLoad
 
 _KEPT_OF_BEFORE = 0.5
-# Members of a stage that publish counts, each of all its experts. Rank 0 reads and sums them all in
-# every window: more would cost it seconds and GiB in a large job, and shares need no more.
+# Number of members of a stage that publish counts, each for all its experts. Rank 0 sums them in
+# every window: more members would cost it seconds and GiB in a large job, and would not improve the
+# shares.
 _MEMBERS_COUNTED = 8
-# Least share of an expert at risk, relative to even shares: one without tokens in the measured
-# cycle may have some in others, and is saved once its copy is old enough.
+# Minimum share of an expert at risk, relative to even shares: an expert without tokens in the
+# measured cycle may have some in other cycles, so it is saved once its copy is old enough.
 _LEAST_AT_RISK = 0.01
 
 
@@ -70,7 +71,7 @@ def at_risk(
 ) -> dict[str, float]:
     """Tokens of each expert of a layer since its copy, `ages` iterations old.
 
-    In units of the layer's tokens in an iteration. An expert without a share has an even one.
+    The unit is the layer's tokens in an iteration. An expert without a share gets an even one.
     """
     even = 1 / len(experts)
     return {
@@ -93,7 +94,7 @@ def moved(
 ) -> bool:
     """True if at least `fraction` of the experts changed their share by more than `change` of it.
 
-    Any growth from 0 counts as a change; `old` may lack experts, which had none.
+    Any growth from 0 counts as a change; experts that `old` lacks had no share.
     """
     before = {name: old.get(name, 0.0) for name in new}
     changed = [name for name in new if abs(new[name] - before[name]) > change * before[name]]

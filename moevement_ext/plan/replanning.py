@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the next plan of windows is decided from, and the inputs that describe it.
+"""Measurements from which the next plan is decided, and the inputs that describe the plan.
 
 A strategy decides the plan; `protect.replanner` distributes it to all ranks.
 """
@@ -22,7 +22,7 @@ class TokenCounter:
     """The engine sets this before training: count routers' weights instead of tokens."""
 
     def take(self) -> dict[str, float]:
-        """Counts by expert operator since the last call; while counting, of a whole iteration."""
+        """Counts by expert operator since the last call; a whole iteration while counting."""
         return {}
 
     def make_up(self, tokens: Mapping[str, float]) -> None:
@@ -38,10 +38,10 @@ class WindowLoad(msgspec.Struct, frozen=True):
 
     start: int
     tokens: dict[str, float]
-    """Tokens (or router weights) of each expert operator in the window's first iteration; none
-    from most ranks of a large stage, see `popularity.sampled`."""
+    """Tokens (or router weights) of each expert operator in the window's first iteration; empty on
+    most ranks of a large stage, see `popularity.sampled`."""
     iteration_s: float
-    """Median seconds of an iteration, without waits for copies."""
+    """Median seconds per iteration, without waits for copies."""
     copy_bytes_per_s: float | None
     """None before the first copy: a window may pass without a capture."""
     send_bytes_per_s: float | None = None
@@ -49,15 +49,16 @@ class WindowLoad(msgspec.Struct, frozen=True):
     capacity: float | None = None
     """Capacity of each of these experts in tokens; None without a limit."""
     cpu_bytes_per_s: float | None = None
-    """Capture rate at which helper threads keep to their share of the cores; None: no limit."""
+    """Capture rate at which helper threads stay within their share of the cores; None: no limit."""
     waited_s: float = 0.0
-    """Seconds by which checkpointing delayed training since the cycle before."""
+    """Seconds by which checkpointing delayed training since the previous cycle."""
     checkpoint_s: tuple[float, float] | None = None
-    """Seconds of a copy to host memory, and of that and the sends to all holders; None: unknown."""
+    """Seconds of a copy to host memory, and of the copy plus the sends to all holders; None:
+    unknown."""
     persist_s: float | None = None
     """Seconds of the newest copy to disk; None before the first."""
     room: int | None = None
-    """Longest W that this rank has host memory for; None: that of all ranks."""
+    """Longest W that this rank has host memory for; None: no limit beyond that of all ranks."""
     lost: float = 0.0
     """Tokens of this rank whose updates were lost, over all recoveries."""
     expected: float = 0.0
@@ -75,7 +76,7 @@ class WindowLoad(msgspec.Struct, frozen=True):
     stage: int = 0
     """Pipeline stage of this rank."""
     restored: tuple[int, float] = (0, 0.0)
-    """`PlanParameters.experts` and `lost` that the job had reached by the newest rollback."""
+    """Values of `PlanParameters.experts` and `lost` at the newest rollback."""
 
 
 class PlanParameters(msgspec.Struct, frozen=True):
@@ -93,7 +94,7 @@ class PlanParameters(msgspec.Struct, frozen=True):
     lost: float = 0.0
     """Share of tokens that was lost before `experts` came into force."""
     by_stage: dict[int, int] = {}
-    """The number for a stage, instead of `experts`."""
+    """Number of experts by stage, which replaces `experts`."""
 
     @property
     def period(self) -> int:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the shortest window that all ranks' links carry. For training and `tools.plan`.
+"""Finds the shortest window that all ranks' links sustain. For training and `tools.plan`.
 
 Two links have limits of different kinds. A *copy* to host memory must finish before the next update
 overwrites its source, which limits each slot. Bytes to *send* to holders of replicas wait in the
@@ -36,18 +36,19 @@ WORTHWHILE = 1.1
 
 
 class Need(NamedTuple):
-    """Bytes per iteration that a window needs, on the rank that needs most."""
+    """Bytes per iteration of a window, on the rank with the most."""
 
     copied: int
     """Bytes of the largest slot."""
     sent: int
     """Bytes to each holder of replicas, mean over the window."""
     burst: int
-    """Bytes to each holder at the window's end, to finish before the next window begins."""
+    """Bytes per iteration to each holder that are necessary to empty the queue by the window's
+    end."""
 
 
 class Budgets(NamedTuple):
-    """Bytes per iteration that a rank's links carry, per copy of a capture."""
+    """Bytes per iteration that a rank's links sustain, per copy of a capture."""
 
     copy_bytes: int
     """Bytes to host memory, before the next update."""
@@ -81,7 +82,7 @@ def budgets(
     network_bytes_per_s: float | None = None,
     cpu_bytes_per_s: float | None = None,
 ) -> Budgets:
-    """Bytes that the links of a rank carry in an iteration. None: no limit, or unknown.
+    """Bytes that the links of a rank sustain in an iteration. None: no limit, or unknown.
 
     Args:
         iteration_s: seconds of an iteration without checkpointing.
@@ -91,7 +92,7 @@ def budgets(
         hidden_fraction: part of an iteration, in (0, 1], that hides a copy.
         network_share: part of the send rate, in (0, 1], that replication takes on average.
         network_bytes_per_s: fixed rate limit of replication, instead of a share.
-        cpu_bytes_per_s: capture rate at which helper threads keep to their share of the cores.
+        cpu_bytes_per_s: capture rate at which helper threads stay within their share of the cores.
     """
     copy = hideable_budget(copy_bytes_per_s, iteration_s, hidden_fraction)
     cpu = None if cpu_bytes_per_s is None else hideable_budget(cpu_bytes_per_s, iteration_s, 1.0)
@@ -119,14 +120,15 @@ def held_to(link: float | None, share: float, limit: float | None) -> float | No
 def checkpoint_s(
     nbytes: int, copied: float | None, sent: float | None, copies: int, limit: float | None
 ) -> tuple[float, float] | None:
-    """Seconds of a copy to host memory, and of that and then the sends to all holders.
+    """Seconds of a copy to host memory, and of the copy followed by the sends to all holders.
 
     Args:
         nbytes: of a checkpoint of one slot.
         copied: rate of copies to host memory in bytes/s; None before the first.
         sent: send rate in bytes/s; None before the first unthrottled send.
         copies: number of holders of replicas.
-        limit: as in `held_to`; it throttles sends, so that no other rate may be known.
+        limit: as in `held_to`; throttled sends are not measured, so this may be the only known
+            rate.
 
     Returns:
         None if a rate is unknown.
@@ -139,7 +141,7 @@ def checkpoint_s(
 
 
 def spread(slot_bytes: Sequence[int], iteration_s: float, copies: int) -> float | None:
-    """Rate in bytes/s that sends all slots but the last before the last slot is captured.
+    """Rate in bytes/s that sends all slots except the last before the last slot is captured.
 
     The last slot uses the whole link: once it is sent, the next window may begin. None if there
     is nothing to spread.
@@ -161,13 +163,13 @@ def needs(operators: OperatorTable, always: int = 0) -> Iterator[Need]:
 
 
 def shortest(stages: Sequence[Iterable[Need]], carried: Budgets, longest: int) -> int | None:
-    """Return the fewest slots that the links carry on every stage and that the cores allow.
+    """Return the fewest slots that the links sustain on every stage and that the cores allow.
 
-    A longer window may need more at its end than a shorter one, so all lengths are tried in
-    turn. The cores never rule out every window: where each exceeds the share, because the fixed
-    cost of a slot does, the result is the shortest window that has nearly as few bytes as any
-    (`WORTHWHILE`). That bound is the least for any share, so slower cores never shorten a
-    window. None if the links carry no window of up to `longest`.
+    A longer window may need more at its end than a shorter one, so all lengths are tried. The cores
+    never rule out every window: if each window exceeds the share, because the fixed cost of a slot
+    alone does, the result is the shortest window with nearly the fewest bytes (`WORTHWHILE`). That
+    many bytes are allowed for any share, so slower cores never shorten a window. None if the links
+    sustain no window of up to `longest` slots.
     """
     windows = enumerate(islice(zip(*stages, strict=True), longest), 1)
     on_links = (

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpointing strategies: when which state is captured, and the source of a recovery."""
+"""Checkpointing strategies: which state is captured when, and where a recovery starts from."""

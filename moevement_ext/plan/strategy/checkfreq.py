@@ -32,7 +32,7 @@ def checkfreq(fixed: int | None, bound: float) -> DenseCycles:
     """Dense checkpoints on disk, every `fixed` iterations (None: tuned to the overhead `bound`)."""
 
     def demanded(period: int, loads: Sequence[WindowLoad]) -> int | None:
-        """A longer interval, if the present one breaks the bound or is too short for the disk.
+        """A longer interval, if the present one exceeds the bound or is too short for the disk.
 
         Stalls and disk times are those of the slowest rank, as the others wait for it. Only
         that rank measures an iteration without its own stall, so the shortest iteration

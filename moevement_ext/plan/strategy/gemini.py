@@ -2,8 +2,9 @@
 """Gemini: the whole state every k iterations, in host memory of the rank and of its peers.
 
 Wang et al., SOSP'23. The copy to own memory must end before the next update of the state, which one
-iteration hides in part; traffic to peers has the whole interval. What these do not hide stalls
-training. A failure rolls all stages back to the newest checkpoint of which all copies are complete.
+iteration hides in part; traffic to peers may take the whole interval. Longer copies and traffic
+stall training. A failure rolls all stages back to the newest checkpoint of which all copies are
+complete.
 """
 
 import math
@@ -26,12 +27,12 @@ def best_interval(
 
     'young' and 'daly' use the stall of a checkpoint that one iteration hides in part. 'oracle'
     tries every interval up to the one that hides the traffic, and up to Young's for the stall of
-    the own copy, which no interval hides: a longer one only loses more.
+    the copy to own memory, which no interval hides: a longer interval only loses more work.
 
     Args:
         rule: one of `config.INTERVAL_RULES`.
         iteration_s: seconds of an iteration without checkpoints.
-        checkpoint_s: seconds of a copy to host memory, and of that and the sends to all peers.
+        checkpoint_s: seconds of a copy to host memory, and of the copy plus the sends to all peers.
         mtbf_s: mean seconds between failures.
     """
     own_s, everywhere_s = checkpoint_s
@@ -54,8 +55,8 @@ def best_interval(
 def _log_cost(interval: int, iteration_s: float, stall_s: float, late: int, mtbf_s: float) -> float:
     """Ln of wall time over useful time, up to terms that no interval changes (Daly, renewal form).
 
-    With L seconds from one checkpoint to the next and r seconds of `late` iterations, which are
-    lost since the newest checkpoint was not complete yet, that is r/M + ln((e^(L/M) - 1) / k).
+    For L seconds from one checkpoint to the next, and r seconds of `late` iterations, which are
+    lost because the newest checkpoint is not complete yet, this is r/M + ln((e^(L/M) - 1) / k).
     """
     periods = (interval * iteration_s + stall_s) / mtbf_s
     lost = late * iteration_s / mtbf_s

@@ -17,12 +17,12 @@ from moevement_ext.plan.replanning import PlanParameters, WindowLoad
 from moevement_ext.plan.strategy.cycle import Cycle
 
 _FIRST_DYNAMIC = 1
-# Shares change as much before the choice follows as for MoEvement's order, by default.
+# Thresholds for a change of shares, as by default for MoEvement's order.
 _CHANGE, _FRACTION = 0.1, 0.25
 
 
 def in_turn(layers: Sequence[Sequence[str]], most: int, checkpoint: int) -> set[str]:
-    """K (`most`) experts of each layer, the next ones at the next checkpoint, shifted by layer."""
+    """K (`most`) experts of each layer in round-robin order over checkpoints, shifted by layer."""
     return {
         experts[(layer + checkpoint * most + index) % len(experts)]
         for layer, experts in enumerate(layers)
@@ -33,7 +33,7 @@ def in_turn(layers: Sequence[Sequence[str]], most: int, checkpoint: int) -> set[
 def most_unsaved(
     layers: Sequence[Sequence[str]], most: int, unsaved: Mapping[str, float]
 ) -> set[str]:
-    """The K experts of each layer with most tokens since their copy; ties go to the first."""
+    """The K experts of each layer with the most tokens since their copy; ties go to the first."""
     return {
         name
         for experts in layers
@@ -42,9 +42,9 @@ def most_unsaved(
 
 
 def resumed(present: PlanParameters, loads: Sequence[WindowLoad]) -> PlanParameters:
-    """The plan with the K of an earlier start of the job, if it had a greater one.
+    """The plan with the K of an earlier start of the job, if that was greater.
 
-    A restart of all workers begins with the first K, but not with fewer lost tokens.
+    After a restart of all workers K is back at its first value, but the lost tokens are not.
     """
     experts, lost = max(load.restored for load in loads)
     if experts <= present.experts:

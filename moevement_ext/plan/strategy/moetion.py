@@ -52,9 +52,9 @@ def _by_stage(loads: Sequence[WindowLoad], limit: float | None) -> dict[int, int
 
 
 def divided(total: int, risks: Sequence[float], most: Sequence[int]) -> list[int]:
-    """Experts of each layer: in proportion to its risk, none above `most`, `total` together.
+    """Experts of each layer, `total` together: in proportion to its risk, none above `most`.
 
-    The rest goes to the largest remainders, the first of equal ones.
+    The rounding rest goes to the largest remainders; ties go to the first layer.
     """
     left = min(total, sum(most))
     found = [0] * len(risks)
