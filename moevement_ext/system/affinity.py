@@ -18,10 +18,9 @@ _DEVICES = Path('/sys/bus/pci/devices')
 def bind(address: str, devices: Path = _DEVICES) -> set[int] | None:
     """Bind the calling thread, and threads and processes that it starts later, near a device.
 
-    The binding does not change (None) if the kernel reports no CPUs, as in many virtual
-    machines, or if the process may use none of these CPUs; a launcher's own binding then
-    remains. Otherwise returns the CPUs. `address` is a PCI address, such as `0000:1b:00.0`;
-    `devices` the kernel's directory.
+    Returns the CPUs; or None, without a change, if the kernel reports no CPUs, as in many virtual
+    machines, or the process may use none of them, or only them. A launcher's own binding then
+    remains. `address` is a PCI address, such as `0000:1b:00.0`; `devices` the kernel's directory.
     """
     try:
         near = cpus_in((devices / address / 'local_cpulist').read_text('ascii'))

@@ -9,7 +9,7 @@ class Harm(enum.IntEnum):
     """Severity of a finding, in ascending order."""
 
     NOTED = 1
-    """A fault of a program, or one that the device has repaired; CUDA reports it to the program."""
+    """A program's fault, which CUDA reports to it, or a fault that the device has repaired."""
     WORN = 2
     """The device works, but should be reset or inspected when convenient."""
     PROCESS = 3
@@ -22,8 +22,8 @@ class Harm(enum.IntEnum):
 # (https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html), columns A100 to GB200; the
 # "immediate action" there determines the harm.
 _CATALOG = {
-    # The action is a reset of the GPU or a reboot of the machine. 48 and 74 have a work flow of
-    # their own, and a reset in their description.
+    # The action is a reset of the GPU or a reboot of the machine. For 48 and 74 the catalog refers
+    # to separate work flows, which include a reset.
     46: (Harm.DEVICE, 'it stopped processing'),
     48: (Harm.DEVICE, 'uncorrectable memory error'),
     62: (Harm.DEVICE, 'its micro-controller halted'),
@@ -66,6 +66,6 @@ class Finding(NamedTuple):
 
 
 def of_xid(device: str, xid: int) -> Finding:
-    """The fault that an Xid reports, also an unknown one."""
+    """The fault that an Xid reports; unknown Xids are `NOTED`."""
     harm, what = _CATALOG.get(xid, (Harm.NOTED, ''))
     return Finding(device, harm, f'Xid {xid}: {what}' if what else f'Xid {xid}')

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Thread that watches devices."""
+"""A thread that watches devices for faults."""
 
 import logging
 import threading

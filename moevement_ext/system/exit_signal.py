@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Signals that end a job: those a launcher handles, and the one its workers listen for.
 
-Slurm and its users send SIGUSR1 or SIGUSR2 before the time limit, as often as SIGTERM. Megatron's
-workers handle the signal of `--exit-signal`, if `--exit-signal-handler` is given. So on any of
-these signals a launcher sends its workers the signal of `--exit-signal`.
+Before the time limit, Slurm and its users send SIGUSR1 or SIGUSR2 as often as SIGTERM. Megatron's
+workers handle the signal of `--exit-signal` if `--exit-signal-handler` is given. So on any of these
+signals a launcher sends its workers the signal of `--exit-signal`.
 """
 
 import signal
@@ -19,7 +19,7 @@ _FLAG = '--exit-signal'
 
 
 def listened_for(flags: Sequence[str]) -> signal.Signals:
-    """Exit signal in a program's flags; SIGTERM by default, and for a name that it refuses."""
+    """The exit signal in a program's flags; SIGTERM by default, and for an invalid name."""
     name = signal.SIGTERM.name
     for number, flag in enumerate(flags):
         if flag == _FLAG:

@@ -81,7 +81,7 @@ class Nvml:
     def _read(self, device: str, handle: Any) -> Finding | None:
         nvml = self._nvml
         try:
-            # Fails if the device is lost; the query of the action need not.
+            # This query fails if the device is lost; the query of the action may still succeed.
             self._told(lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM))
             requested = self._action(handle)
         except nvml.NVMLError as error:
@@ -94,7 +94,7 @@ class Nvml:
         return Finding(device, harm, f'the driver asks for {action}')
 
     def _action(self, handle: Any) -> tuple[Harm, str] | None:
-        """The requested recovery action and what it shows; None if there is none."""
+        """The recovery action that the driver requests, with its harm; None if there is none."""
         nvml = self._nvml
         field = getattr(nvml, 'NVML_FI_DEV_GET_GPU_RECOVERY_ACTION', 0)
         values = self._told(lambda: nvml.nvmlDeviceGetFieldValues(handle, [field]))
@@ -158,7 +158,7 @@ def visible(devices: list[str], allowed: str | None) -> Iterable[str]:
 
 
 def _permitted(library: Any) -> list[Any]:
-    """Handles of all devices except those of other jobs, which the library counts as well."""
+    """Handles of all devices except those of other jobs, which the library also counts."""
     handles = []
     for index in range(library.nvmlDeviceGetCount()):
         try:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ends processes that a dead worker left behind: dense checkpoint writers, loader workers.
 
-Upstream's checkpoint writer, with several hundred MB of memory each, waits for its parent for ever
-and would go on writing beside its successor. A launcher that kills or loses one worker does not end
-these processes, so the replacement of a dead rank ends them.
+Upstream's checkpoint writers, with several hundred MB of memory each, wait for their parent
+forever, and would continue to write beside their successors. A launcher that kills or loses a
+worker does not end these processes, so the replacement of a dead rank ends them.
 
 Processes of the rank's new start are no orphans: a wrapper that the launcher has started and that
 runs this process (`nsys profile`, `apptainer exec`, a script), and other children of the wrapper.
@@ -25,7 +25,7 @@ SPARE = 'MOEVEMENT_SPARE'
 # Environment variable of a worker's children: the run's host memory directory.
 _RUN = 'MOEVEMENT_RUN'
 _SAME_RANK = ('RANK', 'MOEVEMENT_NODE')
-# The launcher's variables; a relaunched job has other values.
+# The launcher's variables; a relaunched job has different values.
 _SAME_LAUNCHER = ('MASTER_ADDR', 'MASTER_PORT', 'TORCHELASTIC_RUN_ID')
 
 
@@ -106,8 +106,8 @@ def _is_orphan(
         parent = process.ppid()
         if parent in family or (parent == own.launcher and _leader_lives(process, own.launcher)):
             return False
-        # `RANK` alone may be set for a whole container, process 1 included. Of a worker that a
-        # spare has forked, one sees the spare's environment.
+        # `RANK` alone may be set for a whole container, process 1 included. `/proc` shows a spare's
+        # environment for the workers that it has forked.
         return not {'LOCAL_RANK', SPARE} & psutil.Process(parent).environ().keys()
     except (psutil.NoSuchProcess, ProcessLookupError):  # the parent, or the process itself
         return bool(process.is_running())

@@ -8,7 +8,7 @@ _GOOD, _BAD, _END = '\033[1;32m', '\033[1;33m', '\033[0m'
 
 
 def highlighted(text: str, stream: TextIO, good: bool = True) -> str:
-    """The line, in colour if the stream is a terminal and `NO_COLOR` is not set."""
+    """Add colour to a line if the stream is a terminal and `NO_COLOR` is not set."""
     try:
         shown = stream.isatty()
     except ValueError:  # closed

@@ -20,7 +20,7 @@ _NEAR = 0.8
 
 @contextmanager
 def in_one_line() -> Iterator[None]:
-    """Turn a `UserError` from within into its message on stderr, in the style of argparse.
+    """Turn a `UserError` in the context into one line on stderr, in the style of argparse.
 
     Raises `SystemExit` with `EXIT_USER_ERROR` instead.
     """
