@@ -42,9 +42,9 @@ _TURN_S = 1.0
 
 
 class Devices:
-    """Collects faults of the node's GPUs, which `source` reads, now and from `watch` on.
+    """Collects faults of the node's GPUs from `source`: at construction, and from `watch` on.
 
-    `fd` is readable when there are new ones.
+    `fd` is readable when there are new faults.
     """
 
     def __init__(self, source: nvml.Nvml | None) -> None:
@@ -112,7 +112,7 @@ class Agent:
         if isinstance(message, messages.StartWorker):
             message = self._led(message)
         self._machine.obey(message)
-        if isinstance(message, messages.SimulateNodeLoss):  # without a word to the supervisor
+        if isinstance(message, messages.SimulateNodeLoss):  # the supervisor must detect the loss
             os.kill(os.getpid(), signal.SIGKILL)
 
     def _led(self, order: messages.StartWorker) -> messages.StartWorker:
@@ -198,7 +198,7 @@ def main() -> None:
 
 
 def _leave_to_supervisor(number: int, frame: object) -> None:
-    """Say that the signal has no effect here, in case only the steps got it."""
+    """Log that the signal has no effect here, in case only the steps received it."""
     name = signal.Signals(number).name
     say_from_handler(
         f'{name} has no effect on a step; to end the job, signal its batch script: scancel --batch '

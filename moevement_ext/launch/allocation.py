@@ -23,7 +23,7 @@ from moevement_ext.store import flag
 # Twice Slurm's default `SlurmdTimeout` (five minutes), after which it notices a lost node.
 _TO_NOTICE_S = 600.0
 _POLL_S = 5.0
-# The time limit of a running job may change.
+# Seconds between two readings of the time limit, which may change while the job runs.
 _LOOK_S = 60.0
 _TRIES = 10
 _PAUSE_S = 1.0
@@ -57,8 +57,8 @@ def hostnames(nodes: str) -> tuple[str, ...]:
 def call_before_end(job: str, before_s: float, call: Callable[[], object]) -> None:
     """Invoke `call` `before_s` seconds before the job's time limit; never without a limit.
 
-    Run this on a thread of its own, since Slurm's controller may be slow. While the controller
-    does not answer, its last answer is used.
+    Run this on a separate thread, since Slurm's controller may be slow. While the controller does
+    not answer, its last answer is used.
     """
     end = math.inf
     while time.monotonic() < end - before_s:
@@ -73,8 +73,9 @@ def wait_until_noticed(job: str, lost: Collection[str]) -> set[str]:
     """Wait until Slurm has removed lost nodes from the job, so that the job can be requeued.
 
     A job requeued earlier may get the lost nodes again, and Slurm 22.05 does not replace their
-    resources, such as GPUs (the steps end with "Invalid generic resource"). The wait goes on while
-    the controller does not answer, perhaps lost with the nodes, as it could not requeue the job.
+    resources, such as GPUs (the steps end with "Invalid generic resource"). The wait continues
+    while the controller does not answer: it may be lost with the nodes, and could not requeue the
+    job.
 
     Args:
         job: Slurm's job id.
@@ -95,7 +96,7 @@ def requeue(job: str, excluded: Collection[str], nodes: int | None = None) -> bo
     Args:
         job: Slurm's job id.
         excluded: hosts to exclude, in addition to those of the job's own `--exclude`.
-        nodes: number of nodes that it waits for; None: as submitted.
+        nodes: number of nodes that the job waits for; None: as submitted.
 
     Returns:
         False if Slurm has refused, or its controller does not answer.
@@ -106,7 +107,7 @@ def requeue(job: str, excluded: Collection[str], nodes: int | None = None) -> bo
     # Slurm kills all processes of a job that it requeues, this command included.
     if not _insist('scontrol', 'requeue', job, killed=True):
         return False
-    if changes:  # Slurm changes this of pending jobs only
+    if changes:  # Slurm changes these fields of pending jobs only
         _insist('scontrol', 'update', f'JobId={job}', *changes)
     return True
 
@@ -115,8 +116,8 @@ class History:
     """State of a job that decides about a requeue.
 
     `lost` are hosts without an agent, or with an unusable device; `has_begun` once a worker
-    started. `needed` is the number of ranks that the job needs to go on, if
-    it has ended for that.
+    started. `needed` is the number of ranks that the job needs to continue, if it ended because it
+    had fewer.
     """
 
     def __init__(self) -> None:
@@ -203,7 +204,7 @@ def _excluded(job: str) -> list[str]:
 
 
 def _insist(*command: str, killed: bool = False) -> bool:
-    """Repeat a command until it succeeds, as Slurm's controller may just be replaced.
+    """Repeat a command until it succeeds, as a failover of Slurm's controller may be in progress.
 
     Args:
         command: the command.

@@ -123,7 +123,7 @@ class SpawnedChild(Child):
         pid = self._process.pid
         try:
             death = os.pidfd_open(pid)
-        except OSError:  # too many open files: its end would go unseen
+        except OSError:  # too many open files: its death could not be detected
             self._process.kill()
             self._process.wait()
             raise

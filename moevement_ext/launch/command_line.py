@@ -19,8 +19,8 @@ from moevement_ext.system.name_lookups import ask_again_soon
 
 _DESCRIPTION = """\
 Runs a training program on emulated nodes of this machine. A worker that dies is replaced at once,
-by a hot spare if one is ready; the other workers live on. Those of a program without localized
-recovery cannot: they are all started again.
+by a hot spare if one is ready; the other workers keep running. If the program has no localized
+recovery, all workers restart.
 
   scripts/local_cluster.py --nodes 4 --spares 1 --kill 2@8 -- pretrain_gpt.py --sparse-ckpt ...
 """

@@ -51,7 +51,7 @@ def default_variables(config: LaunchConfig) -> dict[str, str]:
 
 
 def job_variables(config: LaunchConfig, host: str, port: int) -> dict[str, str]:
-    """Variables of all workers, fixed for the user; `host` and `port` of the launcher's store."""
+    """Variables of all workers that the user cannot override; `host` and `port` are the store's."""
     return {
         'WORLD_SIZE': str(config.world_size),
         'LOCAL_WORLD_SIZE': str(config.workers_per_node),

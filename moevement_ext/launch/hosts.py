@@ -89,7 +89,7 @@ class SlurmStarter:
     def open(self, port: int) -> None:
         """Prepare for workers that use the store at `port`; the first call starts all agents."""
         self._variables = job_variables(self._config, socket.gethostname(), port)
-        if flag.address(self._config.flags) is None:  # else the store is not on this host
+        if flag.address(self._config.flags) is None:  # otherwise the store is not on this host
             self._branch(port)
         if self._listener is None:
             self._listener = Listener(self._secret)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Accepts agents on threads of its own.
+"""Accepts agents on separate threads.
 
-A connection from an unauthenticated peer then blocks neither the supervisor nor other agents.
+So an unauthenticated peer blocks neither the supervisor nor other agents.
 """
 
 import logging

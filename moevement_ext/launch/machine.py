@@ -116,7 +116,7 @@ class Machine:
             self._pages.remove()
 
     def _start(self, order: messages.StartWorker) -> None:
-        """Start a worker; an OS error of its log, or a lasting one, counts as the worker's end."""
+        """Start a worker; an OS error that lasts, or of its log, counts as the worker's end."""
         node = {**self._environment, **order.variables}[NODE]
         log = self._config.log_of(order.rank)
         relay = None
@@ -142,7 +142,7 @@ class Machine:
         self.spares.retry()
 
     def _once_there_is_room[T](self, step: Callable[[], T]) -> T:
-        """Call `step` until the limit of processes or files, or memory, has room for it.
+        """Repeat `step` for some seconds while it fails for lack of processes or memory.
 
         The processes of the dead worker count until they have ended.
         """
@@ -162,15 +162,15 @@ class Machine:
         return spare or self._new_process(environment, output), spare is not None
 
     def _relayed(self, order: messages.StartWorker) -> tuple[Relay, BinaryIO]:
-        """A pipe to this process's output: what copies it, and its write end."""
+        """Create a pipe to this process's output; returns its relay and its write end."""
         heard = partial(self._heard, order.key) if order.watched else _ignore
         fd, output = os.pipe()
         return Relay(fd, f'[rank {order.rank}] ', heard), os.fdopen(output, 'wb')
 
     def _opened(self, log: Path) -> BinaryIO:
-        """Open a log; stderr if a log written earlier is gone, which must not end the job.
+        """Open a log; stderr instead of one that could be opened before, so that the job goes on.
 
-        Raises `OSError` if the log could never be written, which is a mistake.
+        Raises `OSError` if the log could never be opened, which is a user error.
         """
         try:
             output = _with_room(log.open('ab'))
@@ -199,7 +199,7 @@ class Machine:
         self._tell(messages.Ended(key, code, running.last_lines() if code else []))
 
     def _reserve(self, memory: NodeStore, sizes: Sequence[int]) -> None:
-        """Reserve pages on a thread of its own, so that orders are not delayed."""
+        """Reserve pages on a separate thread, so that orders are not delayed."""
         if self._pages is not None:
             self._end_reserving(self._pages)
         self._pages = ReservedPages(memory)
@@ -209,7 +209,7 @@ class Machine:
         self._reserving.start()
 
     def _end_reserving(self, pages: ReservedPages) -> None:
-        """Wait at most for the file in hand: a file made after `remove` would stay."""
+        """Stop, and wait for the current file, which would otherwise appear after `remove`."""
         pages.end()
         self._reserving.join()
 
@@ -236,7 +236,7 @@ def _with_room(log: BinaryIO) -> BinaryIO:
     """Return a log that a worker can print to.
 
     Raises:
-        OSError: its file system is full: a worker that prints a line there dies.
+        OSError: its file system is full, so a worker that prints a line would die.
     """
     system = os.fstatvfs(log.fileno())
     if system.f_blocks and not system.f_bavail:

@@ -142,7 +142,7 @@ def program(config: LaunchConfig, defaults: dict[str, str]) -> Program:
 
 
 def _directory() -> Path:
-    """The working directory, by the user's name for it: an image may mount it under no other."""
+    """The working directory by the user's path, which may be the only one in an image."""
     named = Path(os.environ.get('PWD', ''))
     is_it = named.is_absolute() and named.is_dir() and named.samefile('.')
     return named if is_it else Path.cwd()

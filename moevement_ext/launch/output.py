@@ -19,7 +19,7 @@ _LAST_LINES = 15
 _LONGEST_LINE = 1 << 16
 # Characters kept of each line: readable, and short enough for a message of the agent.
 _KEPT_OF_A_LINE = 2000
-# More than the capacity of a pipe. Bounded, as children of a dead worker may write for ever.
+# More than the capacity of a pipe. Bounded, as children of a dead worker may continue to write.
 _MOST_CHUNKS = 64
 
 

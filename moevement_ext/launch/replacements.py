@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which replacements of workers are useless, and which hang before they join the others."""
+"""Detects useless replacements of workers, and replacements that hang before they join."""
 
 import time
 from collections.abc import Sequence
@@ -38,10 +38,10 @@ def refuse_useless(end: BadEnd, max_restarts: int, restarted: Sequence[Worker] =
     count together: a program that fails by itself may fail on another rank at each restart.
     """
     if end.is_error:
-        if end.at not in end.worker.errors:  # it is judged again after the loss of a store
+        if end.at not in end.worker.errors:  # an end is judged again after the loss of a store
             end.worker.errors.append(end.at)
         _refuse_errors(end, restarted)
-    # By rank: a lost node, or a whole job that starts again, may be hundreds of them.
+    # Counted per rank: the loss of a node, or of the whole job, restarts up to hundreds of ranks.
     if end.worker.restarts >= max_restarts:
         raise LaunchError(f'{end.how} and --max-restarts {max_restarts} is used up.')
 

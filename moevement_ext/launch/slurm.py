@@ -31,8 +31,8 @@ from moevement_ext.system.name_lookups import ask_again_soon
 
 _DESCRIPTION = """\
 Runs a training program on the nodes of a Slurm allocation, from the batch script. A worker that
-dies is replaced, and a node that is lost by a spare one, at once; the other workers live on. See
-scripts/slurm_pretrain.sbatch.
+dies is replaced at once, and a lost node is replaced by a spare node; the other workers keep
+running. See scripts/slurm_pretrain.sbatch.
 
   exec python -m moevement_ext.slurm --spare-nodes 1 --workers-per-node 8 -- pretrain_gpt.py ...
 """

@@ -44,7 +44,7 @@ class SparePool:
         self._fill()
 
     def retry(self) -> None:
-        """Start again the spares that could not start: the reason may be gone, after days."""
+        """Start missing spares again, as the reason for their failure may be gone."""
         self._wanted = self._asked
         self._fill()
 
@@ -58,7 +58,7 @@ class SparePool:
             try:
                 child = spare.start(command, environment, output)
             except TemplateLost:
-                continue  # the loop handles its death next
+                continue  # the loop handles the death of the spare next
             if not spare.forks:
                 self._ready.remove(spare)
                 self._loop.forget(spare.process.death)
@@ -118,7 +118,7 @@ class SparePool:
         pid, code = spare.process.pid, self._drop(spare)
         self._report(SpareEnded(pid, code, was_ready))
         if not was_ready:
-            self._wanted -= 1  # a further spare would end in the same way, now
+            self._wanted -= 1  # another spare would end in the same way now
         self._fill()
 
     def _drop(self, spare: Template) -> int:

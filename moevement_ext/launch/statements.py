@@ -26,7 +26,7 @@ _NEEDED = 'needed'
 
 def tell_memory(store: Store, directory: Path) -> None:
     """Report the directory of the run's host memory, the same on all nodes."""
-    # Paths may have bytes that are no UTF-8.
+    # Paths may contain bytes that are not UTF-8.
     _own(store).set(_MEMORY, os.fsencode(directory))  # type: ignore[arg-type]
 
 
@@ -46,12 +46,12 @@ def told_files(store: Store, world_size: int) -> list[bytes] | None:
     if store.add(_FILES, 0) < world_size:
         return None
     files = [f'{_FILES}/{rank}' for rank in range(world_size)]
-    # A replaced rank counts again, before others have reported.
+    # A replaced rank counts twice, so that some ranks may not have reported yet.
     return store.multi_get(files) if store.check(files) else None
 
 
 def tell_needed(store: Store, ranks: int) -> None:
-    """Report that the job ends, and that it can go on with so many ranks."""
+    """Report that the job ends, and can continue with `ranks` ranks."""
     _own(store).set(_NEEDED, str(ranks))
 
 

@@ -285,7 +285,7 @@ class Supervisor:
             self._start(end.worker, end.worker.restarts + 1)
 
     def _start_all_again(self, cause: BadEnd) -> None:
-        """Kill and restart all workers, as they may wait for the dead worker for ever."""
+        """Kill and restart all workers, as they may wait for the dead worker forever."""
         self._evict()  # a worker that ended because of a hung worker has requested this
         refuse_useless(cause, self.config.max_restarts, self.workers)
         self._stop(self._living())
@@ -297,7 +297,7 @@ class Supervisor:
             raise LaunchError(str(error)) from error
         restarts = 1 + max(any_worker.restarts for any_worker in self.workers)
         self._outcome.all_lost(self.store, cause, restarts)
-        self._bad_ends.clear()  # only now: a lost store leaves them to be judged again
+        self._bad_ends.clear()  # only now: if the store is lost before, the ends are judged again
         self._starter.open(self.store.port)
         for any_worker in self.workers:
             self._start(any_worker, restarts)
@@ -353,7 +353,7 @@ class Supervisor:
         self._loop.close()
 
     def _report_what_is_told(self) -> None:
-        """Report the windows that an unfinished job left behind, and how it goes on."""
+        """Report the windows that an unfinished job left behind, and the ranks that it needs."""
         try:
             memory, needed = told_memory(self._said), told_needed(self._said)
         except DistError:

@@ -97,7 +97,7 @@ class Template:
                 raise OSError(-pid, os.strerror(-pid))
             try:
                 death = os.pidfd_open(pid)
-            except OSError:  # too many open files: its end would go unseen
+            except OSError:  # too many open files: its death could not be detected
                 os.kill(pid, signal.SIGKILL)
                 self.ask('reap', pid)
                 raise

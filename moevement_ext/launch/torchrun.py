@@ -88,7 +88,7 @@ class OutsideStore(RendezvousHandler):
         return RendezvousInfo(store, self._rank, self._nodes, at)
 
     def _take_place(self, store: Store) -> None:
-        """The newest agent has the place; the workers of two would fence out each other in turn."""
+        """Claim this node rank for the newest agent; workers of two would fence each other out."""
         key = f'agent/{self._rank}'
         if not self._began:
             self._began = True
