@@ -20,7 +20,7 @@ _STORE_TIMEOUT = timedelta(seconds=60)
 def refuse_without_load(load_dense: Callable[[], None] | None, dense_iteration: int) -> None:
     """Refuse a dense checkpoint that could not be loaded once windows prove unusable.
 
-    Training would begin again with the weights that `build` made.
+    Otherwise training would start over with the weights from `build`.
     """
     if dense_iteration >= 0 and load_dense is None:
         raise ConfigurationError(

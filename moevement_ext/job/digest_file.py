@@ -34,9 +34,9 @@ def write_digest(path: str, iteration: int, entries: dict[str, str]) -> None:
 
 
 def refuse_unwritable(path: str) -> None:
-    """Check that the file of `--sparse-ckpt-digest` can be written, or `ConfigurationError`.
+    """Raise `ConfigurationError` unless the file of `--sparse-ckpt-digest` can be written.
 
-    Makes no file or folder, so another job may be writing there.
+    Creates no file or folder, as another job may be writing there.
     """
     target = Path(path)
     try:

@@ -82,7 +82,8 @@ class Job:
         store: for `torch.distributed`; None: torch creates its own.
 
     Attributes:
-        keeps_windows: windows remain after the end; None: if it comes before the last iteration.
+        keeps_windows: windows remain after the end; None: only if the end precedes the last
+            iteration.
         entry: the current call of the loop.
     """
 
@@ -459,9 +460,9 @@ class Job:
         self.close(remove=not keeps)
 
     def end_together(self) -> None:
-        """Wait until all ranks end, so that none frees windows that another one needs.
+        """Wait until all ranks end, so that no rank frees windows that another rank needs.
 
-        Raises `RoundEnded` if a rank was lost before: NCCL's barrier returns then, too.
+        Raises `RoundEnded` if a rank was lost before, although NCCL's barrier returns in that case.
         """
         torch.distributed.barrier()
         if self.membership is not None:

@@ -46,7 +46,7 @@ from moevement_ext.system.watchdog import under_torchrun, watch_set_up
 logger = logging.getLogger(__name__)
 
 
-# What `Job` takes: the rank, its membership, the store of this start of the job.
+# Arguments of `Job`: the rank, its membership, the store of this start of the job.
 _Joined = tuple[Rank, Membership | None, Store | None]
 
 
@@ -154,9 +154,10 @@ def _meet(
 
 
 def _let_agent_serve(rank: int, world_size: int, config: SparseCheckpointConfig) -> None:
-    """Let torchrun's agent on this node have a connection of every thread of all ranks that asks.
+    """Raise the limit of open files of torchrun's agent, for connections of all ranks' threads.
 
-    That of the first node serves the store, unless another one is at the rendezvous endpoint.
+    The agent of the first node serves the store, or that of another node at the rendezvous
+    endpoint.
     """
     if config.store is not None or not under_torchrun() or os.environ.get('LOCAL_RANK') != '0':
         return

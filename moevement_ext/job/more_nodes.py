@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Waits for nodes, or asks for another start, if the job cannot continue with the nodes it has.
+"""Waits for more nodes, or requests another start, if the job cannot continue with its nodes.
 
-`torchrun --nnodes MIN:MAX` restarts all workers when a node joins, so they only have to be there.
-Launchers of this package, and Slurm, start a job with a fixed number of nodes: they are told how
-many ranks it needs. A `torchrun` that can get no more nodes gets the error.
+`torchrun --nnodes MIN:MAX` restarts all workers when a node joins, so the workers only have to
+wait. The launchers of this package, and Slurm, start a job with a fixed number of nodes: the job
+reports to them how many ranks it needs. Under a `torchrun` that can get no more nodes, the job ends
+with the error.
 """
 
 import logging
@@ -38,10 +39,11 @@ _LOOKS_FOR_ITS_LAUNCHER_S = 2.0
 
 
 def without_nodes(rank: Rank, missing: NodesMissing) -> None:
-    """Wait for nodes if some may come; returns if the job shall end with the error. Collective.
+    """Wait for more nodes if some may join; returns if the job must end with the error.
 
-    The wait has the limit of the ranks' wait for each other. A job that needs ranks ends with
-    `EXIT_WHOLE_JOB` after it, and at once where it cannot wait.
+    Collective. The limit of the wait is that of a rendezvous. If a larger number of ranks would
+    suffice, the job ends with `EXIT_WHOLE_JOB`: after the wait, or at once under a launcher with a
+    fixed number of nodes.
     """
     may_come = nodes_may_come() if rank.number == 0 else False
     may_come = rank.exchange('more-nodes', b'1' if may_come else b'0')[0] == b'1'
@@ -54,7 +56,7 @@ def without_nodes(rank: Rank, missing: NodesMissing) -> None:
 
 
 def nodes_may_come() -> bool:
-    """True if this launch can get nodes that it does not have."""
+    """True if this launch may get more nodes."""
     if not under_torchrun():
         return False
     nodes = os.environ.get('GROUP_WORLD_SIZE', '0')
@@ -62,10 +64,10 @@ def nodes_may_come() -> bool:
 
 
 def _most_nodes(command_lines: Sequence[Sequence[str]], variable: str | None) -> int:
-    """Largest number of nodes of torchrun; 0 if it does not say.
+    """Maximum number of nodes of torchrun; 0 if it is not given.
 
-    `command_lines` are those of this process's parents, the nearest first; `variable` is torchrun's
-    `--nnodes` as a variable.
+    `command_lines` are those of this process's parents, the nearest first; `variable` is the value
+    of torchrun's environment variable for `--nnodes`.
     """
     for command in command_lines:
         for flag, value in zip(command, [*command[1:], ''], strict=True):
@@ -105,20 +107,20 @@ def _wait(rank: Rank, missing: NodesMissing) -> None:
 
 
 def _listen_to_signals() -> None:
-    """Let signals end this process: there is no iteration after which a handler would act."""
+    """Let signals end this process: handlers act after an iteration, and none runs."""
     if threading.current_thread() is threading.main_thread():
         for number in ASKING:
             signal.signal(number, signal.SIG_DFL)
 
 
 def _end(rank: Rank, missing: NodesMissing) -> None:
-    """Have the launcher end, too, so that what started it tries again."""
+    """End the launcher, too, so that the program that started it can try again."""
     if rank.number == 0:
         logger.error('sparse checkpointing: the job ends, to be started again: %s', missing)
         with suppress(DistError):  # the launcher may be gone
             store = launcher_store(_STORE_TIMEOUT)
             if store is not None:
                 tell_needed(store, missing.ranks)
-    rank.exchange('job-ends', b'')  # rank 0 may have the store
+    rank.exchange('job-ends', b'')  # rank 0 may serve the store
     announce(rank.number, EXIT_WHOLE_JOB)
     end_at_once(EXIT_WHOLE_JOB)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Windows of other layouts in the attempt of a job: found, assembled, freed. Training thread."""
+"""Finds, assembles and frees windows of other layouts. Training thread."""
 
 import logging
 
@@ -53,12 +53,11 @@ class OtherLayouts:
         return self._elsewhere.dense_at
 
     def require_nodes(self, own: whole_job.Predecessor) -> None:
-        """Refuse to go on from less than other nodes have. Collective.
+        """Refuse to continue while missing nodes have parts of newer windows.
 
-        See `found.require_parts`, and with `--sparse-ckpt-elastic-exact` `found.require_exact`.
-        Where the launcher can still get nodes, this waits for them first.
-
-        `own` are the windows of this layout.
+        Collective. See `found.require_parts`, and with `--sparse-ckpt-elastic-exact`
+        `found.require_exact`. If the launcher can still get nodes, this waits for them first. `own`
+        are the windows of this layout.
         """
         newest, config = _newest(own), self._rank.config
         try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process for which the layout has no place: serves the windows of its node, and waits."""
+"""A process without a place in the layout, which only serves the windows of its node."""
 
 import logging
 import os
@@ -79,7 +79,7 @@ class SurplusRank:
         self._tell_launcher()
         number = store.add(surplus.MESSAGES, 0)
         message = self._message(store, number) if number else None
-        if isinstance(message, Call):  # of this start, or of one that has ended: it does no harm
+        if isinstance(message, Call):  # of this start, or of an earlier one, which does no harm
             self._answer(store, number, message)
         ended = isinstance(message, Dismissed)
         while True:
@@ -99,7 +99,8 @@ class SurplusRank:
             return 0
         if message.freed:
             self._free()
-            shelf_of(self._config, self._run_id).remove([self._run_id])  # it may have trained once
+            # This rank may have trained in an earlier start.
+            shelf_of(self._config, self._run_id).remove([self._run_id])
         announce(self._rank, message.code)
         return message.code
 

@@ -225,9 +225,9 @@ class _Values:
 
 
 class _Pages:
-    """Published metrics of all processes; the page of a dead one is read only once.
+    """Published metrics of all processes; the page of a dead process is read only once.
 
-    A job that runs for weeks leaves hundreds of them.
+    A job that runs for weeks leaves hundreds of such pages.
     """
 
     def __init__(self, path: Path) -> None:
@@ -258,12 +258,13 @@ class _Pages:
         return values.metrics()
 
     def _new(self, file: Path) -> tuple[str, bool] | None:
-        """Text of a page, and whether its process lives; None if it is included, or gone."""
+        """Text of a page, and whether its process lives; None if it was counted, or is gone."""
         if file in self._dead:
             return None
         try:
             text, lives = file.read_text('utf-8'), _lives(file.with_suffix('.life'))
-            return (text, True) if lives else (file.read_text('utf-8'), False)  # the last one
+            # Read again: the process may have written a last page.
+            return (text, True) if lives else (file.read_text('utf-8'), False)
         except FileNotFoundError:  # the process has just ended
             return None
 

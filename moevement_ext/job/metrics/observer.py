@@ -95,7 +95,7 @@ class Observer:
 
     def close(self) -> None:
         """Record the figures a last time and stop."""
-        with contextlib.suppress(RuntimeError):  # the loop has ended by itself
+        with contextlib.suppress(RuntimeError):  # the loop has ended already
             self._loop.call_soon_threadsafe(self._stopping.set)
         self._thread.join()
         try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Auxiliary state of a loop on plain torch: everything but operators at an iteration's start."""
+"""Auxiliary state of a loop on plain torch: all state before an iteration except operators."""
 
 import logging
 from collections.abc import Callable

@@ -30,8 +30,8 @@ class ModuleOperators:
         operator_of: maps the name of a parameter or buffer to name and kind of its operator.
 
     Attributes:
-        buffers: of the module, which an iteration may change before its update.
-        group: of the ranks with the same state; set before training.
+        buffers: buffers of the module, which an iteration may change before its update.
+        group: group of the ranks with the same state; set before training.
     """
 
     tied: tuple[str, ...] = ()
@@ -117,9 +117,9 @@ class ModuleOperators:
                 parameter.requires_grad_(operator not in names)
 
     def begins(self) -> None:
-        """Before an iteration: save what it may change besides the update: buffers and modes.
+        """Before an iteration, save the buffers and modes, which it may change besides the update.
 
-        Raises `ConfigurationError`, which names a tensor, if windows hold another one in its place.
+        Raises `ConfigurationError`, which names the tensor, if a captured tensor was replaced.
         """
         if self._present() != self._captured:
             self._refuse_replaced()
@@ -127,9 +127,9 @@ class ModuleOperators:
         self._modes = [module.training for module in self._modules]
 
     def undo(self, began: bool) -> None:
-        """Undo a broken iteration, or only the code after one, unless it `began`.
+        """Undo a broken iteration; unless it `began`, only effects of code between iterations.
 
-        An evaluation that a failure interrupts leaves modules in its mode.
+        An interrupted evaluation, for example, leaves modules in evaluation mode.
         """
         for module, training in zip(self._modules, self._modes, strict=False):
             module.training = training

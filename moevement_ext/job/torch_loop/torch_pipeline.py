@@ -23,8 +23,8 @@ class TorchPipeline:
     """Sends to and receives from the neighbour stages; writes or replays the upstream log.
 
     A stage receives one tensor from each neighbour for each micro-batch. Training thread only.
-    Raises `ConfigurationError` in training if it is otherwise: logs are sized by it, and read by
-    it in a replay.
+    Raises `ConfigurationError` in training otherwise: the size of logs, and their reading in a
+    replay, depend on this number.
 
     `before` and `after` are the neighbours' ranks, None beyond the first and the last stage;
     `boundary_bytes` is the size of the largest tensor that is sent.
@@ -71,7 +71,7 @@ class TorchPipeline:
         self._received_of, self._sent_of = Counter(), Counter()
 
     def check(self) -> None:
-        """Check the tensors of an iteration, after its last one; not in a replay."""
+        """Check the number of tensors after an iteration; does nothing in a replay."""
         for direction, other in self.neighbours.items():
             counts = self._received_of[direction], self._sent_of[_opposite(direction)]
             if other is not None and self._received is None and {*counts} != {self._micro_batches}:

@@ -68,9 +68,9 @@ class TorchTrainer:
     double, such as that of a data loader. The same on all ranks."""
 
     copies_from_peers = False
-    """True in a subclass whose ranks of a stage draw the same random numbers, and have the same
-    `state_dict`, after every iteration, whatever their data: a lost rank copies the state of
-    another one. Otherwise its stage replays."""
+    """True in a subclass in which all ranks of a stage have the same random number state and the
+    same `state_dict` after every iteration, whatever their data. Then a lost rank copies the state
+    of another rank; otherwise its stage replays."""
 
     def __init__(
         self,
