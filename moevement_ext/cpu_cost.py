@@ -49,9 +49,10 @@ class CpuCost:
 
 
 class OtherWork:
-    """CPU time of helper threads, beside that of moving captured bytes. One thread uses this.
+    """CPU time of helper threads for all other work than moving captured bytes.
 
-    Logs of sent tensors, heartbeats and events take cores from training, too, whatever the window.
+    One thread uses this. Logging of sent tensors, heartbeats and events also take cores from
+    training, with any window.
     """
 
     def __init__(self) -> None:
@@ -76,8 +77,8 @@ def helper_cpu_s() -> float:
 
 
 def _cpu_s(thread: int | None) -> float:
-    if thread is None:  # it is just starting
+    if thread is None:  # the thread is just starting
         return 0.0
-    with suppress(OSError):  # it has just ended
+    with suppress(OSError):  # the thread has just ended
         return time.clock_gettime(~thread << 3 | _OF_A_THREAD)
     return 0.0

@@ -9,7 +9,7 @@ def of_fields(kind: type) -> dict[str, str]:
     """Docstring of each field of a top-level class, in one line; empty without a source file."""
     try:
         source = inspect.getsource(kind)
-    except OSError:  # installed without sources: help is missing, nothing else
+    except OSError:  # installed without sources: only the help texts are missing
         return {}
     (tree,) = ast.parse(source).body
     assert isinstance(tree, ast.ClassDef)

@@ -23,13 +23,13 @@ _PAUSE_S = 60.0
 
 
 def probe(directory: Path) -> None:
-    """Raise `OSError` unless files can be made in a directory, or it can be made; makes neither."""
+    """Raise `OSError` unless files, or the directory itself, could be created; creates nothing."""
     while not directory.exists():
         directory = directory.parent
     try:
         with tempfile.TemporaryFile(dir=directory):
             pass
-    except OSError as error:  # which names the file: another one on each rank
+    except OSError as error:  # without the name of the file, which differs between ranks
         raise OSError(error.errno, error.strerror, str(directory)) from error
 
 
@@ -112,7 +112,7 @@ class EventFile:
         self._failed = False
 
     def _pause(self, error: OSError) -> None:
-        """Drop lines for a while; a job of weeks is not left without events since."""
+        """Drop lines for a while, not for the rest of a job that may run for weeks."""
         if not self._failed:
             self._failed = True
             logger.warning('events are not written to %s at present: %s', self._path, error)
@@ -122,5 +122,5 @@ class EventFile:
     def _close(self) -> None:
         file, self._file = self._file, None
         if file is not None:
-            with suppress(OSError):  # some file systems say only now that they are full
+            with suppress(OSError):  # some file systems report only now that they are full
                 file.close()

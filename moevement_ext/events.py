@@ -117,11 +117,12 @@ class WindowCommitted(Event, frozen=True, kw_only=True):
     send_bytes_per_s: float | None
     """Measured send rate to holders of replicas; None before the first send."""
     helpers_s: float
-    """CPU seconds of this process's Python threads but the training thread, since their start."""
+    """CPU seconds of this process's Python threads, except the training thread, since their
+    start."""
 
 
 class WindowPersisted(Event, frozen=True, kw_only=True):
-    """This rank learned that all ranks have a window, with its replicas."""
+    """This rank has learned that all ranks have a window, with its replicas."""
 
     start: int
     """First iteration of the window."""
@@ -307,7 +308,7 @@ def decode(lines: bytes) -> Iterator[Event]:
     """Decode complete lines; skips events of unknown names, and a truncated last line.
 
     An event name is known once the module of its class is imported. Raises
-    `msgspec.ValidationError` if a line is no JSON object, or lacks a field of its class.
+    `msgspec.ValidationError` if a line is not a JSON object, or lacks a field of its class.
     """
     kinds = {kind.name: kind for kind in Event.__subclasses__()}
     for line in lines.splitlines(keepends=True):
@@ -331,7 +332,7 @@ def encode(event: Event, rank: int, pid: int, iteration: int = 0) -> bytes:
 
 
 def _encoded(line: Mapping[str, Any]) -> bytes:
-    """One line of JSON; bytes of a path that are no UTF-8 become question marks."""
+    """One line of JSON; bytes of a path that are not UTF-8 become question marks."""
     try:
         return msgspec.json.encode(line) + b'\n'
     except UnicodeEncodeError:
@@ -341,7 +342,7 @@ def _encoded(line: Mapping[str, Any]) -> bytes:
 
 
 def require_writable(directory: str) -> None:
-    """Refuse with a `UserError` as `EventLog`, but make nothing."""
+    """Check as `EventLog` does, with a `UserError`, but create nothing."""
     try:
         probe(Path(directory))
     except OSError as error:
@@ -396,7 +397,7 @@ class EventLog:
     def emit(self, event: Event) -> None:
         """Write one event with time (seconds since the epoch), rank, pid and iteration.
 
-        Where windows are shorter than a second, listeners get events that are not written.
+        If windows are shorter than a second, listeners also get events that are not written.
         """
         if self._file is not None:
             self._write(self._file, event)
@@ -410,9 +411,10 @@ class EventLog:
         self.emit(ProtectionReduced(reason=reason))
 
     def _write(self, file: EventFile, event: Event) -> None:
-        """Write in turn: no later line comes between the clock and the file.
+        """Write one event at a time, so that lines are in the order of their times.
 
-        A file system that does not answer blocks one thread, and costs the events of the others.
+        A file system that does not answer blocks one thread; the events of other threads are
+        dropped.
         """
         if not self._in_turn.acquire(timeout=0.0 if self._hangs else _TO_WRITE_S):
             if not self._hangs:

@@ -191,7 +191,7 @@ def main() -> None:
         link = connect(address, host, devices.take())
         job = link.receive()
     except OSError as error:
-        sys.exit(f'the supervisor at {address.host}:{address.port} is not reached: {error}')
+        sys.exit(f'the supervisor at {address.host}:{address.port} is unreachable: {error}')
     assert isinstance(job, messages.Program)
     enter(job.directory)
     Agent(link, job, host, devices, address.secret).run()

@@ -177,7 +177,9 @@ class Machine:
         except OSError as error:
             if log not in self._logs:
                 raise
-            say_of_launcher(f'its further lines come here, as a log cannot be opened: {error}')
+            say_of_launcher(
+                f'its further lines are printed here, as its log cannot be opened: {error}'
+            )
             return os.fdopen(os.dup(_STDERR), 'ab')
         self._logs.add(log)
         return output

@@ -148,11 +148,11 @@ class Node:
         assert self._step is not None
         status = self._step.ended()
         if status is not None:
-            why = f'its step ended with status {status} before its agent came'
+            why = f'its step ended with status {status} before its agent connected'
         elif time.monotonic() > self._step.since + _TO_CONNECT_S:
             why = (
-                f'its agent did not come within {_TO_CONNECT_S / 60:.0f} minutes, in which Slurm '
-                'must also import the image of --step-flags'
+                f'its agent did not connect within {_TO_CONNECT_S / 60:.0f} minutes, in which '
+                'Slurm must also import the image of --step-flags'
             )
         else:
             return

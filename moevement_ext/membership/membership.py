@@ -173,7 +173,7 @@ class Membership:
 
         Raises:
             FencedOut: this process has been replaced meanwhile.
-            SparseCheckpointError: a rank did not come in time.
+            SparseCheckpointError: a rank did not respond in time.
         """
         self.have_met()
         with self._setting_up:
@@ -237,7 +237,7 @@ class Membership:
         Raises:
             FencedOut: this process has been replaced, or the job has restarted without it.
             StoreLost: the store is lost, not only a connection.
-            SparseCheckpointError: a rank did not come in time.
+            SparseCheckpointError: a rank did not respond in time.
         """
         if self._lost is not None:
             raise self._lost
@@ -486,4 +486,4 @@ class Membership:
             if self.broken:
                 return
             if self._standstill.waits_for_others_s(self.committed) > self._hang_timeout_s:
-                self._watch.conclude('the store is lost, and others do not come')
+                self._watch.conclude('the store is lost, and the other ranks do not arrive')

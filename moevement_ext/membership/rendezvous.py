@@ -265,7 +265,7 @@ class Rendezvous:
 
         Raises:
             FencedOut: this process was in an earlier round and has been replaced since.
-            SparseCheckpointError: some ranks did not come in time; names them.
+            SparseCheckpointError: some ranks did not respond in time; names them.
         """
         deadline = Deadline(timeout, self._heartbeats)
         while True:
@@ -295,7 +295,7 @@ class Rendezvous:
 
         Raises:
             RoundEnded: a failure was announced meanwhile.
-            SparseCheckpointError: some ranks did not come in time.
+            SparseCheckpointError: some ranks did not respond in time.
         """
         deadline = None if timeout is None else Deadline(timeout)
         self.sign(result, name)
@@ -414,8 +414,8 @@ class Rendezvous:
     def _missing(self, store: Store, round: int) -> str:
         missing = _absent_in(store, round, self.world_size)
         return (
-            f'Ranks {missing[:8] or "that had joined"} did not come in time. See the log of their '
-            'node; --distributed-timeout-minutes sets the time.'
+            f'Ranks {missing[:8] or "that had joined"} did not respond in time. See the log of '
+            'their node; --distributed-timeout-minutes sets the time.'
         )
 
 

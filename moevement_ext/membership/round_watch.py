@@ -226,7 +226,7 @@ class RoundWatch:
     def _evict(self, store: Store) -> None:
         """Have the launcher kill and replace a hung rank, and end the round."""
         evict(store, self._watched, self._pids[self._watched])
-        reason = f'rank {self._watched} has not been heard of for {self._hang_timeout_s:g} s'
+        reason = f'rank {self._watched} has sent no heartbeat for {self._hang_timeout_s:g} s'
         end_round(store, self.round, reason)
 
 

@@ -123,11 +123,11 @@ class StoreLoss:
                 if self._replaced and self._told:
                     return
                 if waited_s > self._timeout_s:
-                    self._conclude(f'it is out of reach for {self._timeout_s:g} s: {error}')
+                    self._conclude(f'it has been unreachable for {self._timeout_s:g} s: {error}')
             except Exception:  # for example too many threads, which says nothing about the store
                 looked = time.monotonic()
                 if not failed:
-                    logger.warning('the lost store is not looked for at present', exc_info=True)
+                    logger.warning('cannot try to reconnect to the lost store', exc_info=True)
                 failed = True
         with self._lock:
             self._looking = self._told = False

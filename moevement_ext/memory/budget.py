@@ -33,7 +33,8 @@ _HIGHER_LIMIT = (
     'Raise the limit of the container (--mem of Slurm, resources.limits.memory of Kubernetes)'
 )
 _MORE_AVAILABLE = (
-    'A larger tmpfs does not help: end what else uses it (MemAvailable in /proc/meminfo)'
+    'A larger tmpfs does not help: end other programs that use memory '
+    '(MemAvailable in /proc/meminfo)'
 )
 
 SHARED = Path('/dev/shm')

@@ -255,5 +255,5 @@ def expert_ledger(rank: Rank, tokens: TokenCounter, operators: Operators) -> Exp
 def _copies(header: SlotHeader) -> ExpertCopies:
     copies = decode_context(header.context).copies
     if copies is None:
-        raise ValueError(f'window {header.name} says nothing of its experts')
+        raise ValueError(f'window {header.name} has no data about its experts')
     return copies

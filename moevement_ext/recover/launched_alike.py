@@ -77,7 +77,7 @@ def check_protection(store: Store, reports: Sequence[Report], identity: RankIden
     ]
     if found:
         raise UserError(
-            f'ranks of this job are launched otherwise than rank 0: {told(found)}. '
+            f'ranks of this job have other settings than rank 0: {told(found)}. '
             'Launch all with the same flags.'
         )
 
@@ -102,7 +102,7 @@ def why_not(
         return None
     words = 'the job', f'rank {identity.rank}'
     if not store.check([_KEY]):
-        return f'rank {identity.rank} is launched otherwise than the job'
+        return f'rank {identity.rank} has other settings than the job'
     run, topology, encoded = _LAUNCHED.decode(store.get(_KEY))
     job = settings.decode(encoded)
     found = differences(job, identity.settings, words)
@@ -117,10 +117,10 @@ def why_not(
     if decisive or (found.doubtful and strict):
         flag = '' if decisive else f'{_STRICT}: '
         lines = told([*decisive, *found.doubtful])
-        return f'{flag}rank {identity.rank} is launched otherwise than the job it joins: {lines}'
+        return f'{flag}rank {identity.rank} has other settings than the job it joins: {lines}'
     if found.doubtful:
         logger.warning(
-            'sparse checkpointing: bits may differ, as rank %d is launched otherwise than the job '
+            'sparse checkpointing: bits may differ, as rank %d has other settings than the job '
             'it joins: %s',
             identity.rank,
             told(found.doubtful),
@@ -134,12 +134,12 @@ def _check_ranks(rank: Rank) -> None:
     if found.decisive or (found and rank.config.strict):
         flag = '' if found.decisive else f'{_STRICT}: '
         raise UserError(
-            f'{flag}ranks of this job are launched otherwise than rank 0: {told(found.lines)}. '
+            f'{flag}ranks of this job have other settings than rank 0: {told(found.lines)}. '
             'Launch all with the same flags, files, versions and environment.'
         )
     if found and rank.number == 0:
         logger.warning(
-            'sparse checkpointing: bits of a recovery may differ, as ranks are launched otherwise '
+            'sparse checkpointing: bits of a recovery may differ, as ranks have other settings '
             'than rank 0: %s',
             told(found.lines),
         )

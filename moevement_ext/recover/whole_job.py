@@ -225,7 +225,7 @@ def _verified(
                 check(file.header(slot))
             return file, source
         except HolderLost as lost:  # all ranks are new and alive, so only a connection was lost
-            logger.warning('asked again: %s', lost)
+            logger.warning('fetching again: %s', lost)
         except UnreadableWindow as refusal:  # a disk may be slow, as all ranks read at once
             logger.warning('read again: %s', refusal)
             unread.append(str(refusal))

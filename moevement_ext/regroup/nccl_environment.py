@@ -33,7 +33,7 @@ _ALWAYS_SET = 'TORCH_NCCL_ASYNC_ERROR_HANDLING'
 
 SETTINGS = {
     'TORCH_DIST_USE_NCCL2': _Setting('0', 'process groups cannot be connected anew'),
-    _ALWAYS_SET: _Setting('0', 'waits return any bytes'),
+    _ALWAYS_SET: _Setting('0', 'waits return undefined bytes'),
     'TORCH_NCCL_DUMP_ON_TIMEOUT': _Setting('0', 'torch may end survivors, to write a trace'),
     'TORCH_NCCL_EXTRA_DUMP_ON_EXEC': _Setting('0', 'a recovery waits for a trace of each group'),
     'TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC': _Setting('1', 'a recovery waits for traces, a minute'),

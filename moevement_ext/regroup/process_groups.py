@@ -243,7 +243,7 @@ class ProcessGroups:
         except (RuntimeError, OSError) as error:
             self._raise_if_unblocked()
             raise RegroupError(
-                f'Not all of {size} ranks came to connect their process groups within '
+                f'Not all of {size} ranks began to connect their process groups within '
                 f'{timeout.total_seconds():g} s: {error}'
             ) from error
 

@@ -275,7 +275,9 @@ class ReplicaClient:
             connection.send(FetchRanges(part, slot, list(ranges)))
             head = _expect(connection, RangesHead)
             if head.nbytes != nbytes:
-                raise RefusedWindow(f'{head.nbytes} bytes are announced, {nbytes} were asked for')
+                raise RefusedWindow(
+                    f'the peer announces {head.nbytes} bytes, {nbytes} were requested'
+                )
             digest = xxhash.xxh3_64()
             for view in into:
                 connection.receive_into(view)

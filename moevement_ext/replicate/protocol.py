@@ -7,12 +7,15 @@ is plain TCP, because it must outlive torch's process groups, which a recovery r
 
 A connection begins with a greeting (`greeting`); then, from the client's side:
 
-    PutSlot -> Ack (already there) | Refused | Proceed, then frame and payload (or its gaps) -> Ack
-    | Refused CommitWindow -> Ack | Refused, or of a stub NotYet | Differs DiscardAfter -> Ack |
-    Refused FetchWindow -> Refused | WindowHead, then per slot SlotHead, frame, payload -> Ack |
-    Refused FetchHeaders -> Refused | WindowHead, then per slot SlotHead and frame -> Ack FetchLog
-    -> Refused | NotYet | LogHead, then the bytes FetchPart -> Refused | WindowHead, then per slot
-    SlotHead and frame -> Ack FetchRanges -> Refused | RangesHead, then the bytes
+    PutSlot -> Ack (already there) | Refused | Proceed, then frame and payload (or its gaps
+        between kept ranges) -> Ack | Refused
+    CommitWindow -> Ack | Refused, or of a stub NotYet | Differs
+    DiscardAfter -> Ack | Refused
+    FetchWindow -> Refused | WindowHead, then per slot SlotHead, frame, payload -> Ack | Refused
+    FetchHeaders -> Refused | WindowHead, then per slot SlotHead and frame -> Ack
+    FetchLog -> Refused | NotYet | LogHead, then the bytes
+    FetchPart -> Refused | WindowHead, then per slot SlotHead and frame -> Ack
+    FetchRanges -> Refused | RangesHead, then the bytes
 """
 
 from typing import Annotated
@@ -49,8 +52,7 @@ class PutSlot(msgspec.Struct, frozen=True, tag=True):
     window_bytes: Count = 0
     """Size of the owner's file; may exceed the holder's files after a change of flags."""
     kept: Kept | None = None
-    """Ranges that the holder can copy from an earlier window of the owner, if it has that
-    window."""
+    """Ranges that the holder can copy from an earlier window of the owner, if it has that."""
 
 
 class CommitWindow(msgspec.Struct, frozen=True, tag=True):

@@ -119,7 +119,7 @@ class Waits:
             # Also after all clients have left, as a cancellation in the store costs more.
             if line is not None:
                 line.close()
-            self._end(keys, waiters, ConnectionError(f'no client waits there any more: {error!r}'))
+            self._end(keys, waiters, ConnectionError(f'the wait has ended: {error!r}'))
         else:
             self._idle.append(line)
             self._end(keys, waiters, None)

@@ -69,7 +69,7 @@ class _Store:
                 return self._waits.wait(request.keys)
             case kind if kind in wire.UNANSWERED:
                 if self._line.unsent_bytes > MOST_BYTES_OWED:
-                    raise ValueError('it tells more than the store takes in')
+                    raise ValueError('it sends more than the store accepts')
                 self._line.tell(request)
                 return None
         return self._questions.ask(request)
@@ -188,7 +188,7 @@ class _Client(asyncio.Protocol):
         if request.kind == Kind.VALIDATE:
             if request.number != wire.MAGIC:
                 raise ValueError(
-                    f'it begins with {request.number:#x}, as no client of a store does'
+                    f'it begins with {request.number:#x}, unlike any client of a store'
                 )
             self._clients.greeted(self)
             return
@@ -199,7 +199,7 @@ class _Client(asyncio.Protocol):
             self._owed.append(answer)
             answer.add_done_callback(self._tell)
             if len(self._owed) > MOST_QUESTIONS:
-                raise ValueError(f'it asks {len(self._owed)} questions at a time')
+                raise ValueError(f'it has {len(self._owed)} requests in flight')
 
     def _tell(self, answer: Future[bytes]) -> None:
         """Send the answers that are complete, up to the first incomplete one."""

@@ -338,7 +338,7 @@ def test_stopped_worker_is_detected_and_replaced(
     assert job.survive(fault=stop) == {2: 1}
     assert differences(reference(*flags), read_digest(job)) == []
     (failure,) = job.events_of(FailureDetected, rank=0)
-    assert 'rank 2 has not been heard of for 5 s' in failure.reason
+    assert 'rank 2 has sent no heartbeat for 5 s' in failure.reason
     check_localized(job)
 
 

@@ -25,7 +25,7 @@ HANG_S = 8
 HELD = (11, 14, 17, 20)
 """Before these iterations all ranks wait; the loader blocks in the eighth."""
 STUCK = 'rank 3 is stuck: its training thread has stood still'
-SILENT = f'rank 2 has not been heard of for {HANG_S} s'
+SILENT = f'rank 2 has sent no heartbeat for {HANG_S} s'
 
 
 class Hangs:

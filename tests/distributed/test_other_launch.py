@@ -52,7 +52,7 @@ def test_node_with_other_protection_flags_is_named_before_training(
             for node, (flags, log) in enumerate(zip(given, logs, strict=True))
         ]
         assert all(one.wait(START_S) != 0 for one in agents), tails(logs)
-    said = f'launched otherwise than rank 0: {flag}: rank 0 {of_the_others}, rank 1 {other}.'
+    said = f'other settings than rank 0: {flag}: rank 0 {of_the_others}, rank 1 {other}.'
     assert any(said in log.read_text(errors='replace') for log in logs), tails(logs)
     assert not job.events_of(WindowPersisted, 0)
 
@@ -79,9 +79,7 @@ def test_replacement_with_other_flags_is_refused_before_it_copies_state(
         os.kill(job.events_of(WorkerStarted, 1)[-1].pid, signal.SIGKILL)
 
         assert start(stack, 1, 'other', '--clip-grad', '0.05').wait(START_S) != 0
-        said = (
-            'rank 1 is launched otherwise than the job it joins: --clip-grad: the job 0.5, rank 1'
-        )
+        said = 'rank 1 has other settings than the job it joins: --clip-grad: the job 0.5, rank 1'
         assert f'{said} 0.05. Launch it' in log['other'].read_text(errors='replace'), tails(logs)
         assert f'recovering: {said}' in log['first'].read_text(errors='replace'), tails(logs)
         assert not job.events_of(Recovered, 0)

@@ -74,7 +74,7 @@ def take_stock(identity: RankIdentity, config: SparseCheckpointConfig, shelf: Sh
 def _in_what(header: SlotHeader, identity: RankIdentity) -> str:
     """Settings in which the job that captured a slot differs, so that it is another training."""
     if header.placed is None:
-        return 'it says no layout, so that only its own reads it'
+        return 'it names no layout, so only a job in the same layout can read it'
     was = decode(header.settings) if header.settings else RunSettings()
     was, now = (msgspec.structs.replace(one, layout={}) for one in (was, identity.settings))
     return told(differences(was, now).decisive) or 'it is of another training'

@@ -164,7 +164,7 @@ def _answers(call: Call) -> list[SurplusAnswer]:
             store.wait([answered(number, one) for one in _numbers()], _TO_ANSWER)
         left = [left_by(store, answers_to(number), one) for one in _numbers()]
     except DistError as error:
-        logger.warning('surplus ranks are not asked for windows: %s', error)
+        logger.warning('surplus ranks cannot be asked for windows: %s', error)
         return []
     silent = [one for one, answer in zip(_numbers(), left, strict=True) if answer is None]
     if silent:
@@ -188,7 +188,7 @@ def _tell(message: Message) -> None:
     try:
         _say(meeting_place(_TO_CONNECT), message)
     except DistError as error:  # the launcher has gone, and ends them
-        logger.warning('surplus ranks were not told: %s', error)
+        logger.warning('a message did not reach the surplus ranks: %s', error)
 
 
 def _say(store: Store, message: Message) -> int:

@@ -137,7 +137,7 @@ def test_several_new_processes_join_at_the_same_moment(connections: list[TCPStor
 
 def test_timeout_names_the_missing_ranks(launcher: TCPStore) -> None:
     die_waiting(launcher, 2)
-    expected = r'Ranks \[1, 3\] did not come in time.*--distributed-timeout-minutes'
+    expected = r'Ranks \[1, 3\] did not respond in time.*--distributed-timeout-minutes'
     with pytest.raises(SparseCheckpointError, match=expected):
         Rendezvous(connect(launcher), 0, WORLD).meet(report_of(0), SHORT)
 
@@ -185,14 +185,16 @@ def test_late_rank_without_heartbeats_is_not_waited_for(
     attempts = attempts_of(connections)
     round = assert_one_new_round(meet_all(attempts))
     Heartbeats(launcher, round, 3).give()
-    with pytest.raises(SparseCheckpointError, match=r'Ranks \[1, 2, 3\] did not come in time'):
+    with pytest.raises(SparseCheckpointError, match=r'Ranks \[1, 2, 3\] did not respond in time'):
         attempts[0].meet(report_of(0), SHORT, round)
 
 
 def test_timeout_names_joined_ranks_that_do_not_answer(launcher: TCPStore) -> None:
     for rank in (1, 2, 3):
         die_waiting(launcher, rank)
-    with pytest.raises(SparseCheckpointError, match='Ranks that had joined did not come in time'):
+    with pytest.raises(
+        SparseCheckpointError, match='Ranks that had joined did not respond in time'
+    ):
         Rendezvous(connect(launcher), 0, WORLD).meet(report_of(0), SHORT)
 
 
@@ -331,7 +333,7 @@ def test_replaced_process_is_fenced_out(
     """It was stopped or cut off, and the others continued with its replacement."""
     attempts = attempts_of(connections)
     round = assert_one_new_round(meet_all(attempts))
-    end_round(launcher, round, 'rank 1 has not been heard of')
+    end_round(launcher, round, 'rank 1 has sent no heartbeat')
     replacement = Rendezvous(connections[1], 1, WORLD)
     joined = threads.submit(replacement.meet, report_of(1), TIMEOUT)
     launcher.wait([f'join/{round + 1}/1'], TIMEOUT)
@@ -460,7 +462,7 @@ def test_failure_ends_the_wait_at_a_barrier(
 def test_wait_at_a_barrier_is_bounded(connections: list[TCPStore]) -> None:
     attempts = attempts_of(connections)
     results = meet_all(attempts)
-    with pytest.raises(SparseCheckpointError, match='did not come in time'):
+    with pytest.raises(SparseCheckpointError, match='did not respond in time'):
         attempts[0].barrier(results[0], 'ready', SHORT)
 
 
@@ -487,6 +489,6 @@ def test_round_whose_breaker_died_halfway_is_left() -> None:
     store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False, timeout=t)
     assert present_round(store) == 0
     store.compare_set('broken/0', '', 'the launcher of rank 1 was killed')
-    with pytest.raises(SparseCheckpointError, match='did not come in time'):
+    with pytest.raises(SparseCheckpointError, match='did not respond in time'):
         Rendezvous(store, 0, 4).meet(lambda: b'same', SHORT)
     assert present_round(store) == 1 and store.check(['join/1/0'])

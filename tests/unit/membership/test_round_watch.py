@@ -172,7 +172,7 @@ def test_rank_that_stops_its_heartbeat_is_evicted(
     wait_until_listened(job, watches[0])
     assert not watches[0].broken.is_set()
     clock.now += 1.9
-    reason = 'rank 1 has not been heard of for 10 s'
+    reason = 'rank 1 has sent no heartbeat for 10 s'
     assert sorted([job.next_woken(), job.next_woken()]) == [(0, reason), (2, reason)]
     assert job.store.get('evict/1') == b'101'
     assert not job.store.check(['evict/0']) and not job.store.check(['evict/2'])
@@ -183,7 +183,7 @@ def test_rank_that_stops_its_heartbeat_is_evicted(
 
 def test_rank_that_never_sends_a_heartbeat_is_evicted(job: Job, fast_heartbeats: None) -> None:
     job.watch(2, [100, 101, 102], hang_timeout_s=0.3)
-    assert job.next_woken() == (2, 'rank 0 has not been heard of for 0.3 s')
+    assert job.next_woken() == (2, 'rank 0 has sent no heartbeat for 0.3 s')
     assert job.store.get('evict/0') == b'100'
 
 
@@ -193,7 +193,7 @@ def test_silent_rank_is_not_evicted_before_judging_starts(job: Job, fast_heartbe
     while job.heartbeats(0) < 20:
         assert not watch.broken.wait(0.01)
     watch.judge()
-    assert job.next_woken() == (0, 'rank 1 has not been heard of for 0.3 s')
+    assert job.next_woken() == (0, 'rank 1 has sent no heartbeat for 0.3 s')
 
 
 def test_stopped_process_is_evicted_and_informed_on_continue(
@@ -210,7 +210,7 @@ def test_stopped_process_is_evicted_and_informed_on_continue(
         _, said, _ = neighbour.end(DEADLINE_S)
     finally:
         neighbour.kill()
-    assert said == 'rank 1 has not been heard of for 0.3 s\n'
+    assert said == 'rank 1 has sent no heartbeat for 0.3 s\n'
 
 
 def test_rank_with_slow_heartbeats_is_not_evicted(
@@ -224,7 +224,7 @@ def test_rank_with_slow_heartbeats_is_not_evicted(
         clock.now += 1.5
         wait_until_listened(job, watch)
     clock.now += 1.5  # the second time without a heartbeat
-    assert job.next_woken() == (0, 'rank 1 has not been heard of for 2 s')
+    assert job.next_woken() == (0, 'rank 1 has sent no heartbeat for 2 s')
 
 
 def wait_until_listened(job: Job, watch: RoundWatch) -> None:

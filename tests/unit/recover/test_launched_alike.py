@@ -92,7 +92,7 @@ def test_ranks_with_equal_protection_get_no_message() -> None:
 
 def test_all_ranks_learn_of_a_rank_with_other_protection() -> None:
     assert started('3', 'auto', 'auto') == 3 * [
-        'ranks of this job are launched otherwise than rank 0: --sparse-ckpt-window: rank 0 3, '
+        'ranks of this job have other settings than rank 0: --sparse-ckpt-window: rank 0 3, '
         'rank 1 auto. Launch all with the same flags.'
     ]
 
@@ -126,21 +126,21 @@ def test_process_with_equal_settings_may_join() -> None:
 
 def test_joining_process_with_other_flags_is_refused_by_name() -> None:
     assert joined_by(OTHER_SEED) == [
-        'rank 1 is launched otherwise than the job it joins: --seed: the job 1, rank 1 2'
+        'rank 1 has other settings than the job it joins: --seed: the job 1, rank 1 2'
     ]
 
 
 def test_joining_process_with_other_protection_is_refused_by_name() -> None:
     other = replace(OWN, protection={'--sparse-ckpt-recovery': 'global'})
     assert joined_by(other) == [
-        'rank 1 is launched otherwise than the job it joins: --sparse-ckpt-recovery: the job '
+        'rank 1 has other settings than the job it joins: --sparse-ckpt-recovery: the job '
         'absent, rank 1 global'
     ]
 
 
 def test_loop_that_passes_only_digests_is_refused_by_digest() -> None:
     assert joined_by(OWN, run='other') == [
-        'rank 1 is launched otherwise than the job it joins: digest of the run: the job run, '
+        'rank 1 has other settings than the job it joins: digest of the run: the job run, '
         'rank 1 other'
     ]
 
@@ -152,7 +152,7 @@ def test_joining_process_in_another_environment_is_reported(
         assert joined_by(OTHER_RINGS) == [None]
     assert 'NCCL_ALGO: the job Ring, rank 1 absent' in caplog.text
     assert joined_by(OTHER_RINGS, strict=True) == [
-        '--sparse-ckpt-strict: rank 1 is launched otherwise than the job it joins: NCCL_ALGO: the '
+        '--sparse-ckpt-strict: rank 1 has other settings than the job it joins: NCCL_ALGO: the '
         'job Ring, rank 1 absent'
     ]
 
@@ -161,4 +161,4 @@ def test_joining_process_is_refused_without_recorded_settings() -> None:
     survivor = Report(True, 'a', 1, [], launched='digest')
     identity = RankIdentity('run', 'layout', 1, OWN)
     said = launched_alike.why_not(HashStore(), [survivor], identity, strict=False)
-    assert said == 'rank 1 is launched otherwise than the job'
+    assert said == 'rank 1 has other settings than the job'

@@ -189,7 +189,7 @@ def test_new_upstream_flag_changes_the_run_and_is_named() -> None:
     store, survivor = HashStore(), Report(True, 'a', 1, [], launched=launch_of(was))
     launched_alike.leave(store, was)
     assert launched_alike.why_not(store, [survivor], now, strict=False) == (
-        'rank 0 is launched otherwise than the job it joins: --moe-router-made-up-noise: the job '
+        'rank 0 has other settings than the job it joins: --moe-router-made-up-noise: the job '
         '0.0, rank 0 0.5'
     )
 
