@@ -82,10 +82,7 @@ def pinned_as_far_as(file: _MappedFile, nbytes: int) -> Iterator[None]:
 
 
 def pin_like(other: _MappedFile, file: _MappedFile) -> None:
-    """Register a new file if `other` is registered; a failure only makes copies slower.
-
-    Any thread.
-    """
+    """Register a new file if `other` is registered; failures slow down copies. Any thread."""
     registered = _pinned.get(other)
     if registered is None:
         return

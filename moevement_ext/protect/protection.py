@@ -478,10 +478,7 @@ class Protection:
         return self.planner.shortest_window(carried, self._longest)
 
     def _cpu_bytes_per_s(self) -> float | None:
-        """Captured bytes/s that the CPU share allows (see `WindowLoad`), None without a limit.
-
-        Each byte is copied, sent to each holder, and received there.
-        """
+        """See `WindowLoad`. Each byte is copied, sent to each holder, and received there."""
         granted = self._rank.config.cpu_share * self.memory.cores
         if self._device.type != 'cpu' or not granted:
             return None

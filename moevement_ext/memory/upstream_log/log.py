@@ -413,10 +413,7 @@ class UpstreamLog:
     # On any thread
 
     def _use(self, mapped: RingMap) -> None:
-        """Switch to another map of the same pages; running copies keep the former.
-
-        Needs the lock.
-        """
+        """Switch to another map of the same pages; copies keep the old one. Needs the lock."""
         self._map, self.array = mapped, mapped.array
         self._changed.notify_all()
 
