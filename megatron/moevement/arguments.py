@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command line flags, and the settings that they give."""
+"""Command-line flags of sparse checkpointing, and the settings parsed from them."""
 
 import argparse
 import dataclasses
@@ -23,7 +23,7 @@ from moevement_ext.system.user_errors import usage_error
 
 
 def _number_or(*words: str) -> Callable[[str], int | str]:
-    """Parser of a whole number, or of one of these words."""
+    """Return a parser of whole numbers that also accepts `words`."""
     others = f' or "{words[0]}"' if len(words) == 1 else f', or one of {", ".join(words)}'
 
     def parse(text: str) -> int | str:
@@ -38,7 +38,7 @@ def _number_or(*words: str) -> Callable[[str], int | str]:
     return parse
 
 
-# What neither the default of a setting nor its choices tell the parser.
+# Parser options that follow neither from the default of a setting nor from its choices.
 _OPTIONS: dict[str, dict[str, Any]] = {
     'interval': {'type': _number_or(AUTO, *INTERVAL_RULES), 'metavar': 'N'},
     'mtbf': {'type': float, 'metavar': 'SECONDS'},
@@ -87,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument(
         '--sparse-ckpt-fp8-masters',
         action='store_true',
-        help="Keep masters in fp8 instead of fp16, which Transformer Engine's Adam alone refuses; "
+        help="Keep masters in fp8 instead of fp16, although Transformer Engine's Adam refuses fp8; "
         'small updates are lost. Works without --sparse-ckpt too.',
     )
     _repair_help(parser)
@@ -96,7 +96,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def _options(name: str, default: object) -> dict[str, Any]:
-    """What the parser must know of the flag of a setting beside its default and its help."""
+    """Options of a flag for the parser, except its default and its help."""
     if isinstance(default, bool):
         return {'action': 'store_true'}
     options = dict(_OPTIONS.get(name, {}))

@@ -81,8 +81,7 @@ class ReplayableData:
 
     A move leaves the random number generators unchanged. Two operations would change them: creating
     an iterator, and opening a `DataLoader` (which draws a seed). A generator function opens its
-    loader only when it is first read, so the generators are also kept around each iteration that
-    reads.
+    loader only when it is first read, so `reading` also restores the generators in each iteration.
 
     Attributes:
         training: the iterators that the loop's `data` returned last.
@@ -143,12 +142,12 @@ def attach(
         ddp: configuration of data parallelism.
         plan: batch sizes, sequence length and backend of the loop.
         settings: all else that can change bits, by name, such as data, seed and learning rate;
-            compared as text. Windows of other settings are refused.
+            compared as text. Windows captured with other settings are refused.
 
     Raises:
         ConfigurationError: a setting breaks a rule or is not supported; the message names the
             setting.
-        UserError: Megatron-Core is not the one this package was checked against.
+        UserError: this package was not checked against the installed Megatron-Core.
     """
     own_device.take()
     user_errors.explain_uncaught()
@@ -173,7 +172,7 @@ def _first_rank() -> bool:
 
 
 class Attachment:
-    """A protected job, seen from one rank; made by `attach`. Training thread only."""
+    """One rank's view of a protected job; created by `attach`. Training thread only."""
 
     def __init__(
         self,
@@ -347,7 +346,7 @@ class Attachment:
             raise LoopGoesOn
         if self.iteration >= self._plan.train_iters:
             raise ConfigurationError(
-                f'job.step was called after iteration {self.iteration}, the last one by '
+                f'job.step was called after iteration {self.iteration}, the last of '
                 'TrainingPlan.train_iters; call it while job.iteration is below that number: the '
                 'loop is called again after a failure.'
             )
@@ -401,7 +400,7 @@ def _check_groups(backend: str) -> None:
     """Refuse groups of two backends: a process that joins a running job cannot distinguish them."""
     if backend != 'gloo' and parallel_state._DATA_PARALLEL_GROUP_GLOO is not None:
         raise ConfigurationError(
-            f'build() has created gloo groups beside those of {backend}: pass '
+            f'build() has created gloo groups in addition to those of {backend}: pass '
             'create_gloo_process_groups=False to initialize_model_parallel.'
         )
 

@@ -46,10 +46,10 @@ _CONNECTIONS = 'CUDA_DEVICE_MAX_CONNECTIONS'
 
 @dataclass(frozen=True)
 class Judgement:
-    """Result of the rules of a start for some flags."""
+    """Result of applying a start's rules to a set of flags."""
 
     ranks: int
-    """World size that the flags are judged for."""
+    """World size for which the flags are judged."""
     refused: list[str]
     """Reasons for a refusal, one line each; empty if the job starts."""
     whole_job: list[str]
@@ -89,7 +89,7 @@ def judge(flags: Sequence[str], ranks: int | None = None) -> Judgement:
                 return Judgement(ranks, [*refusals(given), told(error)], [], [])
             judgement = _judged(args)
         if assumed and args.moe_grouped_gemm:
-            judgement.notes.append('no GPU is visible here; --moe-grouped-gemm is judged as on one')
+            judgement.notes.append('no GPU is visible here; --moe-grouped-gemm is judged with one')
         if args.sparse_ckpt_elastic_layouts:
             layout = placing.layout_of(vars(args)) or f'{args.world_size} ranks'
             judgement.notes.append(f'{layout} train, if {ranks} are started')
@@ -100,7 +100,7 @@ def _given(flags: Sequence[str]) -> Settings:
     known = parser()
     try:
         return vars(known.parse_args(flags))
-    except Exception as error:  # of upstream's types for flags, which argparse lets pass
+    except Exception as error:  # argparse passes on errors of upstream's flag types
         known.error(told(error))
 
 
@@ -130,8 +130,8 @@ def parser() -> argparse.ArgumentParser:
 def validated(flags: Sequence[str], ranks: int) -> UpstreamArguments:
     """Upstream's `parse_and_validate_args`, without the objects that it builds for training.
 
-    Raises upstream's errors, and `ConfigurationError` if no layout of the flags fits. Which one
-    fits host memory takes a start.
+    Raises upstream's errors, and `ConfigurationError` if no layout of the flags fits. Only a start
+    can tell which layout fits into host memory.
     """
     fitting, more_flags = layout_choice.fitted(flags, ranks, lambda _flags, _ranks: None)
     with as_first_rank([*flags, *more_flags], fitting), contextlib.redirect_stdout(io.StringIO()):
@@ -144,7 +144,7 @@ def validated(flags: Sequence[str], ranks: int) -> UpstreamArguments:
 
 @contextlib.contextmanager
 def as_first_rank(flags: Sequence[str], ranks: int) -> Iterator[None]:
-    """Give upstream the command line and the launcher's variables, both read from the process."""
+    """Set `sys.argv` and the launcher's environment variables, which upstream reads."""
     argv, environment = sys.argv, dict(os.environ)
     sys.argv = ['pretrain_gpt.py', *flags]
     os.environ |= {'RANK': '0', 'WORLD_SIZE': str(ranks)}
@@ -165,7 +165,7 @@ def _judged(args: UpstreamArguments) -> Judgement:
     refused += _said(patches.check)
     refused += _said(partial(_refuse_grid, args))
     refused += _said(partial(refuse_missing, settings, args.rank))
-    if not settings.get('sft'):  # whose data has another format
+    if not settings.get('sft'):  # SFT data has another format
         refused += [str(missing) for missing in [missing_data(settings, args.rank)] if missing]
     whole_job, together = whole_job_reasons(settings), False
     try:
@@ -204,17 +204,17 @@ def _missing_variable(args: UpstreamArguments) -> str | None:
     needed = args.tensor_model_parallel_size > 1 or args.context_parallel_size > 1
     if not needed or _CONNECTIONS in os.environ:
         return None
-    return f'{_CONNECTIONS} is not set here; for this layout Megatron asks for 1 before Blackwell'
+    return f'{_CONNECTIONS} is not set here; Megatron needs 1 for this layout before Blackwell'
 
 
 def _refuse_experts(config: SparseCheckpointConfig, of: int | None) -> None:
-    from moevement_ext.protect.expert_ledger import refuse_too_many  # of lossy strategies alone
+    from moevement_ext.protect.expert_ledger import refuse_too_many  # for lossy strategies only
 
     refuse_too_many(config.experts, of)
 
 
 def _refuse_grid(args: UpstreamArguments) -> None:
-    """Rules of upstream's process groups, which a start makes after all others."""
+    """Apply the rules of upstream's process groups, which a start checks last."""
     sizes = layout_choice.LayoutSizes(
         tensor=args.tensor_model_parallel_size * args.gtp_weight_remat_size,
         expert_tensor=args.expert_tensor_parallel_size * args.expert_gtp_weight_remat_size,
@@ -243,7 +243,7 @@ def _of_config(config: SparseCheckpointConfig, run_id: str) -> Iterator[Callable
 
 
 def _refuse_memory(root: Path) -> None:
-    """Refuse a `--sparse-ckpt-dir` that a start cannot use; without strict it trains on, bare."""
+    """Refuse a `--sparse-ckpt-dir` with which a start would stop, or train unprotected."""
     try:
         if root.exists():
             private.check_root(root)
@@ -286,7 +286,7 @@ def _said_by_upstream(check: Callable[[], object]) -> list[str]:
 def told(error: BaseException) -> str:
     """Upstream's error in one line; if it has no message, the failing line of upstream's source.
 
-    Errors of our own are as they are.
+    Errors of this package are returned unchanged.
     """
     if isinstance(error, UserError):
         return str(error)

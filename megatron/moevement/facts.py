@@ -74,7 +74,7 @@ class JobFacts:
     data_parallel_random_init: bool = False
     dataloader_type: str = 'single'
     data_sharding: bool = True
-    """A cyclic loader shuffles a part of the data for each data-parallel rank."""
+    """A cyclic loader shuffles a separate part of the data for each data-parallel rank."""
     load: str | None = None
     """Directory of the dense checkpoint to start from."""
     finetune: bool = False
@@ -93,7 +93,7 @@ class JobFacts:
     start_eval_at_iter: int | None = None
     exit_interval: int | None = None
     copies_from_peers: bool = True
-    """See `TrainingPlan`; upstream's trainer draws the same random numbers on such ranks."""
+    """See `TrainingPlan`; in upstream's trainer these ranks draw the same random numbers."""
 
     @property
     def has_data_of_each_rank(self) -> bool:

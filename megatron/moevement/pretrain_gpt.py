@@ -32,7 +32,7 @@ import torch
 from moevement_ext.command import called, shown
 from moevement_ext.system import user_errors
 
-if __name__ != '__mp_main__':  # a subprocess, e.g. one that writes a checkpoint, is no worker
+if __name__ != '__mp_main__':  # a subprocess, e.g. one that writes a checkpoint, is not a worker
     from megatron.core import mpu
     from megatron.core.datasets.blended_megatron_dataset_builder import (
         BlendedMegatronDatasetBuilder,
@@ -84,11 +84,11 @@ if __name__ != '__mp_main__':  # a subprocess, e.g. one that writes a checkpoint
     dataset_helpers.use_compiled()
     if cpu_device.needed():
         cpu_device.patch_upstream()
-gc.freeze()  # nor do later collections visit what stays
+gc.freeze()  # later collections skip the imported objects
 gc.enable()
 
 _PROTECTED = '--sparse-ckpt'
-# A loss of so many times the largest of the first losses is a spike (--check-for-spiky-loss).
+# A loss above this multiple of the largest of the first losses is a spike (--check-for-spiky-loss).
 _SPIKE = 10
 _BATCH_KEYS = ('tokens', 'labels', 'loss_mask', 'attention_mask', 'position_ids')
 
@@ -246,7 +246,7 @@ def warm_up(flags: Sequence[str]) -> None:
 
 
 def _take_layout(flags: Sequence[str]) -> list[str]:
-    """Flags to add, so that the layout fits; ranks for which it has no place are set aside."""
+    """Return the flags of a layout that fits; set aside ranks that the layout does not use."""
 
     def too_little(flags: Sequence[str], ranks: int) -> str | None:
         capacity = layout_memory.NodeCapacity.here()

@@ -30,7 +30,7 @@ _PACKAGES = (
 
 _DRIVER = Path('/proc/driver/nvidia')
 _CPU_INFO = Path('/proc/cpuinfo')
-# Of a CPU: maker and vector or matrix units, by which libraries choose their kernels.
+# The CPU's maker, and its vector and matrix units: libraries choose their kernels by them.
 _CPU_MAKER = re.compile(r'(?:vendor_id|CPU implementer)\s*:\s*(\S+)')
 _CPU_UNITS = re.compile(r'\n(?:flags|Features)\s*:(.*)')
 _UNIT = re.compile(r'(?:avx|amx|fma|asimd|sve|sme|bf16)\w*')
@@ -122,10 +122,10 @@ def environment() -> Table:
 
 
 def _cpu() -> Table:
-    """What kernels are chosen by, and into how many parts a sum is split.
+    """CPU properties that select kernels, and thread counts, which split sums into parts.
 
-    The number of threads follows from the cores that a process may use, unless OMP_NUM_THREADS is
-    set: equal environments on machines of unequal sizes compute other bits.
+    Unless OMP_NUM_THREADS is set, the number of threads is that of the cores that a process may
+    use: with equal environments, machines of different sizes compute different bits.
     """
     found = {
         'instructions of the CPU': torch.backends.cpu.get_cpu_capability(),

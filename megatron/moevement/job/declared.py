@@ -93,7 +93,7 @@ def settings_of_loop(
 ) -> Settings:
     """All settings that may change bits, by the names of upstream's arguments.
 
-    `of_loop` are further ones that the program names itself.
+    `of_loop` holds further settings that the program declares.
     """
     found = {**vars(ddp), **vars(optimizer), **vars(model), **vars(plan), **vars(facts)}
     del found['copies_from_peers']  # decides only how a rank recovers

@@ -13,7 +13,7 @@ _LOSS = re.compile(r' lm loss: (\S+) \|')
 
 
 def describe(settings: Settings, facts: JobFacts, counters: Counters) -> JobDescribed:
-    """The job's description from its settings; a custom loop has some of them only."""
+    """The job's description from its settings; a custom loop lacks some of them."""
     sizes = {
         'tensor': facts.tensor_model_parallel_size,
         'pipeline': facts.pipeline_model_parallel_size,

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The identity of a run: windows of another run or another layout are refused by name.
 
-There are three digests. Those of the run and of the parallel layout together decide whether windows
-can be loaded as they are. That of the training is the run without the settings that another layout
-may change (`MAY_CHANGE`); it finds windows of another layout of the same training.
+There are three digests. The digests of the run and of the parallel layout together decide whether
+windows can be loaded unchanged. The training digest omits the settings of the run that may change
+with the layout (`MAY_CHANGE`); it identifies windows that the same training captured in another
+layout.
 
-The digests cover flags only. `run_settings` has the flags by name, and also the content of files
-(see `named_files`), versions and environment variables (see `computing`).
+The digests cover flags only. `run_settings` holds the flags by name, the content of files (see
+`named_files`), versions and environment variables (see `computing`).
 
 Every setting counts except those named here, which cannot change a bit of training; a new flag of
 upstream counts until it is known to have no effect on bits. The parallel layout has a separate
@@ -99,7 +100,8 @@ _PROGRESS = (
 ).split()
 INDIFFERENT = frozenset((*_DENSE_CHECKPOINTS, *_LOGGING, *_PROFILING, *_HOST, *_LAUNCH, *_PROGRESS))
 
-# With one of these, training continues not the run of the dense checkpoint, but begins another.
+# With one of these flags, training does not continue the dense checkpoint's run: it begins a new
+# one.
 _OTHER_START = ('finetune', 'no_load_optim', 'no_load_rng')
 
 _STRATEGY = 'sparse_ckpt_strategy'
@@ -151,8 +153,8 @@ def _counting(settings: Settings) -> dict[str, object]:
 
     The strategy counts, although it changes no bit: its windows have other content.
 
-    The dense checkpoint to start from is left out, as a job that goes on may load its own one. It
-    counts with flags that start a run of its own from a checkpoint.
+    The dense checkpoint of `--load` is left out, as a resumed job may load its own checkpoint. It
+    counts with the flags that begin a new run from a checkpoint (`_OTHER_START`).
 
     The number of query groups is left out where it is unused: with `--use-checkpoint-args` it is 1
     before the first checkpoint, and the number of heads afterwards.
@@ -256,7 +258,7 @@ def _shown(value: object) -> str:
 
 
 def _digest(settings: Settings) -> str:
-    # Paths may have bytes that are no UTF-8.
+    # Paths may contain bytes that are not UTF-8.
     return xxhash.xxh3_64_hexdigest(_text(settings).encode(errors='surrogateescape'))
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of several layouts a start takes, and how many ranks, by their number and memory.
+"""Chooses one of several layouts, and its number of ranks, by the started ranks and memory.
 
-`--sparse-ckpt-elastic-layouts` is evaluated on the command line, before upstream parses it: the
-chosen layout is appended as flags, of which the last counts.
+`--sparse-ckpt-elastic-layouts` is evaluated before upstream parses the command line: the flags of
+the chosen layout are appended, and the last value of a flag counts.
 """
 
 import argparse
@@ -67,18 +67,18 @@ class LayoutSizes:
             ('samples of a batch', whole, self.micro_batch * max(data, 1)),
         ):
             if number % by:
-                return f'{number} {what} are not divided by {by}'
+                return f'{number} {what} are not divisible by {by}'
         return None
 
 
 def fitted(
     arguments: Sequence[str], started: int, too_little: Callable[[Sequence[str], int], str | None]
 ) -> tuple[int, list[str]]:
-    """The layout with the most ranks that fits; that of the flags before others with as many.
+    """Find the fitting layout with the most ranks; at a tie, the layout of the flags comes first.
 
-    Returns the number of ranks that train, the first ones of those that the launcher has started,
-    and flags to append to the command line. `too_little` gets a command line with the flags of a
-    layout that fits the number of ranks, and that number; it returns why there is too little memory
+    Returns the number of ranks that train (the first of those that the launcher has started), and
+    flags to append to the command line. `too_little` gets a command line with the flags of a layout
+    that fits the number of ranks, and that number; it returns why there is too little memory
     (`layout_memory`).
 
     Raises:
@@ -106,7 +106,7 @@ def fitted(
 
 
 def _changed(own: LayoutSizes, text: str) -> LayoutSizes:
-    """A layout by its text, e.g. `pp=2,ep=4`; what it leaves out is 1, but ETP stays."""
+    """Parse a layout, e.g. `pp=2,ep=4`; omitted sizes are 1, an omitted ETP is that of `own`."""
     found, known = dict.fromkeys(_FLAGS, 1), [*_FLAGS, _ETP]
     for item in text.split(','):
         name, _, size = item.strip().partition('=')

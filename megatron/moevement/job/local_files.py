@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that the files that a rank reads exist on its node; an error names a missing file.
+"""Checks that a rank's node has the files that the rank reads; an error names a missing file.
 
-A replacement worker may start on a node without the mounts or local copies of the former node.
+A replacement worker may start on a node without the mounts or local copies of the lost node.
 Upstream would fail somewhere in its set-up, with a message that does not name the cause.
 """
 
@@ -65,6 +65,6 @@ def _is_number(text: str) -> bool:
 
 def _missing(rank: int, name: str, path: str) -> ConfigurationError:
     return ConfigurationError(
-        f'--{name.replace("_", "-")}: {path} is not there for rank {rank} on {node_name()}; '
+        f'--{name.replace("_", "-")}: {path} does not exist for rank {rank} on {node_name()}; '
         'correct the path, or mount or copy the file to that node.'
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron's training loop, upstream's or a custom one, as left and entered by recovery."""
+"""How recovery leaves and enters Megatron's training loop, upstream's or a custom one."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class Surroundings:
     data: DataPosition
     """Moves the data of this rank."""
     post_step: PostStep
-    """Follows the steps after an iteration."""
+    """Tracks the steps after an iteration."""
     operations: OperationCount
     """Counts floating point operations, for upstream's own count."""
     losses: Losses
@@ -82,7 +82,7 @@ class MegatronLoop:
         )
 
     def note_start(self) -> None:
-        """Note what the loop is entered with; called once, before the first entry."""
+        """Record the state with which the loop is entered; called once, before the first entry."""
         if self._broken is not None:
             self._broken.note_start()
 
@@ -116,7 +116,7 @@ class MegatronLoop:
     def finish_post_step(
         self, target: int, others: Sequence[bytes], entry: LedgerEntry | None
     ) -> bool:
-        """Do evaluation and dense checkpoint after `target` if some rank has not done them."""
+        """Run the evaluation and dense checkpoint after `target` if some rank has not done so."""
         self._training.gather_parameters()
         self._count_operations()
         progress = [decode_handover(item).progress for item in others]

@@ -23,7 +23,7 @@ from moevement_ext.memory.window.placed import Layout, Placed, Seat
 class MegatronRelaying:
     """Names and auxiliary state of this rank. Training thread only.
 
-    `built` is the auxiliary state before anything draws or steps.
+    `built` is the auxiliary state before any random draw or optimizer step.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class MegatronRelaying:
 
     @property
     def _redivides(self) -> bool:
-        """The layouts have other expert tensor parallel sizes."""
+        """True if the layouts differ in their expert tensor parallel size."""
         return self._shards_before != self._layout.expert_tensor
 
     def division_of(self, operator: str, part: str, tensor: str, owner: int | None) -> Division:
@@ -71,7 +71,7 @@ class MegatronRelaying:
         return self._experts.of(operator, part, tensor, shards, seat.expert_tensor)
 
     def state_owners(self, seats: Mapping[int, Seat]) -> Collection[int]:
-        """Owners of this rank's random numbers; also the first of each stage, for its groups."""
+        """Owners of this rank's random numbers, and of each stage's parameter groups."""
         self._seats = seats
         self._shards_before = 1 + max(seat.expert_tensor for seat in seats.values())
         first = {seat.pipeline: owner for owner, seat in sorted(seats.items(), reverse=True)}

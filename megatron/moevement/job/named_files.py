@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Content of the files that flags name: an equal path does not imply equal content.
 
-Little is read: sizes, counts and a few places of data files, and all of other files, which are
-small. Files that this rank does not see are left out, as on a node whose stages read no data.
+Of data files, only sizes, counts and a few places are read; other files are small, and read
+completely. Files that this rank cannot see are left out: a node whose stages read no data may lack
+them.
 """
 
 import importlib.util
@@ -40,12 +41,12 @@ LARGE = 'pretrained_checkpoint ict_load bert_load embedding_path logits_load_dir
 """Flags that name large folders or files, or paths that no supported job reads."""
 
 _HEAD_BYTES = 4096
-# Places where a data file is read, spread over it, its begin and end included: an index of as many
-# documents, or as many tokens of another order, may begin alike. Of many files less is read, as a
-# replacement reads them while the others wait.
+# Number of places at which a data file is read, from its first bytes to its last: files with as
+# many documents, or the same tokens in another order, may begin with equal bytes. With many files,
+# fewer places are read, as the other ranks wait while a replacement reads.
 _PLACES = 8
 _ALL_PLACES = 128
-# Of larger files (weights beside a tokenizer), only the size counts.
+# Of larger files (weights in a tokenizer's folder), only the size counts.
 _LARGE_BYTES = 64 * 2**20
 _INDEX = struct.Struct('<9sQBQQ')  # magic, version, type, sequences, documents
 _INDEX_MAGIC = b'MMIDIDX\0\0'

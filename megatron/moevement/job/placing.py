@@ -71,7 +71,7 @@ def seat_of(rank: int, layout: Layout, stages_before_data: bool = False) -> Seat
 
 
 def refuse(was: Layout, now: Layout, interleaved: bool, own_data: bool) -> None:
-    """Refuse another division of tensors, which ranges do not describe, or of data.
+    """Refuse a change of the layout that ranges cannot describe, or that divides data differently.
 
     Args:
         was: layout of the windows.
@@ -80,7 +80,7 @@ def refuse(was: Layout, now: Layout, interleaved: bool, own_data: bool) -> None:
         own_data: each data-parallel rank shuffles a part of the data (`--dataloader-type cyclic`).
 
     Raises:
-        RefusedWindow: the layout `now` cannot go on from windows of `was`.
+        RefusedWindow: the layout `now` cannot resume from windows of `was`.
     """
     flag = '--tensor-model-parallel-size'
     if was.tensor != now.tensor:
@@ -102,9 +102,9 @@ def refuse(was: Layout, now: Layout, interleaved: bool, own_data: bool) -> None:
 
 
 def _splits_further(settings: Settings, of: str, tensor: int) -> bool:
-    """True if weights are sharded further than by tensor parallelism; no size here describes that.
+    """True if weights are sharded beyond tensor parallelism, which no size of `Layout` describes.
 
-    Upstream's number of shards is that of tensor-parallel ranks unless a flag raises it.
+    Unless a flag raises it, upstream's number of shards is the tensor-parallel size.
     """
     shards = _size(settings, f'{of}tensor_parallel_num_weight_shards')
     return shards > tensor or _size(settings, f'{of}gtp_weight_remat_size') > 1

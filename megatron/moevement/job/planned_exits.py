@@ -63,9 +63,10 @@ def exit_as_planned(facts: JobFacts, session: Session, ending: SystemExit) -> No
 def _is_loaded(facts: JobFacts, job: Job, code: str | int) -> bool:
     """True if the next launch, if any, should resume from the dense checkpoint that was saved.
 
-    Not if the job is elastic and goes on: the next layout may be one that cannot load it. Only that
-    checkpoint has the findings of the rerun machine, and windows of the same iteration would take
-    precedence. But if `--load` differs from `--save`, only the windows are newer.
+    At exit status 0: not if the job is elastic and unfinished, as the next layout may be unable to
+    load it. At the rerun machine's status: only the checkpoint has the machine's findings, and
+    windows of the same iteration would take precedence; but if `--load` differs from `--save`, the
+    next launch does not load that checkpoint.
     """
     if code == 0:
         return job.rank.config.elastic == OFF or job.committed >= job.trainer.last_iteration

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sparse checkpointing of one Megatron job, seen from one rank, from the rendezvous to its end.
+"""One rank's view of a protected Megatron job, from the rendezvous to the end of the job.
 
 Creates the engine's job for Megatron's model, optimizer and data. `upstream_trainer` and
 `attachment` connect the session to a loop.
@@ -214,9 +214,10 @@ def protected_job(
 def serve_instead(settings: Settings, config: SparseCheckpointConfig, timeout: timedelta) -> int:
     """Serve the windows of this node to a layout that has no place for this process.
 
-    Waits `timeout` for the others to come. Returns the exit status of the job, once it has ended.
+    Waits up to `timeout` for the other ranks to join. Returns the exit status of the job, once it
+    has ended.
     """
-    if settings.get('exit_signal_handler'):  # those that train end at it, and dismiss this process
+    if settings.get('exit_signal_handler'):  # the training ranks exit, then dismiss this one
         signal.signal(listened_for(sys.argv), signal.SIG_IGN)
     run_id = identity.run_name(settings, config)
     return SurplusRank(identity.rank_identity(settings, 0, config), config, run_id, timeout).serve()

@@ -88,7 +88,7 @@ _HAZARDS = (
     ),
     (
         leaves_scales_of_others,
-        'with --fp8-recipe delayed and --fp8-param-gather upstream, by its source, leaves the '
+        'with --fp8-recipe delayed and --fp8-param-gather upstream by its source code leaves the '
         'scale of a weight as it was on data-parallel ranks that own no part of it; compare the '
         'losses with those of a single data-parallel rank',
     ),

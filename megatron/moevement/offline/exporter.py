@@ -71,7 +71,7 @@ def export(slot: DenseSlot, flags: Sequence[str], output: Path) -> int:
 def _build(args: UpstreamArguments, experts_apart: bool) -> Built:
     """Build the whole model for one rank on this process. Once in a process.
 
-    With `experts_apart`, experts get an optimizer of their own, as in layouts with several
+    With `experts_apart`, experts get a separate optimizer, as in layouts with several
     expert-parallel ranks: upstream's loader needs as many optimizers as were saved.
     """
     with contextlib.redirect_stdout(io.StringIO()):

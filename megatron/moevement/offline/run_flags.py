@@ -28,7 +28,7 @@ _RUN_ID = '--sparse-ckpt-run-id'
 _VOCABULARY = '--padded-vocab-size'
 _SHARDED = 'use_distributed_optimizer'
 
-# What an export leaves out, beside what a CPU lacks.
+# Settings of an export, in addition to those for a CPU.
 _LEFT_OUT = {
     'moe_grouped_gemm': False,
     'ckpt_format': 'torch_dist',
@@ -51,7 +51,7 @@ def of_training(flags: Sequence[str], header: SlotHeader) -> UpstreamArguments:
     assert header.placed is not None
     if identity.training_identity(vars(args), run_id) != header.placed.training:
         raise UserError(
-            'the flags are of another training than the windows: '
+            'the flags belong to another training than the windows: '
             f'{other_training(header, vars(args))}. '
             'After -- give the flags that the run was launched with; the layout may differ.'
         )
@@ -62,7 +62,7 @@ def other_training(header: SlotHeader, known: Settings) -> str:
     """Differences in flags between this training and that of a window, ignoring layouts."""
     was, now = _captured(header), identity.run_settings(known, run_id_of(header))
     was, now = (msgspec.structs.replace(one, layout={}) for one in (was, now))
-    return settings.told(settings.differences(was, now).decisive) or 'in what, they do not say'
+    return settings.told(settings.differences(was, now).decisive) or 'no recorded setting differs'
 
 
 def run_id_of(header: SlotHeader) -> str:

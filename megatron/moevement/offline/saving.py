@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Saves the filled model as the run itself would have saved it, in its own layout.
 
-Upstream's data beside tensors comes from the windows: the arguments have the numbers of the run's
-layout, and the generator states those of each of its stages and tensor-parallel ranks, so that a
-job in the same layout continues with the same random numbers.
+All that upstream saves besides tensors also comes from the windows: the arguments with the sizes of
+the run's layout, and the generator states of each of its stages and tensor-parallel ranks, so that
+a job in the same layout continues with the same random numbers.
 """
 
 import contextlib

@@ -72,12 +72,12 @@ def _of_training(header: SlotHeader, known: Settings) -> Answer:
     if same_layout and identity.run_identity(known, run_id) == header.run:
         return Answer(True, 'as it is')
     if header.placed is None:
-        return Answer(False, 'it does not say its layout, and is not of that of these flags')
+        return Answer(False, 'it records no layout, and is of another layout or training')
     if identity.training_identity(known, run_id) != header.placed.training:
         return Answer(False, f'it is of another training: {other_training(header, known)}')
     now = placing.layout_of(known)
     if now is None:
-        return Answer(False, 'the layout of these flags divides tensors in a way of its own')
+        return Answer(False, 'the layout of these flags cannot use windows of other layouts')
     return _in_another_layout(header, header.placed.layout, now, known)
 
 

@@ -40,7 +40,7 @@ def needed() -> bool:
 
 @contextlib.contextmanager
 def capable() -> Iterator[None]:
-    """Let upstream's rules accept kernels for GPUs, of which a login node has none."""
+    """Make upstream's rules accept GPU kernels on a machine without a GPU, such as a login node."""
     cuda: Any = torch.cuda
     original = cuda.get_device_capability
     cuda.get_device_capability = lambda *_: (8, 0)
@@ -84,7 +84,7 @@ def patch_upstream() -> None:
 
 
 def _nothing() -> Callable[..., None]:
-    """Return a new no-op: torch's tracing tables refuse one function under several names."""
+    """Return a new no-op; torch's tracing tables refuse the same function under two names."""
     return lambda *args, **kwargs: None
 
 

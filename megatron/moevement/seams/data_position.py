@@ -24,7 +24,7 @@ _KINDS = ('training', 'validation', 'test')
 
 
 class DataPosition(Protocol):
-    """Moves iterators of this rank to the position after samples of all ranks. Training thread."""
+    """Moves this rank's iterators to a position, in samples of all ranks. Training thread."""
 
     def move_training(self, consumed_samples: int) -> None: ...
 
@@ -73,7 +73,8 @@ class UpstreamData:
         return build(provider)
 
     def _noting(self, build: _Loader, dataset: object, consumed_samples: int) -> DataLoader[object]:
-        # Only the first of several validation sets counts as one; such sets are never moved.
+        # Of several validation sets, only the first is recorded as validation; such sets never
+        # move.
         kind = _KINDS[min(self._calls, len(_KINDS) - 1)]
         self._calls += 1
         self._loaders[kind].append(partial(self._loader_at, build, dataset))

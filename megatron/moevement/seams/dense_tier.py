@@ -125,7 +125,7 @@ def _newest_in(directory: str, step: int | None, look_inside: bool) -> DenseTier
         if text is not None:
             release = text == _RELEASE
             if not release and not text.isdecimal():
-                return DenseTier(-1, f'{tracker} contains {text!r}, which is no iteration')
+                return DenseTier(-1, f'{tracker} contains {text!r}, which is not an iteration')
             iteration = 0 if release else int(text)
         iteration = step or iteration  # upstream needs no tracker file for it
         if iteration < 0:

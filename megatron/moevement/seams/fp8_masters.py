@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Masters in fp8: Transformer Engine's Adam supports them, but its constructor refuses them.
+"""Masters in fp8, which the step of Transformer Engine's Adam supports but not its constructor.
 
 Upstream's `--main-params-dtype` has no name for fp8, so a flag of this package selects it. An
 update is computed in fp32, as with any other master; a change too small for 8 bits is lost.

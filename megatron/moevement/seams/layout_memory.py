@@ -59,7 +59,7 @@ def too_little(
     """Reason why a layout has too little memory, with the bytes; None if it may have enough."""
     args = _parsed(arguments, add_arguments)
     if None in (args.num_layers, args.hidden_size, args.num_attention_heads):
-        return None  # upstream refuses it, or has them from elsewhere
+        return None  # upstream refuses the flags, or reads the sizes from elsewhere
     if not (args.bf16 or args.fp16) or any(getattr(args, name, False) for name in _LESS):
         return None
     device, state = _bytes_of_rank(args, ranks)

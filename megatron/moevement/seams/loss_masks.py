@@ -2,9 +2,9 @@
 """Loss masks that do not depend on which sample a process has read first.
 
 Upstream keeps the loss mask of a dataset's first sample for all later ones, and blanks the padding
-tokens of that first sample in the kept mask itself. A process that starts with another sample, as a
-replacement or a worker of a loader that was opened again does, would train on other tokens. The
-kept mask is full instead; each sample blanks its own padding in a copy, as upstream's code intends.
+tokens of that first sample in the kept mask itself. A process that first reads another sample (a
+replacement, or a worker of a reopened loader) would train on other tokens. The kept mask is full
+instead; each sample blanks its own padding in a copy, as upstream's code intends.
 """
 
 from collections.abc import Callable

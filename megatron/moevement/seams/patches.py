@@ -216,7 +216,7 @@ ATTRIBUTES = {
 }  # fmt: skip
 """Attributes by their module or class, or by the function of upstream that uses or sets them.
 
-The latter are attributes of objects: to set one that upstream no longer reads changes nothing.
+The latter are attributes of objects: setting one that upstream no longer reads has no effect.
 """
 
 TORCH = {

@@ -142,7 +142,7 @@ class PostStep:
         data: DataPosition,
         grows: bool,
     ) -> None:
-        """Do the steps after `iteration` that not all survivors had done. Collective.
+        """Run the steps after `iteration` that some survivor has not finished. Collective.
 
         `grows`: the next iteration has more micro-batches; upstream saves before it.
         """
@@ -202,7 +202,7 @@ class PostStep:
         return result
 
     def _trusting(self, original: Callable[..., object], *args: object, **kwargs: object) -> object:
-        """Call upstream. Raises `RoundEnded` if NCCL's waits may have returned any bytes."""
+        """Call upstream. Raises `RoundEnded` if NCCL's waits may have returned undefined data."""
         result = original(*args, **kwargs)
         assert self._membership is not None
         self._membership.synchronize()
@@ -244,7 +244,7 @@ def evaluation(
             write_to_tensorboard=True,
             non_loss_data_func=non_loss_data,
         )
-        for chunk in model:  # upstream skips this when time is up, as it exits then
+        for chunk in model:  # upstream skips this once its time limit has passed, and exits
             chunk.train()
         if hooks:
             training.enable_forward_pre_hook(model)

@@ -62,7 +62,7 @@ def _set_without_step(
     parameter: torch.nn.Parameter,
     tensors: dict[str, object],
 ) -> None:
-    """Pass a step of None, which is left alone: a checkpoint for all layouts has no steps."""
+    """Pass a step of None, which upstream does not set: reshardable checkpoints have no steps."""
     set_states(optimizer, parameter, {'step': None, **tensors})
 
 

@@ -62,7 +62,7 @@ def fill_first_step_caches(optimizer: MegatronOptimizer, config: TransformerConf
     The value is whether any rank has parameters with a separate gradient norm: those of detached
     multi-token prediction layers. Survivors have run that collective long ago, a new process has
     not, and before the first update no rank has. A rank that ran it alone within an iteration would
-    wait for ever.
+    wait forever.
     """
     assert SEPARATE_GRAD_NORM_GROUPS == (MTP_GRAD_NORM_GROUP,)
     optimizer._has_grad_norm_group_cache = {MTP_GRAD_NORM_GROUP: detaches_heads(config)}
@@ -91,7 +91,7 @@ def saved_iteration(save: str | None) -> int:
 
 
 def tracked(directory: str) -> str | None:
-    """What the tracker file of a directory of dense checkpoints names; None without one."""
+    """Content of the tracker file in a directory of dense checkpoints; None without a file."""
     from megatron.training.checkpointing import get_checkpoint_tracker_filename, maybe_msc
 
     tracker = get_checkpoint_tracker_filename(directory)
@@ -104,7 +104,7 @@ def tracked(directory: str) -> str | None:
 def consumed_of_the_phase() -> int:
     """Consumed training samples at which upstream opens its loader.
 
-    With `--phase-transition-iterations` the data start again at each of these iterations.
+    With `--phase-transition-iterations` the data restarts at each of these iterations.
     """
     args = training.get_args()
     transitions = args.phase_transition_iterations or ()

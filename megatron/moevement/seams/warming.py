@@ -52,6 +52,6 @@ def _docstrings(
 
 
 def _set_up_if_asked(original: Callable[[], None]) -> None:
-    """Skip upstream's set-up without the flag: it would build its parser again to return."""
+    """Skip upstream's set-up without the flag: it would only build its parser again and return."""
     if get_args().enable_ft_package:
         original()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is switched off on a machine without a GPU: the only place that names it.
+"""Flags and variables for a machine without a GPU, defined only here.
 
-Messages, exports, and the jobs of the demo, the benchmarks and the tests take it from here.
+Messages, exports, and the jobs of the demo, the benchmarks and the tests use them.
 """
 
 GPU_ONLY = (
@@ -15,8 +15,8 @@ GPU_ONLY = (
 """Flags in place of what needs a GPU: NCCL, and kernels of Transformer Engine and Apex."""
 COMPILED = ('--no-bias-swiglu-fusion', '--no-bias-gelu-fusion', '--no-bias-dropout-fusion')
 """Flags against functions that upstream compiles. A CPU can run them, but a small job would spend
-most of its time in the compiler; leave these flags out for a job as on a GPU."""
+most of its time in the compiler; leave these flags out to compute as on a GPU."""
 FLAGS = ' '.join((*GPU_ONLY, *COMPILED))
 """All of them, as a user gives them."""
 VARIABLES = {'TORCHDYNAMO_DISABLE': '1'}
-"""Defaults of environment variables, for the same reason; a user's own value goes before."""
+"""Defaults of environment variables, for the same reason; a user's own value takes precedence."""

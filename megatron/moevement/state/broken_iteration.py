@@ -23,7 +23,7 @@ from megatron.moevement.state.model_operators import Operator
 from megatron.moevement.state.put_aside import drop_put_aside
 from moevement_ext.memory.batches import copy_all
 
-# Upstream divides it by all iterations since its last report, which a survivor still counts.
+# Timer that upstream divides by all iterations since its last report; a survivor still counts them.
 _REPORTED = 'interval-time'
 
 
@@ -47,10 +47,10 @@ class BrokenIteration:
         self._rerun_mode = get_rerun_state_machine().get_mode()
 
     def note_start(self) -> None:
-        """Note functions, modes and hooks with which the loop is entered for the first time.
+        """Record functions, modes and hooks with which the loop is entered for the first time.
 
-        The program may set them before, in code that a survivor does not run again: when survivors
-        and new processes enter the loop, they must have the same.
+        The program may set them earlier, in code that a survivor does not run again; survivors and
+        new processes must enter the loop with the same ones.
         """
         config = get_model_config(self._model[0])
         self._functions = (config.no_sync_func, config.grad_sync_func, config.param_sync_func)

@@ -3,7 +3,7 @@
 
 Without the distributed optimizer the data-parallel ranks of a stage hold the same parameters,
 masters and moments; with expert parallelism, those of the same experts. In upstream's trainer they
-also draw the same random numbers; a loop of its own says whether they do.
+also draw the same random numbers; a custom loop declares whether they do.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,7 +21,7 @@ def replicas(facts: JobFacts, lengths_differ: bool = False) -> list[int]:
     """Other global ranks with the same state as this rank; none where state is sharded.
 
     If the lengths of sequences in an iteration differ, dropout draws more numbers on some
-    data-parallel ranks, whose generators differ from there on.
+    data-parallel ranks, whose generators differ from then on.
     """
     if facts.use_distributed_optimizer or facts.data_parallel_random_init or lengths_differ:
         return []

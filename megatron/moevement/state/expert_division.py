@@ -24,11 +24,11 @@ def is_of_an_expert(operator: str) -> bool:
 
 
 def refuse_scale(operator: str, part: str, tensor: str) -> None:
-    """Raise `RefusedWindow` for a part of an expert that belongs to a shard as a whole."""
+    """Raise `RefusedWindow` for a part of an expert that cannot be divided or joined."""
     if is_of_an_expert(operator) and _OF_A_SHARD.match(part):
         raise RefusedWindow(
             f'{tensor} has a scale for each shard ({part}): start with the '
-            '--expert-tensor-parallel-size of before'
+            '--expert-tensor-parallel-size of the windows'
         )
 
 
@@ -48,10 +48,10 @@ class ExpertDivision:
                     self._blocks[place] = block * shards
 
     def of(self, operator: str, part: str, tensor: str, shards: int, shard: int) -> Division:
-        """Where `shard` of `shards` lies; whole also for what no operator of this rank needs.
+        """Location of `shard` of `shards`; the whole tensor if no operator of this rank needs it.
 
         Raises:
-            RefusedWindow: the part belongs to a shard as a whole.
+            RefusedWindow: the part cannot be divided or joined.
         """
         place = _place(operator, tensor)
         block = 0 if place is None else self._blocks.get(place, 0)

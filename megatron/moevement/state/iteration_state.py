@@ -75,7 +75,7 @@ class IterationState(msgspec.Struct):
     process does not load that checkpoint."""
     groups: list[dict[str, Setting]] = []
     """Constants of each parameter group, stored for the same reason, and its weight decay: after a
-    dense load, upstream computes that of the next iteration before it takes the checkpoint's."""
+    dense load, upstream computes the next iteration's decay before it reads the checkpoint's."""
 
 
 _STATE = msgspec.msgpack.Decoder(IterationState)
@@ -221,7 +221,7 @@ def _group_steps(optimizer: MegatronOptimizer) -> Iterator[int | None]:
 
 
 def _restore_group_steps(optimizer: MegatronOptimizer, steps: list[int | None]) -> None:
-    """Set step counts; Muon, which counts none, has none after another layout either."""
+    """Set step counts; groups of Muon, which counts no steps, get none from any layout."""
     for (counted, group), step in zip(_counted_groups(optimizer), steps, strict=True):
         if step is None or not counted:  # a group without a step yet counts from zero
             group.pop('step', None)

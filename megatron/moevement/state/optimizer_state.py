@@ -277,8 +277,8 @@ def complete_restore(
     Collective over all ranks of a stage. Thawed parameters get their compute weights from the
     masters, except weights with their own capture: those that the optimizer writes itself, and fp8.
     Frozen parameters get masters equal to the compute weights, so that upstream's copy of masters
-    to weights writes the same bits; with fp8 the copy may write other bits, as the next slot has
-    the weights again.
+    to weights writes the same bits; with fp8 the copy may write other bits, until the next slot
+    restores the weights.
 
     `states` are of the restored parameters; those named in `frozen` hold compute weights only. With
     `distributed`, ranks that restored nothing also take part in upstream's all-gather.

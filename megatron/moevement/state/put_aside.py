@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drops what an interrupted iteration has put aside for a later part of itself.
+"""Drops data that an interrupted iteration has queued for its own later steps.
 
 Queues in modules outlive the iteration. The next one would take the entries of the interrupted one
 first, and its own entries one micro-batch late, for the rest of the job. A dense save, too, has a

@@ -24,9 +24,9 @@ from megatron.moevement.state.iteration_state import (
 from moevement_ext.memory.window.placed import Layout, Seat
 from moevement_ext.memory.window.refused import RefusedWindow
 
-# What distinguishes a group in any layout; `is_expert_parallel` only if there are several.
+# Settings that identify a group in any layout; with several matches, also `is_expert_parallel`.
 _OF_A_GROUP = ('wd_mult', 'lr_mult', 'is_decoupled_lr', 'default_config', 'optimizer')
-# These also do, but those of a job that started from a dense checkpoint may not be the flags'.
+# These also do, but after a start from a dense checkpoint they may differ from the flags.
 _RATES = ('max_lr', 'min_lr', 'start_wd', 'end_wd', 'eps', 'betas')
 _EXPERTS = 'is_expert_parallel'
 
@@ -77,7 +77,7 @@ def told_streams(was: Layout, now: Layout) -> str:
             anew.append(f'{what} {before} to {after - 1}')
     if not anew:
         return 'random numbers: all streams go on'
-    return f'random numbers: those of {", ".join(anew)} are seeded anew, the others go on'
+    return f'random numbers: those of {", ".join(anew)} are seeded again, the others go on'
 
 
 def relaid(
@@ -87,7 +87,7 @@ def relaid(
     present: IterationState,
     reduced: Reduced,
 ) -> IterationState:
-    """State of this rank, which right after it was built is `present`, from those of the owners.
+    """Assemble this rank's state from the owners' states; `present` is its state when built.
 
     Raises:
         RefusedWindow: owners contradict each other, or have parameter groups that cannot be told
@@ -150,7 +150,7 @@ def _without_decay(group: Mapping[str, Setting]) -> dict[str, Setting]:
 
 
 def _steps(states: Sequence[IterationState]) -> int | None:
-    """Step count of all groups; those that are empty on an owner may have none, or an old one."""
+    """Step count of all groups; a group that is empty on an owner may have none, or an old one."""
     steps = (step for state in states for step in state.group_steps)
     return max((step for step in steps if step is not None), default=None)
 

@@ -106,7 +106,7 @@ class TrainingState:
         )
 
     def states_of(self, names: Collection[str]) -> list[ParameterState]:
-        """Optimizer state of those of these operators that this rank has."""
+        """Optimizer state of the named operators that this rank has."""
         return [
             self.states[parameter]
             for name in names

@@ -83,7 +83,7 @@ def test_tied_embeddings_of_two_stages_are_a_note(
         ),
         ('--sparse-ckpt-window 0', '--sparse-ckpt-window 0 must be at least 1'),
         ('--sparse-ckpt-fp8-masters', '--sparse-ckpt-fp8-masters takes the place of fp16 masters'),
-        ('--tokenizer-model /nowhere', '--tokenizer-model: /nowhere is not there for rank 0'),
+        ('--tokenizer-model /nowhere', '--tokenizer-model: /nowhere does not exist for rank 0'),
         ('--num-attention-heads 3', 'Megatron ends with AssertionError: assert args.hidden_size'),
         (
             '--global-batch-size 8 --sparse-ckpt-elastic restart '
@@ -99,7 +99,7 @@ def test_tied_embeddings_of_two_stages_are_a_note(
             '--sparse-ckpt-dir /etc/passwd',
             '--sparse-ckpt-dir /etc/passwd: training would be unprotected: /etc/passwd is not',
         ),
-        ('--data-path /nowhere/x', '--data-path: /nowhere/x.idx is not there for rank 0'),
+        ('--data-path /nowhere/x', '--data-path: /nowhere/x.idx does not exist for rank 0'),
         (
             '--num-experts 4 --sparse-ckpt-strategy moc --sparse-ckpt-experts 9',
             '--sparse-ckpt-experts 9 must be at most the number of experts of a layer, 4',
@@ -158,7 +158,7 @@ def test_ranks_are_as_given_or_the_fewest(
         (
             '--num-distributed-optimizer-instances 3',
             3,
-            '8 data-parallel ranks are not divided by 3',
+            '8 data-parallel ranks are not divisible by 3',
         ),
         ('--context-parallel-size 2 --num-distributed-optimizer-instances 2', 2, None),
     ],

@@ -24,7 +24,7 @@ def _lacks_adam(settings: Settings) -> bool:
 
 
 def _megatron_holds_masters(settings: Settings) -> bool:
-    """Upstream's rule. False: the optimizer holds the masters, and writes the weights itself."""
+    """Upstream's rule. If False, the optimizer holds the masters and writes the weights itself."""
     recipe = settings.get('fp8_recipe')
     main = str(settings.get('main_params_dtype', _FP32[0]))
     return recipe not in (None, 'delayed') and main in _FP32
@@ -78,7 +78,7 @@ def _masters_against_recipe(settings: Settings) -> bool:
 
     With delayed scaling upstream supports fp8 weights only beside narrow masters: Adam keeps the
     masters, and stores fp32 masters as 16 bits beside a 16-bit weight. With other recipes Megatron
-    keeps fp32 masters, and an Adam that should keep them gets no view of the weights.
+    keeps fp32 masters; an Adam configured to keep them gets no view of the weights.
     """
     fp32 = str(settings.get('main_params_dtype', _FP32[0])) in _FP32
     recipe = settings.get('fp8_recipe')
@@ -114,8 +114,8 @@ UNTRIED_WEIGHTS = Condition(
     lambda settings: settings.get('fp8_recipe') not in _RECIPES_OF_WEIGHTS,
 )
 MASTERS_AGAINST_RECIPE = Condition(
-    'with --fp8-param-gather, --use-precision-aware-optimizer and an --fp8-recipe that it does '
-    'not go with', _masters_against_recipe,
+    'with --fp8-param-gather, --use-precision-aware-optimizer and an --fp8-recipe that does not '
+    'support it', _masters_against_recipe,
 )  # fmt: skip
 WITHOUT_ENGINE = Condition('without Transformer Engine', _lacks_engine)
 DELAYED_IN_PARTS = Condition(

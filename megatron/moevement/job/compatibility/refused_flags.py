@@ -84,14 +84,14 @@ _RERUNS = Condition(
 )
 _NO_RERUN = 'add --rerun-mode disabled'
 _MOVED_TWICE = (
-    'an iteration with a spike runs twice, and then moves biases of routers twice, but not in a '
+    'an iteration with a spike runs twice, and then updates router biases twice, but not in a '
     'process that has just started'
 )
 _FORGETS = 'a restart from a newer dense checkpoint would continue with another state'
 
 
 def _more_than(shards: str, ranks: str) -> Condition:
-    """True for more shards of a weight than ranks that compute with a part of the weight."""
+    """True if a weight has more shards than ranks that compute with a part of it."""
 
     def holds(settings: Settings) -> bool:
         return number(settings, shards, 1) > number(settings, ranks, 1)
@@ -188,7 +188,7 @@ REFUSED = (
     Rule('--is-hybrid-model', GIVEN, 'train a GPT', _NO_GPT),
     Rule('--hybrid-layer-pattern', GIVEN, 'train a GPT', _NO_GPT),
     Rule('--experimental-attention-variant', GIVEN, 'leave it out',
-         'the state of such a variant is not known'),
+         'the state of experimental variants is not known'),
     Rule('--use-kitchen-attention', GIVEN, 'leave it out', _SCALING),
     Rule('--vision-pretraining', GIVEN, 'train a GPT', _NO_GPT),
     # Random numbers
@@ -198,7 +198,7 @@ REFUSED = (
          _NO_RERUN, _MOVED_TWICE, _RERUNS),
     Rule('--error-injection-rate', above(0), 'leave it out',
          'a replay would draw other errors than training'),
-    # What is trained, and from where
+    # Training data and starting point
     Rule('--perform-rl-step', GIVEN, 'leave it out', 'generated samples are not captured'),
     Rule('--sft', GIVEN, 'leave it out', _NO_DATA),
     Rule('--fim-data', GIVEN, 'leave it out', _NO_DATA),
@@ -229,7 +229,7 @@ REFUSED = (
          'with --step-batch-size-schedule, which excludes that flag, leave this one out',
          'by default the batch follows the number of data-parallel ranks, and another batch is '
          'another training, which starts over', _DEFAULT_BATCH),
-    # What an iteration leaves
+    # Output of an iteration
     Rule('--save-params-interval', ANY, 'leave it out', _DUMPED),
     Rule('--save-wgrads-interval', ANY, 'leave it out', _DUMPED),
     Rule('--save-dgrads-interval', ANY, 'leave it out', _DUMPED),

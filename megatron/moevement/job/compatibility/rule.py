@@ -11,7 +11,7 @@ from megatron.moevement.facts import Settings
 
 
 def number(settings: Settings, name: str, otherwise: int) -> int:
-    """A setting as a number; `otherwise` if the setting is missing or no number."""
+    """A setting as a number; `otherwise` if the setting is missing or not a number."""
     value = settings.get(name)
     return value if isinstance(value, int) else otherwise
 
@@ -48,7 +48,7 @@ def above(limit: int) -> Values:
 
 @dataclass(frozen=True)
 class Condition:
-    """A condition on other flags, beside the value of the rule's flag."""
+    """A condition on other flags, in addition to the value of the rule's flag."""
 
     words: str
     """Shown after the flag and its values in a table or message."""

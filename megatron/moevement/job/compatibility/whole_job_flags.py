@@ -43,7 +43,7 @@ _PREDICTS_EARLY = Values(
     'with m before the last stage', lambda value: 'm' in str(value).rpartition('|')[0]
 )
 
-_WIDER = 'such a stage sends more than the log has space for'
+_WIDER = 'the stage of these layers sends more than the log has space for'
 _NOTES = (
     'an evaluation changes the amax histories of the scales, and a stage that replays alone does '
     'not repeat it'
@@ -90,7 +90,7 @@ WHOLE_JOB = (
     Rule('--hierarchical-context-parallel-sizes', GIVEN, 'leave it out',
          'groups within the context-parallel group have never been reconnected'),
     Rule('--disable-gloo-process-groups', Values('', lambda value: value is True),
-         'add it', 'gloo groups beside those of NCCL cannot be told apart', _BESIDE_NCCL,
+         'add it', 'a replacement cannot tell gloo groups from those of NCCL', _BESIDE_NCCL,
          dest='use_gloo_process_groups'),
     # Random numbers
     Rule('--moe-input-jitter-eps', GIVEN, 'leave it or evaluations (--eval-iters 0) out',
@@ -109,7 +109,7 @@ WHOLE_JOB = (
     Rule('--multiple-validation-sets', GIVEN, 'leave it out', _SET_UP),
     Rule('--dump-param-to-param-group-map', GIVEN, 'leave it out', _SET_UP),
     Rule('--phase-transition-iterations', GIVEN, 'leave it out', _TOGETHER),
-    # What follows an iteration
+    # Steps after an iteration
     Rule('--async-save', GIVEN, 'leave it out',
          'ranks agree on the end of a running save, of which a replacement has no record'),
     Rule('--non-persistent-ckpt-type', equal_to('local'), 'leave it out',

@@ -74,14 +74,18 @@ def test_largest_fitting_number_of_ranks_trains(
         (
             1,
             'pp=2',
-            'fits 1 ranks, or fewer: pp=2,ep=2,cp=1,instances=1: 1 ranks are not divided by 2',
+            'fits 1 ranks, or fewer: pp=2,ep=2,cp=1,instances=1: 1 ranks are not divisible by 2',
         ),
-        (2, 'pp=3,ep=3', r'pp=2,ep=2.*not divided by 4; pp=3,ep=3.*2 ranks are not divided by 3'),
-        (3, 'ep=8', '3 ranks are not divided by 8'),
-        (3, 'pp=3', '4 layers are not divided by 3'),
-        (3, 'ep=3', '4 experts are not divided by 3'),
-        (2, 'ep=2,instances=2', '1 data-parallel ranks of experts are not divided by 2'),
-        (2, 'instances=4', '2 data-parallel ranks are not divided by 4'),
+        (
+            2,
+            'pp=3,ep=3',
+            r'pp=2,ep=2.*not divisible by 4; pp=3,ep=3.*2 ranks are not divisible by 3',
+        ),
+        (3, 'ep=8', '3 ranks are not divisible by 8'),
+        (3, 'pp=3', '4 layers are not divisible by 3'),
+        (3, 'ep=3', '4 experts are not divisible by 3'),
+        (2, 'ep=2,instances=2', '1 data-parallel ranks of experts are not divisible by 2'),
+        (2, 'instances=4', '2 data-parallel ranks are not divisible by 4'),
     ],
 )
 def test_error_says_why_no_layout_fits(ranks: int, layouts: str, why: str) -> None:

@@ -21,7 +21,7 @@ def test_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError) as refused:
         refuse_missing(settings, rank=3)
     path = tmp_path / 'model'
-    assert f'--tokenizer-model: {path} is not there for rank 3 on node7' in str(refused.value)
+    assert f'--tokenizer-model: {path} does not exist for rank 3 on node7' in str(refused.value)
     assert str(refused.value).endswith('correct the path, or mount or copy the file to that node.')
     path.touch()
     refuse_missing(settings, rank=3)
@@ -37,7 +37,7 @@ def test_missing_dataset_file_is_named(flag: str, tmp_path: Path) -> None:
     for path in ('here.idx', 'here.bin', 'there.idx'):
         (tmp_path / path).touch()
     settings = {flag: ['0.3', str(here), '0.7', str(there)]}
-    assert f'{there}.bin is not there for rank 3 on node7' in str(missing_data(settings, rank=3))
+    assert f'{there}.bin does not exist for rank 3 on node7' in str(missing_data(settings, rank=3))
     (tmp_path / 'there.bin').touch()
     assert missing_data(settings, rank=3) is None
     assert missing_data({flag: ['s3://bucket/text']}, rank=0) is None
