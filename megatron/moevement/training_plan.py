@@ -29,8 +29,8 @@ class TrainingPlan:
     """Iterations between two lines about protection on the last rank's standard output."""
     copies_from_peers: bool = False
     """Ranks with the same state (data parallelism without the distributed optimizer) also draw the
-    same random numbers, whatever their data: a lost rank copies the state of another one. Otherwise
-    its stage replays."""
+    same random numbers, independently of their data: a lost rank copies another rank's state.
+    Otherwise its stage replays."""
 
     def __post_init__(self) -> None:
         for name in ('seq_length', 'micro_batch_size', 'global_batch_size', 'log_interval'):

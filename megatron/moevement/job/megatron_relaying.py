@@ -50,7 +50,7 @@ class MegatronRelaying:
         )
 
     def name_of(self, operator: str, tensor: str, seat: Seat) -> str:
-        """Name in the whole model, and the tensor-parallel shard if both layouts divide alike."""
+        """Name in the whole model, and the tensor-parallel shard if the layouts divide equally."""
         name = canonical_name(operator, tensor, self._shared)
         shard = seat.tensor
         if is_of_an_expert(operator):

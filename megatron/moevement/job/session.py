@@ -72,7 +72,7 @@ class Session:
         """Build model chunks, optimizer and scheduler; recover from host memory if it is newest.
 
         Args:
-            build: builds the three; the argument says whether to load the newest dense checkpoint.
+            build: builds all three; its argument says whether to load the newest dense checkpoint.
             load_dense: loads that checkpoint into the built objects, after a recovery from memory
                 proved impossible.
             dense_iteration: iteration of that checkpoint, -1 if there is none; ignored by a process

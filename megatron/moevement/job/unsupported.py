@@ -83,7 +83,7 @@ _HAZARDS = (
     ),
     (
         keeps_fp8_masters,
-        'with masters in fp8 updates that are small beside a weight are lost; compare the losses '
+        'with masters in fp8 updates that are small relative to a weight are lost; compare losses '
         'with those of --main-params-dtype fp16 (python -m tools.bench.overhead --precision all)',
     ),
     (

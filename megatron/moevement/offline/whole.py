@@ -59,10 +59,10 @@ def number_of_shards(operator: str, placed: Placed) -> int:
 def merged(
     parameter: torch.Tensor, shards: int, shard: Callable[[int, int], torch.Tensor], name: str
 ) -> torch.Tensor:
-    """A whole tensor, flat; upstream's attributes of `parameter` tell how it is divided.
+    """A whole tensor, flat; upstream's attributes of `parameter` describe its division.
 
     `shard` returns the elements of one shard, flat, from its index and number of elements.
-    Raises `RefusedWindow`, which contains `name`, if the tensor is divided in another way.
+    Raises `RefusedWindow`, which contains `name`, if the tensor is divided differently.
     """
     if shards == 1 or not getattr(parameter, 'tensor_model_parallel', False):
         return shard(0, parameter.numel())

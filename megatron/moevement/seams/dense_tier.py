@@ -111,7 +111,7 @@ def _seen(facts: JobFacts, load: str) -> DenseTier:
         within = os.path.join(load, checkpointing._NON_PERSISTENT_CKPT_SUBDIR)
         directory = facts.non_persistent_global_ckpt_dir or within
         found.insert(0, _newest_in(directory, None, look_inside))  # comes first if equally new
-    # A tracker file that names no checkpoint ends upstream, whatever the other directory has.
+    # A tracker file that names no checkpoint ends upstream, even if the other directory has one.
     unnamed = (tier for tier in found if tier.problem and tier.iteration < 0)
     return next(unnamed, max(found, key=lambda tier: tier.iteration))
 

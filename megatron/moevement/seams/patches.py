@@ -232,7 +232,7 @@ TAKING = {
         'master_weights', 'master_weight_dtype', 'exp_avg_dtype', 'exp_avg_sq_dtype',
     ),
 }  # fmt: skip
-"""Parts that some installations lack, with some of their parameters; compared when wrapped."""
+"""Parts that some installations lack, with some of their parameters; checked when wrapped."""
 
 Wrapper = Callable[..., object]
 """Called as `wrapper(original, ...)` with the arguments of the original."""

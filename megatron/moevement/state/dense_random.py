@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generator states of every rank, beside a dense checkpoint of upstream.
+"""Generator states of every rank, stored with upstream's dense checkpoint.
 
 Upstream saves one state of each generator for all data-parallel ranks of a stage, the state of the
 first rank. With `--moe-router-force-load-balancing` the other ranks draw from generators of other
@@ -123,7 +123,7 @@ class DenseRandom:
             )
 
     def _places(self) -> Iterator[str]:
-        """Directories that may have the loaded checkpoint."""
+        """Directories that may contain the loaded checkpoint."""
         if self._facts.load is not None:
             yield self._facts.load
             yield self._not_kept_in(self._facts.load)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Extra capacity for experts whose tokens were lost, until they have received as many more.
+"""Extra capacity for experts whose tokens were lost, until they have received as many again.
 
 With `--moe-expert-capacity-factor`, tokens above the capacity of an expert are dropped; an expert
 that is owed tokens drops only tokens above 1.1 times its capacity. Gained tokens are subtracted at

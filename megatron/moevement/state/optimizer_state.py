@@ -25,7 +25,7 @@ from megatron.moevement.state import stored
 from moevement_ext.capture.broadcast import broadcast_packed
 from moevement_ext.errors import SparseCheckpointError
 
-# Class names of optimizers beside torch's Adam; their packages may be missing.
+# Class names of known optimizers other than torch's Adam; their packages may be missing.
 _KNOWN = ('FusedAdam', 'TensorParallelMuon')
 
 

@@ -34,8 +34,9 @@ def scales(inner: Any, main: torch.Tensor) -> dict[str, torch.Tensor]:
     """Scales of one parameter's states, fp32 [1], by name of the state.
 
     Only scales that the next update reads: the optimizer's for fp16, the tensor's for fp8. The
-    optimizer's other scales (for bf16, remainders, or beside fp8) are written before they are read,
-    or never read. Optimizers other than Transformer Engine's Adam have no scales.
+    optimizer's other scales (for bf16, for remainders, or in addition to fp8 tensors' own) are
+    written before they are read, or never read. Optimizers other than Transformer Engine's Adam
+    have no scales.
     """
     found = {}
     for name, state in sorted(inner.state[main].items()):

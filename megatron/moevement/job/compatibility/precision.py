@@ -76,9 +76,9 @@ def _is_precision_aware(settings: Settings) -> bool:
 def _masters_against_recipe(settings: Settings) -> bool:
     """True if `--main-params-dtype` does not suit `--fp8-recipe` for weights in fp8.
 
-    With delayed scaling upstream supports fp8 weights only beside narrow masters: Adam keeps the
-    masters, and stores fp32 masters as 16 bits beside a 16-bit weight. With other recipes Megatron
-    keeps fp32 masters; an Adam configured to keep them gets no view of the weights.
+    With delayed scaling upstream supports fp8 weights only with narrow masters: Adam keeps the
+    masters, and stores fp32 masters as 16 bits in addition to a 16-bit weight. With other recipes
+    Megatron keeps fp32 masters; an Adam configured to keep them gets no view of the weights.
     """
     fp32 = str(settings.get('main_params_dtype', _FP32[0])) in _FP32
     recipe = settings.get('fp8_recipe')

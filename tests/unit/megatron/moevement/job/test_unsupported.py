@@ -339,7 +339,7 @@ def test_another_release_causes_a_warning(
 def test_masters_that_lose_small_updates_cause_a_warning() -> None:
     settings = parsed(PRECISION_AWARE, '--exp-avg-dtype', 'fp8')
     settings['main_params_dtype'] = torch.uint8
-    assert 'updates that are small beside a weight are lost' in str(hazard(settings))
+    assert 'updates that are small relative to a weight are lost' in str(hazard(settings))
     assert 'NaN' not in str(hazard(settings)), (
         'what keeps such masters minds a state that is all zero'
     )
