@@ -23,7 +23,7 @@ from tools.lab.trainer_flags import prepare_megatron
 if TYPE_CHECKING:
     from megatron.moevement.checking import Judgement
 
-_LOCALIZED = 'a failure is recovered on the stages that lost a worker alone'
+_LOCALIZED = 'a failure is recovered only on the stages that lost a worker'
 _UNDER = ', under a launcher that keeps the others running (docs/start.md)'
 _GLOBAL = 'after a failure all stages roll back together, in the living processes'
 _WHOLE_JOB = 'a failure restarts all workers, which recover together from windows in host memory'
@@ -43,7 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not flags:
         parser.error('give -- and the flags of the job')
     prepare_megatron()
-    with warnings.catch_warnings(action='ignore'):  # of missing packages: no training here
+    with warnings.catch_warnings(
+        action='ignore'
+    ):  # about missing packages, which only training needs
         from megatron.moevement.checking import judge
 
     judgement = judge(flags, args.nproc)

@@ -40,14 +40,14 @@ CHECKED = (
         '0.19.2',
         'none',
         'by hand: `pretrain_gpt.py --help`, a localized recovery, one of the whole job, and '
-        'tests/unit/regroup without the backend that fails like NCCL: neither 2.11 nor 2.12 can '
-        'have one that is written in Python',
+        'tests/unit/regroup without the backend that fails like NCCL: neither 2.11 nor 2.12 '
+        'supports backends that are written in Python',
     ),
     (
         'torch 2.14.1, without a GPU',
         '0.19.2',
         '2.20.2',
-        'tests/transformer_engine: whatever can be checked without its kernels',
+        'tests/transformer_engine: all rules that can be checked without its kernels',
     ),
     ('torch 2.12.0a0 of the Dockerfile, NCCL', '0.19.2', 'of the Dockerfile', 'nothing yet'),
 )
@@ -57,7 +57,7 @@ _HEAD = """# Compatibility
 
 <!-- Written by `python -m tools.compatibility --write`; a change goes into its sources. -->
 
-Flags of megatron-core 0.19.2 that do not go with `--sparse-ckpt`:
+Flags of megatron-core 0.19.2 that `--sparse-ckpt` does not fully support:
 
 - [Refused](#refused): the job is not started; the message names the flag and what to do instead.
 - [Whole job only](#whole-job-only): a failure restarts all workers, which recover together from
@@ -83,7 +83,7 @@ _LENGTHS = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog='python -m tools.compatibility', description=__doc__)
-    parser.add_argument('--write', action='store_true', help='write docs/compatibility.md anew')
+    parser.add_argument('--write', action='store_true', help='write docs/compatibility.md')
     if not parser.parse_args(argv).write:
         sys.stdout.write(document())
         return 0

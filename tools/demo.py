@@ -61,7 +61,7 @@ class _NodeLoss:
                 self._lose(job, log)
             return 'training'
         back = demo_summary.all_recovered(job.events())
-        return 'training' if back else f'stage {LOST} comes back, stage {1 - LOST} waits'
+        return 'training' if back else f'stage {LOST} recovers, stage {1 - LOST} waits'
 
     def _lose(self, job: Job, log: RunLog) -> None:
         if ranks_with(job.events(), WindowPersisted) != set(range(WORLD_SIZE)):
@@ -75,7 +75,7 @@ class _NodeLoss:
             f'({nbytes / 2**20:.0f} MiB).\n'
             '  Hot spares, processes that have imported the program, take over, and fetch the '
             f'replicas that node-{1 - LOST} holds.\n'
-            f'  The workers of node-{1 - LOST} (stage {1 - LOST}) live on: they keep their state '
+            f'  The workers of node-{1 - LOST} (stage {1 - LOST}) keep their state '
             'and wait.',
             highlight=False,
             soft_wrap=True,
@@ -86,7 +86,7 @@ def run_demo(args: argparse.Namespace, console: Console) -> Result:
     """Run the demo and print the summary.
 
     Raises:
-        LabError: a run failed, or another stage than the lost one went back.
+        LabError: a run failed, or a stage other than the lost one rolled back.
     """
     output = args.output.resolve()
     for stale in (_PLAIN, _DISTURBED):
@@ -105,7 +105,7 @@ def run_demo(args: argparse.Namespace, console: Console) -> Result:
     console.print('[bold]2. Fault-free run:[/] plain Megatron, without --sparse-ckpt')
     plain = train(launch(_PLAIN), lambda job: _follow(job, args, console, lambda *_: 'training'))
     console.print(
-        f'[bold]3. The same with --sparse-ckpt[/], to lose node-{LOST} on the way', highlight=False
+        f'[bold]3. The same with --sparse-ckpt[/], which loses node-{LOST}', highlight=False
     )
     with memory_directory('moevement-demo-') as memory:
         loss = _NodeLoss(args.kill_after, memory, console)
@@ -127,7 +127,7 @@ def run_demo(args: argparse.Namespace, console: Console) -> Result:
 def _follow(
     job: Job, args: argparse.Namespace, console: Console, look: Callable[[Job, RunLog], str]
 ) -> None:
-    """Show progress until the job is over; `look` is called repeatedly and returns its activity."""
+    """Show progress until the job is over; `look`, called often, returns the job's activity."""
     columns = (
         TextColumn('  {task.description}'),
         BarColumn(),

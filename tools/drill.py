@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Game day: runs a short job with your flags twice, with a worker and then a node killed.
+r"""Game day: runs a short job with your flags twice; in one run a worker and then a node dies.
 
     sbatch scripts/slurm_drill.sbatch <flags of pretrain_gpt.py>
     python -m tools.drill --nodes 2 -- <flags of pretrain_gpt.py>       # on emulated nodes, here
@@ -12,8 +12,8 @@ deletes its own windows on all nodes, also after a job that failed.
 The final states of both runs are compared, bit for bit; where newer captures exist, each recovery
 is also verified against them. GPU problems during the drill are listed.
 
-Exit status: 0 the job recovered from every failure with the bits of the undisturbed one, 1 it did
-not, 2 the drill could not run.
+Exit status: 0 the job recovered from every failure and ended with the bits of the undisturbed run,
+1 it did not, 2 the drill could not run.
 """
 
 import argparse
@@ -44,7 +44,7 @@ _DISTURBED = 'disturbed'
 _DELETED_S = 120.0
 _EVENTS = 'events'
 _LEFT_OUT = {
-    # The drill neither loads checkpoints of the real run nor writes any beside them.
+    # The drill neither loads checkpoints of the real run nor writes any.
     '--save', '--load', '--save-interval', '--save-retain-interval',
     '--non-persistent-save-interval',
     '--non-persistent-ckpt-type', '--non-persistent-global-ckpt-dir',
@@ -95,7 +95,7 @@ def _hold(args: argparse.Namespace, flags: Sequence[str], console: Console) -> i
     run_id = f'drill-{uuid.uuid4().hex[:8]}'
     folder = (args.output or Path('runs', run_id)).absolute()
     if folder.exists():
-        raise LabError(f'--output {folder} is there already: give another folder')
+        raise LabError(f'--output {folder} exists already: give another folder')
     job = _job(args)
     faults = ['--kill', f'0@{args.first}']
     if job.spare:
@@ -162,7 +162,7 @@ def drill_flags(given: Sequence[str], iterations: int, run_id: str, folder: Path
     if '--train-samples' in _names(given):
         raise LabError('--train-samples: give a drill --train-iters, and schedules in iterations')
     if '--sparse-ckpt-verify' in _names(given) and value_of(given, '--sparse-ckpt-verify') == 'off':
-        raise LabError('--sparse-ckpt-verify off: a drill is to verify; leave it out')
+        raise LabError('--sparse-ckpt-verify off: a drill must verify; leave it out')
     flags = _without(given, _LEFT_OUT)
     whole = value_of(given, '--train-iters')
     if whole is not None and '--lr-decay-iters' not in _names(given):

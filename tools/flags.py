@@ -3,8 +3,8 @@
 
     python -m tools.flags --write
 
-The page is made from the parser, the tables of fields from the classes: the texts are docstrings of
-fields (`moevement_ext/config.py`). Without --write the page is printed.
+The page is generated from the parser, and the tables of fields from the classes; the texts are
+docstrings of fields (`moevement_ext/config.py`). Without --write the page is printed.
 """
 
 import argparse
@@ -48,9 +48,9 @@ _HEAD = """# Flags
 
 <!-- Written by `python -m tools.flags --write`; texts are in `moevement_ext/config.py`. -->
 
-`pretrain_gpt.py` takes these beside all flags of Megatron's own trainer. Without `--sparse-ckpt` it
-behaves as plain Megatron. Flags of Megatron that are refused:
-[compatibility.md](compatibility.md). What to begin with: [flags by
+`pretrain_gpt.py` takes these flags in addition to all flags of Megatron's own trainer. Without
+`--sparse-ckpt` it behaves as plain Megatron. Flags of Megatron that are refused:
+[compatibility.md](compatibility.md). Where to begin: [flags by
 scale](memory.md#flags-by-scale).
 
 """
@@ -59,7 +59,7 @@ _DEFAULT = re.compile(r' ?Default: (.*)\.$')
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog='python -m tools.flags', description=__doc__)
-    parser.add_argument('--write', action='store_true', help='write both pages anew')
+    parser.add_argument('--write', action='store_true', help='write both pages')
     if not parser.parse_args(argv).write:
         sys.stdout.write(document())
         return 0
@@ -74,7 +74,7 @@ def document() -> str:
 
 
 def with_fields(page: str) -> str:
-    """A page whose tables of fields, each below the comment that names its class, are anew."""
+    """Return a page with new tables of fields, each below the comment that names its class."""
     for kind in (TrainingPlan, SparseCheckpointConfig):
         head = re.search(rf'<!-- fields of {kind.__name__}\b.*\n\n\|.*\n\| -.*\n', page)
         assert head is not None, kind.__name__
@@ -110,7 +110,7 @@ def rows() -> Iterator[tuple[str, str, str]]:
 
 
 def default(action: argparse.Action) -> str:
-    """The default of a flag: its value, or how the help puts it into words."""
+    """The default of a flag: its value, or the words of the help text."""
     if action.default is False:
         return 'off'
     if action.default is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Runs a real Slurm cluster of five nodes, n1 to n5, on this machine: to try failures.
+r"""Runs a real Slurm cluster of five nodes, n1 to n5, on this machine, to try out failures.
 
     python -m tools.local_slurm start runs/slurm
     export SLURM_CONF=$PWD/runs/slurm/slurm.conf
@@ -8,8 +8,9 @@ r"""Runs a real Slurm cluster of five nodes, n1 to n5, on this machine: to try f
     python -m tools.local_slurm stop runs/slurm
 
 Each node has two CPUs and a fake GPU. The tool needs root, and the packages slurm-wlm and munge of
-Debian or Ubuntu; its daemons listen on loopback and on free ports, beside any other Slurm. `lose`
-kills all processes of a node, as a power failure does; delete its files in /dev/shm yourself.
+Debian or Ubuntu; its daemons listen on loopback and on free ports, so another Slurm can run as
+well. `lose` kills all processes of a node, as a power failure does; delete its files in /dev/shm
+yourself.
 
 Exit status: 0 done, 2 the command is impossible; the message says why.
 """
@@ -141,7 +142,7 @@ class LocalSlurm:
         processes = self.processes()
         daemon = [one for one in processes if _command(one)[-2:] == ['-N', name]]
         if not daemon:
-            raise LabError(f'{name} is no node of {self.folder}, or it is lost already')
+            raise LabError(f'{name} is not a node of {self.folder}, or it is lost already')
         doomed = [one for one in processes if _variables(one).get('SLURMD_NODENAME') == name]
         _kill([*daemon, *doomed, *_step_daemons(doomed)])
         return len(daemon) + len(doomed)
@@ -154,7 +155,7 @@ class LocalSlurm:
         return subprocess.run(command, env=self.environment, capture_output=True, text=True)
 
     def processes(self) -> list[psutil.Process]:
-        """Daemons of this cluster, and processes of its jobs; no others with its environment."""
+        """Daemons of this cluster and processes of its jobs, but no others with its environment."""
         return [
             process
             for process in psutil.process_iter()
@@ -181,7 +182,7 @@ class LocalSlurm:
             LabError: it cannot on this machine, or not in this folder.
         """
         if os.geteuid() != 0:
-            raise LabError('a Slurm cluster on this machine takes root: its daemons start jobs')
+            raise LabError('a Slurm cluster on this machine needs root: its daemons start jobs')
         if None in map(shutil.which, _PROGRAMS):
             raise LabError(f'there is no Slurm here: apt-get install {" ".join(PACKAGES)}')
         if self.configuration.exists():

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Checks all nodes of an allocation before a long run: are all alike?
+r"""Checks before a long run that all nodes of an allocation are alike.
 
     sbatch scripts/slurm_nccl_check.sbatch <flags of pretrain_gpt.py>
     torchrun --nproc-per-node 8 -m tools.node_check --need-gib 300
     torchrun --nproc-per-node 8 -m tools.node_check -- --num-layers 32 --hidden-size 4096 ...
 
-One process for each GPU, or any number without GPUs. The tool compares all that decides bits:
-versions of software (Transformer Engine and Apex included, or their absence), GPUs and driver,
-environment variables; and the free memory for windows. With flags of Megatron after `--`, the tool
-computes the memory that their plan needs on a node, as `python -m tools.plan` does; if the flags
-are not sufficient, a line lists the missing values. It also measures the rates that a plan needs,
-and prints them as flags of `tools.plan`.
+One process for each GPU, or any number without GPUs. The tool compares everything that affects
+bits: versions of software (Transformer Engine and Apex included, or their absence), GPUs and
+driver, environment variables; and the free memory for windows. With flags of Megatron after `--`,
+the tool computes the memory that their plan needs on a node, as `python -m tools.plan` does; if the
+flags are not sufficient, a line lists the missing values. It also measures the rates that a plan
+needs, and prints them as flags of `tools.plan`.
 
 Exit status: 0 no problem, 1 problems, 2 the check failed.
 """
@@ -202,7 +202,7 @@ def meet(place: Place, timeout_s: float) -> tuple[TCPStore, list[str]]:
     while missing := [rank for rank in missing if not store.check([_key(rank)])]:
         if time.monotonic() > deadline:
             raise LabError(
-                f'ranks {missing[:8]} of {place.ranks} did not come within {timeout_s:.0f} s: '
+                f'ranks {missing[:8]} of {place.ranks} did not join within {timeout_s:.0f} s: '
                 'see the log of their nodes'
             )
         time.sleep(0.1)
@@ -359,7 +359,7 @@ def _check(place: Place, args: argparse.Namespace, directory: Path) -> list[Rank
 def _needed_bytes(
     args: argparse.Namespace, flags: Sequence[str], reports: Sequence[RankReport]
 ) -> tuple[int, str | None]:
-    """Bytes of host memory that each node needs, and the reason if the plan's are unknown."""
+    """Bytes of host memory that each node needs, and the reason if the plan's bytes are unknown."""
     given = int(args.need_gib * GIB)
     if not flags:
         return given, None

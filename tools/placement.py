@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Computes how likely random failures lose nothing: of copies of ranks, or replicas of experts.
+r"""Computes the probability that copies of ranks, or replicas of experts, survive failures.
 
     python -m tools.placement ranks --nodes 12 --gpus-per-node 8 --failed 4
     python -m tools.placement ranks --nodes 64 --gpus-per-node 8 --nodes-per-switch 8 --same-state 2

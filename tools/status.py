@@ -128,7 +128,7 @@ def silent(history: History) -> list[int]:
 
 
 def _between_windows(history: History) -> float:
-    """Most iterations between windows that a rank writes: of short ones, not each (`EventLog`)."""
+    """Most iterations between windows in a rank's events, which omit some short ones."""
     return max(1, history.window, WINDOW_EVERY_S / history.pace.iteration_s if history.pace else 0)
 
 

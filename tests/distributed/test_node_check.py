@@ -82,4 +82,4 @@ def test_too_little_memory_is_reported() -> None:
 def test_missing_rank_is_reported() -> None:
     codes, printed = check('--timeout', '3', come=1)
     assert codes == [2]
-    assert 'ranks [1] of 2 did not come within 3 s' in printed[0]
+    assert 'ranks [1] of 2 did not join within 3 s' in printed[0]

@@ -43,7 +43,7 @@ _TRIES = 5
 _ALONE = '--pipeline-model-parallel-size 1 --expert-model-parallel-size 1'.split()
 MIB = 2**20
 LOG = 'log'
-"""Kind of the files with what stages have sent."""
+"""Kind of the files that log the sends of stages."""
 
 
 class Account(msgspec.Struct, frozen=True):

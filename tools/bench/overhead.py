@@ -11,9 +11,9 @@ affects all of them; ratios are taken within a round. The time of an iteration i
 two log lines, so it includes every stall of a save. All runs must end in the same bits. With
 `--against` the sparse checkpointing of another checkout of this project also takes turns.
 
-With `--precision` configurations of the paper's Table 7 take turns, each unprotected and protected,
-beside bf16 and bf16 with another seed. Results: the cost of protection, the bytes of a window, and
-the loss. These configurations need Transformer Engine, or stand-ins for it on a CPU.
+With `--precision` configurations of the paper's Table 7 take turns with bf16 and with bf16 with
+another seed, each unprotected and protected. Results: the cost of protection, the bytes of a
+window, and the loss. These configurations need Transformer Engine, or stand-ins for it on a CPU.
 
 Exit status: 0 done, 1 the final states differ, 2 a run failed.
 """
@@ -75,12 +75,12 @@ class Bench(NamedTuple):
     precision: str = BF16
     """One of `FORMATS`, or of `precisions.NATIVE`."""
     stand_ins: bool | None = None
-    """False: all ranks use the first GPU and Transformer Engine. None: native precision alone."""
+    """False: all ranks use the first GPU and Transformer Engine. None: only native precision."""
     only: Sequence[str] = tuple(TITLES)
 
     @property
     def variants(self) -> list[str]:
-        """What takes turns, first plain Megatron."""
+        """Names of the runs that take turns; plain Megatron is the first."""
         if self.stand_ins is not None:
             return [PLAIN, SPARSE]
         beside = (name for name in self.only if self.against is not None or name != AGAINST)
@@ -107,7 +107,7 @@ class Bench(NamedTuple):
             raise LabError(f'{variant}: {len(log.iterations)} of {self.iterations} iterations')
         on_disk = len({window.start for window in kind_of(found.events, WindowOnDisk)})
         if variant == DISK and not on_disk:
-            raise LabError(f'{variant}: no window came to disk; take more --iterations')
+            raise LabError(f'{variant}: no window was copied to disk; take more --iterations')
         measured = log.iterations[self.warm_up - 1 :]
         seconds = log.wall_seconds(self.warm_up)
         if not seconds:
@@ -202,12 +202,12 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add('--warm-up', type=int, default=4, help='iterations to drop (default: 4)')
     add('--ranks', type=int, choices=model.RANKS, default=2)
     add('--only', choices=TITLES, nargs='+', default=list(TITLES),
-        help='ways to protect a run, beside plain Megatron (default: all)')  # fmt: skip
+        help='ways to protect a run, besides plain Megatron (default: all)')  # fmt: skip
     add('--window', default=AUTO, help='iterations, or auto (default: auto; 4 with --precision)')
     add_output_flags(parser)
     add('--against', type=Path, metavar='DIR', help='another checkout to compare')
     add('--precision', metavar='NAMES', help=f'measure these, {ALL} or some of '
-        f'{",".join(name for name in precisions.FLAGS if name != BF16)}, beside bf16')  # fmt: skip
+        f'{",".join(name for name in precisions.FLAGS if name != BF16)}, besides bf16')  # fmt: skip
     add('--stand-ins', action='store_true', help='on a CPU, with stand-ins for Transformer Engine '
         'of the tests (default: on the first GPU, with Transformer Engine)')  # fmt: skip
     args = parser.parse_args(argv)

@@ -26,7 +26,7 @@ TITLES = {
     SYNC: 'torch_dist each time',
     ASYNC: 'torch_dist each time, asynchronous',
 }
-# The loss is averaged over the last iterations, one in this many.
+# The loss is averaged over the last tenth of the iterations.
 _SHARE = 10
 _MIB = 1 << 20
 
@@ -41,7 +41,7 @@ class Run(msgspec.Struct, frozen=True):
     cpu_s: float
     """CPU seconds of an iteration, per rank."""
     helpers_s: float
-    """Those of Python threads other than the training thread; 0 if plain."""
+    """CPU seconds of Python threads other than the training thread; 0 in plain Megatron."""
     exposed_ms: float | None
     """Mean exposed time of an iteration, as the last rank logs it."""
     windows: list[int]

@@ -15,8 +15,7 @@ and measures the time until the last rank logs an iteration that was not committ
   whole-job-elastic      the whole job with --sparse-ckpt-elastic restart, in the same layout; only
                          where --only names it
 
-If all workers are killed, there is no localized one. The kill comes half way between two
-checkpoints.
+If all workers are killed, no recovery is localized. The kill comes halfway between two checkpoints.
 
 Exit status: 0 done, 1 states that must be equal differ, 2 a run failed or did not recover.
 """
@@ -93,7 +92,7 @@ class Bench(NamedTuple):
         """Kill one worker, which the launcher replaces.
 
         Raises:
-            LabError: the job failed, or more than one stage went back.
+            LabError: the job failed, or more than one stage rolled back.
         """
         folder = self.output / f'{number}-{method}'
         with memory_directory() as memory:
@@ -115,7 +114,7 @@ class Bench(NamedTuple):
         """Kill workers, so that the launcher kills the others and restarts all.
 
         Raises:
-            LabError: the job failed, or recovered in another way than the measured one.
+            LabError: the job failed, or did not recover in the measured way.
         """
         folder = self.output / f'{number}-{method}'
         with memory_directory() as memory, self._checkpoints() as checkpoints:
@@ -165,7 +164,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add('--lose', choices=(WORKER, ALL), default=WORKER, help='workers to kill (default: worker)')
     add('--only', choices=TITLES, nargs='+', default=list(USUAL), help='ways to recover (default: '
         'all but the last)')  # fmt: skip
-    add('--rounds', type=int, default=2, help='turns of everything (default: 2)')
+    add('--rounds', type=int, default=2, help='rounds over all ways (default: 2)')
     add('--window', type=int, default=4, help='iterations per window (default: 4)')
     add('--dense-interval', type=int, default=10, help='iterations between torch_dist checkpoints '
         '(default: 10)')  # fmt: skip
@@ -183,7 +182,7 @@ def measure(args: argparse.Namespace, console: Console) -> RecoveryReport:
     output, data = prepare(args, 'recovery')
     bench = Bench(data, output, args.window, args.lose, args.share_gpu, args.only)
     interval = args.dense_interval
-    # Half way between two checkpoints, once at least two windows are complete.
+    # Halfway between two checkpoints, once at least two windows are complete.
     kill_at = interval * math.ceil(2 * args.window / interval) + interval // 2
     reference = bench.undisturbed(kill_at + _ITERATIONS_AFTER)
     rounds: list[dict[str, Comeback]] = []

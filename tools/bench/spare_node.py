@@ -116,7 +116,7 @@ def lose_a_node(folder: Path, launch: Launch, way: str, reference: StateDigest) 
     """Run a job that loses its first node.
 
     Raises:
-        LabError: the job failed, or did not come back.
+        LabError: the job failed, or did not recover.
     """
     events = folder / 'events'
     flags = [*launch.program()[1:], '--sparse-ckpt-events', str(events)]
@@ -154,7 +154,7 @@ def lose_a_node(folder: Path, launch: Launch, way: str, reference: StateDigest) 
 
 @contextmanager
 def _environment(launch: Launch) -> Iterator[None]:
-    """Give this process, and those it starts, the environment of the job's workers meanwhile."""
+    """Set the environment of the job's workers in this process, within the context."""
     former = dict(os.environ)
     os.environ.update(launch.environment())
     try:
@@ -212,7 +212,7 @@ def show(report: SpareNodeReport, console: Console) -> None:
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(prog='python -m tools.bench.spare_node', description=__doc__)
     add = parser.add_argument
-    add('--rounds', type=int, default=3, help='turns of both ways (default: 3)')
+    add('--rounds', type=int, default=3, help='rounds over both variants (default: 3)')
     add('--gib', type=float, default=0.8, help='GiB of the log of a rank (default: 0.8)')
     add_output_flags(parser)
     args = parser.parse_args(argv)

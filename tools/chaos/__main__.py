@@ -28,8 +28,8 @@ campaign.jsonl in the output folder has the results; `--resume` continues with t
 
 With `--elastic` each fault kills all processes of one job, which starts again in another layout, of
 2 to 4 ranks (`--sparse-ckpt-elastic restart`). The last state is compared with that of plain
-Megatron, which goes through the same layouts from one checkpoint to the next. Besides --faults,
---seed and --output no flags count.
+Megatron, which goes through the same layouts from one checkpoint to the next. Only --faults, --seed
+and --output have an effect then.
 
 Exit status: 0 all faults were injected, nothing was lost, all states are equal and all cells are
 covered, 1 otherwise, 2 a job failed.
@@ -79,8 +79,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add('--cover', default='', metavar='PHASES:KINDS',
         help='aim second faults of these kinds at these phases of a recovery (lists with commas, '
         'or all), and fail if none landed there')  # fmt: skip
-    add('--aimed', type=float, default=0.5, help='share with an aimed second fault (default: 0.5)')
-    add('--faults-per-job', type=int, default=10, help='at most (default: 10)')
+    add('--aimed', type=float, default=0.5, help='share of faults with an aimed second one (0.5)')
+    add('--faults-per-job', type=int, default=10, help='limit per job (default: 10)')
     add('--hang-timeout', type=int, default=HANG_TIMEOUT_S, metavar='SECONDS',
         help='time without a heartbeat after which a worker is replaced; on a busy machine a '
         'starting worker may need longer (default: %(default)s)')  # fmt: skip
@@ -152,7 +152,7 @@ def lock(output: Path) -> IO[bytes]:
     """Open a file that keeps other campaigns out of a folder until it is closed.
 
     Raises:
-        ResultError: another campaign runs in the folder, or it has other things than a campaign.
+        ResultError: another campaign runs in the folder, or the folder has other files.
     """
     output.mkdir(parents=True, exist_ok=True)
     there = {path.name for path in output.iterdir()}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stops a worker in a chosen phase of a recovery, so that a fault can hit it there.
 
-Some phases last a millisecond at toy size. For those the worker advances in small steps from the
-phase before, with a look at its events after each step.
+Some phases last a millisecond at toy size. There the worker advances in small steps from the
+previous phase, and its events are read after each step.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ _STEP_S = 0.0003
 _LONGEST_STEPPING_S = 2.5  # well below the hang timeout
 _TIMEOUT_S = 150.0
 _HURRY = -10
-# For phases too short to be seen in time: the phase before.
+# For phases too short to be seen in time: the previous phase.
 _SHORT = {Phase.POST_STEP: Phase.REGROUP, Phase.FETCH: Phase.REGROUP}
 
 
@@ -30,9 +30,9 @@ class Aim:
     """Aims at one phase of the recovery from the next fault; create it before that fault.
 
     Args:
-        folder: that of the events.
-        phase: the one to hit.
-        suitable: tells whether a rank may be caught.
+        folder: folder of the events.
+        phase: phase to hit.
+        suitable: returns True if a rank may be caught.
     """
 
     def __init__(self, folder: Path, phase: Phase, suitable: Callable[[int], bool]) -> None:
@@ -47,7 +47,7 @@ class Aim:
     def catch(self, running: Callable[[], bool]) -> RecoveryPhase | None:
         """Wait for a worker in the phase, and stop it; returns the worker's event.
 
-        None if the recovery ends before, or has no phases.
+        None if the recovery ends first, or has no phases.
         """
         deadline = time.monotonic() + _TIMEOUT_S
         with _in_a_hurry():

@@ -51,9 +51,9 @@ class _Plain(NamedTuple):
 
 @dataclass(frozen=True)
 class Campaign:
-    """Runs as many jobs as all faults and cells take.
+    """Runs jobs until all faults are injected and all cells are covered.
 
-    A campaign that draws configurations goes on with the next job when one has failed.
+    A campaign that draws configurations continues with the next job after a failed one.
     """
 
     output: Path
@@ -63,7 +63,7 @@ class Campaign:
     args: argparse.Namespace
     """Arguments of the program, as `check` has converted them."""
     results: Results
-    """Those of an interrupted campaign, and those to come."""
+    """Results so far, including those before an interruption."""
     coverage: Coverage
     console: Console
 
@@ -166,7 +166,7 @@ class Campaign:
         return not different
 
     def _reference(self, number: int, configuration_number: int) -> tuple[Configuration, _Plain]:
-        """A configuration that plain Megatron accepts, and its run.
+        """Draw a configuration that plain Megatron accepts; returns it and its run.
 
         Raises:
             LabError: Megatron refuses every configuration that is drawn.
@@ -183,7 +183,7 @@ class Campaign:
                 self.results.add(Refused(configuration_number, str(configuration), error.tail))
 
     def draw(self, job: int, number: int, attempt: int) -> Configuration:
-        """The configuration `number` of a job; without drawn ones, only the window is drawn."""
+        """Draw configuration `number` for a job; without --configurations, draw only its window."""
         args = self.args
         if args.configurations:
             drawn = draw_configuration(args.seed, number, attempt, _draws_narrow(args))

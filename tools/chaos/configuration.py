@@ -16,12 +16,12 @@ from tools.lab.launch import PROGRAM, Launch, Launcher
 AUTO = 'auto'
 LONGEST_WINDOW = 6
 HANG_TIMEOUT_S = 5
-# Per rank: training threads wait while upstream starts processes that write checkpoints, on this
-# machine for all ranks at once.
+# Seconds per rank: training threads wait while upstream starts processes that write checkpoints, on
+# this machine for all ranks at once.
 _STUCK_TIMEOUT_OF_A_WRITER_S = 15
 
 _BLOCK = 10
-# Number of configurations with a feature, of each ten.
+# Of each ten configurations, the number with a given feature.
 _OF_BLOCK = 4
 _RAMP_TO = 2 * SAMPLES
 _RAMP_SAMPLES = 10 * SAMPLES
@@ -171,7 +171,7 @@ class Configuration(NamedTuple):
         return precisions.program(stand_ins=not self.share_gpu) if narrow else PROGRAM
 
     def kinds(self) -> list[Kind]:
-        """Kinds of faults that are possible in such a job."""
+        """Kinds of faults that are possible in this job."""
         agents = self.launcher is Launcher.TORCHRUN
         return [kind for kind in Kind if agents or kind is not Kind.AGENT]
 
@@ -218,7 +218,7 @@ class Configuration(NamedTuple):
 
     @staticmethod
     def disk_of(folder: Path) -> Path:
-        """Folder of windows on disk, beside the job's folder."""
+        """Folder of windows on disk, next to the job's folder."""
         return folder.with_name(f'{folder.name}-disk')
 
     def _length(self, iterations: int) -> str:
@@ -240,10 +240,11 @@ def draw_configuration(
     feature.
 
     Args:
-        seed: of everything.
-        number: that of the configuration, from 0.
+        seed: seed of all draws.
+        number: number of the configuration, from 0.
         attempt: counts the configurations that upstream refused.
-        narrow: give half of them state of 16 and 8 bits; the others are drawn as without `narrow`.
+        narrow: half of the configurations get state of 16 and 8 bits; others are drawn as without
+            it.
     """
     rng = random.Random(f'{seed} configuration {number} {attempt}')
 
@@ -290,7 +291,7 @@ def draw_configuration(
 
 
 def _layout_for(precision: Precision, layout: Layout) -> Layout:
-    """The layout, or another that the precision supports.
+    """The layout, or another one that the precision supports.
 
     With delayed scaling upstream leaves scales stale on data-parallel ranks, and refuses virtual
     stages; the stand-ins do not split fp8 weights.

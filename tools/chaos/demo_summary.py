@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Results of the demo: for people (tables, a picture), for programs (one line).
 
-Checks in the events that one pipeline stage went back, and only that one.
+Checks in the events that exactly one pipeline stage rolled back.
 """
 
 import statistics
@@ -73,7 +73,7 @@ class LocalizedRecovery(NamedTuple):
     seconds: float
     """Seconds from the kill until `new`."""
     spans: list[list[Span]]
-    """Activity of each stage until recovered: the lost stage starts processes, and replays."""
+    """Activity of each stage until it has recovered; the lost stage also starts and replays."""
 
 
 def all_recovered(events: Sequence[Event]) -> bool:
@@ -190,7 +190,7 @@ def result(
     """Compare two runs.
 
     Raises:
-        LabError: another stage than the lost one went back.
+        LabError: a stage other than the lost one rolled back.
     """
     ends = [(run.log.iterations[0].loss, run.log.iterations[-1].loss) for run in (plain, disturbed)]
     assert disturbed.hurt_at is not None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws kind, victims and time of faults from a seed; no two faults of a job are alike."""
+"""Draws kind, victims and time of faults from a seed; no two faults of a job are equal."""
 
 import itertools
 import random

@@ -30,7 +30,7 @@ from tools.lab.trained import DIGEST
 
 RUN_ID = 'elastic'
 EVENTS = 'events'
-"""Folder of a life's events, in its folder."""
+"""Subfolder for the events of a life."""
 LAYOUTS = (
     Layout('ep2', ep=2, dp=2),
     Layout('ep3', ep=3, dp=3),
@@ -70,7 +70,7 @@ class Start(NamedTuple):
     """Parameters of one launch."""
 
     folder: Path
-    """For logs, which does not exist yet."""
+    """Folder for logs, which does not exist yet."""
     flags: Sequence[str]
     """Flags of `pretrain_gpt.py`."""
     layout: Layout
@@ -106,7 +106,7 @@ Run = Callable[[Start], int]
 
 
 def draw_lives(seed: int, restarts: int) -> list[Life]:
-    """Lives of a job: other layouts, numbers of nodes and moments for other seeds."""
+    """Draw the lives of a job: layouts, numbers of nodes and moments of the kills."""
     rng = random.Random(f'{seed} elastic')
     lives: list[Life] = []
     for _ in range(restarts):
@@ -137,7 +137,7 @@ def run_here(start: Start) -> int:
 
 @dataclass(frozen=True)
 class ElasticCampaign:
-    """One job with all its lives, and plain Megatron after it."""
+    """One job with all its lives, and the run of plain Megatron after it."""
 
     output: Path
     """Folder for logs and checkpoints."""
@@ -151,10 +151,10 @@ class ElasticCampaign:
     lived: list[Lived] = field(default_factory=list)
 
     def live(self) -> Iterator[Lived]:
-        """Start the job again and again; yields each life when it is over.
+        """Start the job repeatedly; yields each life when it is over.
 
         Raises:
-            LabError: a life ended otherwise than it should.
+            LabError: a life did not end as planned.
         """
         at = persisted = 0
         for number, life in enumerate(self.lives):
@@ -193,7 +193,7 @@ class ElasticCampaign:
         load: list[str] = []
         for number, ((life, began), end) in enumerate(zip(lives, ends, strict=True)):
             if began == 0:
-                load = []  # it had nothing to go on from
+                load = []  # it had nothing to resume from
             if end is not None and end <= began:
                 continue
             folder = self.output / f'plain{number}'

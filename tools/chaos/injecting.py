@@ -29,7 +29,8 @@ LAST_ITERATIONS = 6
 """Last iterations of a job, without faults: a finished worker cannot help another to recover."""
 FEWEST_ITERATIONS = 3
 """Iterations that a job needs for each fault, for the fault and for its analysis."""
-# An aimed fault hits the first victim again if its drawn number, at most 2, is above this.
+# An aimed kill hits the victims of the first fault again if the drawn `phase`, at most 2, is above
+# this.
 _ELSEWHERE = 1.4
 
 
@@ -39,7 +40,7 @@ class FaultInjector:
     Args:
         job: a running job with events.
         last: number of its last iteration.
-        configuration: that of the job.
+        configuration: configuration of the job.
         coverage: chooses what to aim at, and counts what was hit.
         report: called with the record of each fault, and a line for people.
         pause_s: longest time from one iteration to the next without faults, which may include an
@@ -88,7 +89,7 @@ class FaultInjector:
             )
 
     def _is_time(self, fault: Fault, cell: Cell | None, faults_left: int) -> bool:
-        """Wait for the moment of a fault; False if the job ends before."""
+        """Wait for the moment of a fault; False if the job ends first."""
         share = (self._last - LAST_ITERATIONS - self._from) // faults_left - FEWEST_ITERATIONS
         due = self._from + min(fault.after, max(0, share))
         loses_memory = Kind.NODE in (fault.kind, cell.kind if cell else None)
@@ -143,7 +144,7 @@ class FaultInjector:
         return detection_s + start_up_s(events, last.time) + self._again_s(last)
 
     def _again_s(self, last: Injection) -> float:
-        """Seconds of repeated evaluations and dense saves, as long as without faults at most."""
+        """Seconds of repeated evaluations and dense saves, limited to their fault-free duration."""
         return min(done_again_s(self._job.events(), last.time), self._pause_s)
 
     def _new_deaths(self) -> list[str]:
@@ -220,5 +221,5 @@ class FaultInjector:
         return statistics.median(recent or [0.0])
 
     def _wait_for(self, what: str, happened: Callable[[], bool]) -> bool:
-        """Wait until `happened`; False if the job ends before."""
+        """Wait until `happened`; False if the job ends first."""
         return any(happened() for _ in self._job.follow(what)) or happened()

@@ -12,7 +12,7 @@ from tools.lab.history import Episode
 
 
 def recoveries(events: Sequence[Event], ranks: int) -> list[Episode]:
-    """Recoveries in the order of time; those that not every rank completed are partly known."""
+    """Recoveries in the order of time; of those that a rank did not complete, a part is known."""
     by_rank = [[e for e in kind_of(events, Recovered) if e.rank == rank] for rank in range(ranks)]
     most = max(map(len, by_rank), default=0)
     rounds = [[own[k] for own in by_rank if k < len(own)] for k in range(most)]

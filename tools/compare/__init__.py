@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ways to survive failures side by side: the same job, the same failures."""
+"""Compares ways to survive failures, with the same job and the same failures."""

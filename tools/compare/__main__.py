@@ -18,7 +18,7 @@ With --quick all workers are forks of one process that has imported the program,
 otherwise they are new processes, whose start takes most of a recovery on a CPU. `start` is that
 time; `warm` is ETTR without it. PLT: share of all tokens whose updates were lost.
 
-Exit status: 0 done, 1 a row that promises equal bits ended in others, 2 no result.
+Exit status: 0 done, 1 a row that promises equal bits ended with other bits, 2 no result.
 """
 
 import argparse
@@ -68,7 +68,7 @@ _FIRST, _LAST = 0.2, 0.8
 _LEAST_NETWORK_GB_PER_S = 0.02
 # Number of intervals after which each row has a complete checkpoint.
 _INTERVALS_OF_WARM_UP = 2
-# By flag: with --quick, and without.
+# Defaults by flag: with --quick, and without.
 _SIZES = {'iterations': (32, 120), 'interval': (4, 6), 'faults': (2, 4), 'rounds': (1, 2)}
 
 
@@ -81,7 +81,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         default='all',
         help=f'some of {",".join(ROWS)} (default: all but windows and windows-frozen)',
     )
-    for name, what in (('rounds', 'turns of all rows'), ('iterations', 'of each job'),
+    for name, what in (('rounds', 'rounds over all rows'), ('iterations', 'iterations of each job'),
                        ('faults', 'in each job'),
                        ('interval', 'iterations between dense checkpoints')):  # fmt: skip
         quick, full = _SIZES[name]

@@ -70,7 +70,7 @@ def undisturbed(log: RunLog, injected: Sequence[InjectedFault]) -> list[float]:
 
 
 def _undisturbed(log: RunLog, injected: Sequence[InjectedFault]) -> Iterator[tuple[int, float]]:
-    """The number before each of these iterations, and their seconds."""
+    """Seconds of each undisturbed iteration, and the number of the iteration before it."""
     for before, after in itertools.pairwise(log.iterations):
         struck = any(before.time <= fault.at <= after.time for fault in injected)
         if after.number == before.number + 1 and not struck:
@@ -89,7 +89,7 @@ def kept(log: RunLog) -> list[Iteration]:
 
 
 def comebacks(lived: Lived) -> Iterator[Comeback]:
-    """The recovery from each fault.
+    """Yield the recovery from each fault.
 
     Raises:
         LabError: no new iteration followed a fault.
@@ -172,8 +172,8 @@ def waited_ms(keeps: Keeps, lived: Lived, course: Course) -> float:
 def period(keeps: Keeps, lived: Lived, interval: int) -> int:
     """Return the iterations between two checkpoints, or of a window; without any, of the job.
 
-    For host memory it is that of the plan in force in the median iteration: it changes within a
-    run, and may be longer than the run, so that no second window is ever committed.
+    For host memory, the plan in force in the median iteration counts: plans change within a run,
+    and a window may be longer than the run, so that no second window is ever committed.
     """
     if keeps is Keeps.DISK:
         return interval

@@ -23,7 +23,7 @@ BEGINS = 'compare: lm-resiliency begins at step '
 # Ranks that train; others are reserves of the in-process restart.
 _ACTIVE = 2
 
-if __name__ != '__mp_main__':  # a helper process, as for writing a checkpoint, is no worker
+if __name__ != '__mp_main__':  # a subprocess, e.g. one that writes a checkpoint, is not a worker
     from megatron.training import get_args, training
 
     from megatron.moevement import pretrain_gpt
@@ -109,7 +109,7 @@ def _restarted_in_process(train: Callable[[], None]) -> None:
     def attempt(call_wrapper: inprocess.CallWrapper = None) -> None:  # found by its type
         os.environ['MASTER_PORT'] = str(port + 10 + call_wrapper.iteration)
         train()
-        # Its barrier at the end fails, and a rank hangs, if the rank with the store ends first.
+        # The wrapper's last barrier fails, and a rank hangs, if the rank with the store ends first.
         sys.stdout.flush()
         os._exit(0)
 

@@ -22,11 +22,11 @@ _PROGRAM = str(Path(peer_program.__file__).relative_to(ROOT))
 
 
 class Elastic(Agents):
-    """torchrun with the c10d rendezvous: the store of the static one keeps dead addresses.
+    """torchrun with the c10d rendezvous: the static rendezvous keeps dead addresses in its store.
 
     Attributes:
         module: the module that starts the workers.
-        more: further flags of it.
+        more: further flags of the module.
     """
 
     module = 'torch.distributed.run'
@@ -73,13 +73,13 @@ class Loose(Agents):
         return {rank: agent.pid for rank, agent in agents if agent.poll() is None}
 
     def exit_status(self) -> int | None:
-        """None while workers run; a killed one is no failure."""
+        """None while workers run; a killed worker does not count as failed."""
         codes = [agent.poll() for agent in self._agents.values()]
         ended = [code for code in codes if code is not None]
         return max(0, *ended) if len(ended) == len(codes) else None
 
     def _log(self, node: int) -> Path:
-        """One file for all: a reserve takes the rank of the worker that logs iterations."""
+        """One log for all workers: a reserve takes the rank of the worker that logs iterations."""
         return super()._log(0)
 
 
@@ -88,7 +88,7 @@ class PeerRow(NamedTuple):
 
     title: str
     flags: Callable[[Path, Path], list[str]] = lambda folder, memory: []
-    """Its flags, by the folder of the job and a directory in a tmpfs."""
+    """The row's flags, from the folder of the job and a directory in a tmpfs."""
     starts: Launcher | Callable[[Launch], Agents] = Elastic
     nodes: int = 1
     spares: int = 0
@@ -185,4 +185,4 @@ CANNOT = {
         'grep -n "base_opt = " -B7 .peers/lm_resiliency/integrations/megatron/adapter.py',
     ),
 }
-"""What cannot run here: why, and the command that shows it."""
+"""For each project that cannot run here, the reason, and the command that shows it."""

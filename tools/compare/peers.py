@@ -10,10 +10,10 @@ rank (SIGKILL) and measures the seconds until the end of the first new iteration
 the load of the machine, which affects all figures.
 
 Rows with two pipeline stages are compared with plain Megatron on two stages. lm-resiliency restores
-different iterations on different stages, so it runs with data parallelism, beside a plain run of
-its own.
+different iterations on different stages, so it runs with data parallelism, and has its own plain
+run.
 
-Exit status: 0 done, 1 a row of this project ended in other bits, 2 no result.
+Exit status: 0 done, 1 a row of this project ended with other bits, 2 no result.
 """
 
 import argparse
@@ -61,7 +61,7 @@ class PeerFigures(msgspec.Struct, frozen=True):
     cpu: float
     """CPU seconds of all processes over those of plain Megatron."""
     cpu_training: float
-    """The same of the training threads alone."""
+    """The same ratio, for the training threads alone."""
     tmpfs_mb: float
     """Pages of files in the tmpfs, without logs of what stages send."""
     logs_mb: float
@@ -136,7 +136,7 @@ def _began_alike(job: Job) -> None:
     """Wait until lm-resiliency has restored all ranks.
 
     Raises:
-        LabError: they train on from different steps.
+        LabError: the ranks continue from different steps.
     """
     for _ in job.follow('lm-resiliency to restore'):
         steps = _BEGINS.findall(job.text())
@@ -158,7 +158,7 @@ class PeerRuns:
         """Run a row.
 
         Raises:
-            LabError: the job failed, or did not come back.
+            LabError: the job failed, or did not recover.
         """
         folder, ran = self._output / f'{number}-{name}', _Ran()
         plain = name in (PLAIN, PLAIN_DATA)
@@ -188,7 +188,7 @@ class PeerRuns:
 def compared(
     ran: _Ran, trained: Trained, beside: _Ran, plain: Trained, started: Sequence[float]
 ) -> PeerFigures:
-    """Figures of a job beside plain Megatron's in the same round.
+    """Figures of a job, relative to plain Megatron in the same round.
 
     Raises:
         LabError: no new iteration came after the kill.
@@ -278,7 +278,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(prog=_PROG, description=__doc__)
     add = parser.add_argument
     add('--rows', default=','.join(PEERS), help=f'some of {",".join(PEERS)} (default: all)')
-    add('--rounds', type=int, default=3, help='turns of all rows (default: 3)')
+    add('--rounds', type=int, default=3, help='rounds over all rows (default: 3)')
     add_output_flags(parser, 'runs/compare')
     add('--table', type=Path, metavar='FILE', help='write the table here, for a document')
     args = parser.parse_args(argv)

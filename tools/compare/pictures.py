@@ -30,8 +30,8 @@ def draw_all(report: Comparison, folder: Path) -> list[Path]:
 def goodput(curves: Curves, iteration_s: float, width_s: float) -> np.ndarray:
     """Share of each span of `width_s` seconds in iterations that were kept, [spans].
 
-    An iteration counts from the one before it, or for `iteration_s` if that was earlier; what the
-    job trained again later counts for nothing.
+    An iteration counts from the end of the previous one, for at most `iteration_s`; iterations that
+    the job trained again later do not count.
     """
     ends = np.array([seconds for seconds, _ in curves.kept])
     begins = np.maximum(ends - iteration_s, np.concatenate([[ends[0]], ends[:-1]]))
@@ -87,7 +87,7 @@ def draw_ettr(report: Comparison, target: Path) -> None:
 
 
 def draw_loss(report: Comparison, target: Path) -> None:
-    """Draw the validation loss: rows that end like plain Megatron as one line, others each."""
+    """Draw the validation loss; rows that equal plain Megatron share one line."""
     same, others = split(report)
     size: dict[str, Any] = {'nrows': 2, 'figsize': (9, 6.5), 'height_ratios': (2, 1)}
     with picture(target, **(size if others else {'figsize': (9, 4)})) as found:

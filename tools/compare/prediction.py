@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Predicts the ETTR of a job by the simulator, from the profile of that job and its faults.
 
-The profile says how fast this job trains between checkpoints, how fast it copies and sends, and
-how long it takes from a failure until state can be loaded. Stalls, lost and repeated iterations,
-loading and replays are the simulator's own.
+The profile has the job's speed between checkpoints, its rates of copies and sends, and the time
+from a failure until state can be loaded. Stalls, lost and repeated iterations, loading and replays
+are the simulator's own.
 """
 
 import math
@@ -26,15 +26,15 @@ from tools.simulate.profile import ProfileError
 from tools.simulate.systems import Options, System, build
 
 _HISTORIES = 2  # the first one has the faults of the job
-# Without replicas nothing measures the network, which is then not used; the default of
-# --sparse-ckpt-disk-gb-per-s.
+# Rates that events may lack: without replicas nothing uses or measures the network; the disk's rate
+# is the default of --sparse-ckpt-disk-gb-per-s.
 _NOT_IN_EVENTS = {'network_bytes_per_s': 1e9, 'disk_bytes_per_s': 1e9}
 
 
 def predicted(
     row: Row, lived: Lived, iteration_s: float, period: int, waited_ms: float, mtbf_s: float
 ) -> float | None:
-    """ETTR that the simulator gives the row under the same faults, over the same time.
+    """ETTR that the simulator predicts for the row under the same faults, over the same time.
 
     Args:
         row: the row.
@@ -42,7 +42,7 @@ def predicted(
         iteration_s: seconds of an iteration of plain Megatron.
         period: iterations between checkpoints, or of a window.
         waited_ms: milliseconds in an iteration for which training waits for checkpoints.
-        mtbf_s: mean seconds between failures, as the row was told.
+        mtbf_s: mean seconds between failures, as in the row's flags.
     """
     log = lived.trained.log
     origin, wall_s = log.iterations[0].time, measuring.span_s(log)
@@ -89,7 +89,7 @@ def _system(
     ready_s = restart_s(list(measuring.comebacks(lived)))
     job_s = log.iterations[-1].number * own_s
     if row.keeps is Keeps.NOTHING:
-        # The job begins anew, and is measured only from a later iteration on.
+        # The job starts over, and is measured only from a later iteration on.
         again_s = log.iterations[0].number * own_s
         return build(row.system, Options(
             iteration_s=own_s, restart_s=ready_s + again_s, job_s=job_s

@@ -2,8 +2,8 @@
 """The trainer of a comparison: `pretrain_gpt.py` that logs its start and may copy slowly.
 
 The only place that limits the rate of copies to host memory: a toy model on a CPU hides every
-copy, large models on GPUs do not. The limit is for measurements only, so no flag of the trainer
-has it.
+copy, large models on GPUs do not. The limit is for measurements only, so the trainer has no flag
+for it.
 """
 
 import multiprocessing
@@ -23,7 +23,7 @@ FORK = 'MOEVEMENT_COMPARE_FORK'
 STARTED = 'compare: program started at '
 """Line of a log, before the time in seconds since the epoch."""
 
-if __name__ != '__mp_main__':  # a helper process, as for writing a checkpoint, is no worker
+if __name__ != '__mp_main__':  # a subprocess, e.g. one that writes a checkpoint, is not a worker
     import torch.multiprocessing
 
     from megatron.moevement import pretrain_gpt
@@ -44,7 +44,7 @@ def limit_copies(bytes_per_s: float) -> None:
 
 
 def fork_helpers() -> None:
-    """Fork processes that would import torch, again after each death, before a save can end."""
+    """Fork the processes that save: otherwise a restarted worker's first save waits for imports."""
     fork = multiprocessing.get_context('fork')
     modules: tuple[Any, ...] = (multiprocessing, torch.multiprocessing)
     for module in modules:

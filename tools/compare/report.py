@@ -51,7 +51,7 @@ class RowResult(msgspec.Struct, frozen=True):
 
     title: str
     exact: bool
-    """Promises equal bits."""
+    """True if the row promises equal bits."""
     lossy: bool
     throttled: bool
     period: str

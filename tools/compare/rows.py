@@ -51,7 +51,7 @@ class Row(NamedTuple):
 
     @property
     def throttled(self) -> bool:
-        """The limits of copies and network apply to it."""
+        """True if the limits of copies and network apply to the row."""
         return self.keeps is Keeps.MEMORY
 
     def training_flags(
@@ -143,7 +143,7 @@ ROWS = {
 
 
 def chosen(names: str, forked: bool) -> dict[str, Row]:
-    """Rows by name; `all` are those that differ here, without those of an ablation.
+    """Rows by name; `all`: the rows that differ here, except ablations.
 
     Raises:
         ValueError: there is no such row; the message names it.

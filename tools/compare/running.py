@@ -37,7 +37,7 @@ _STARTED = re.compile(re.escape(program.STARTED) + r'([\d.]+)')
 _PROGRAM = str(Path(program.__file__).relative_to(ROOT))
 _ZERO = '--use-distributed-optimizer'
 _KINDS = (Kind.KILL, Kind.NODE)
-# Part of the mean gap between two faults that always lies between them.
+# Smallest gap between two faults, as a share of the mean gap.
 _LEAST_GAP = 0.5
 
 
@@ -52,7 +52,7 @@ class PlannedFault(NamedTuple):
 
 
 class InjectedFault(NamedTuple):
-    """A fault that a job was given."""
+    """A fault that was injected into a job."""
 
     at: float
     """Time in seconds since the epoch."""
@@ -168,7 +168,7 @@ class Course(NamedTuple):
 def draw_faults(
     seed: int, count: int, begin_s: float, end_s: float, ranks: int
 ) -> list[PlannedFault]:
-    """Draw the trace: random moments and victims, kills and node losses in turn."""
+    """Draw the trace: random moments and victims; kills and node losses alternate."""
     drawn = random.Random(seed)
     gap = _LEAST_GAP * (end_s - begin_s) / count
     free = end_s - begin_s - gap * (count - 1)
@@ -198,7 +198,7 @@ def _inject(job: Job, row: Row, fault: PlannedFault, due: float) -> InjectedFaul
     """Wait for the moment of a fault, and inject it.
 
     Raises:
-        LabError: the job ended before.
+        LabError: the job ended first.
     """
     while time.time() < due or not job.pids()[fault.rank]:
         if not job.running():

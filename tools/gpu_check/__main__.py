@@ -69,7 +69,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def run_apart(name: str, settings: Settings) -> StageResult:
     """Run a stage in a new process, and end all processes that the stage leaves.
 
-    Findings are written beside the report at once, so they survive the end of this process.
+    Findings are written next to the report at once, so they survive the end of this process.
     """
     print(f'\n== {name}: {STAGES[name].proves}', flush=True)
     began = time.monotonic()
@@ -178,7 +178,7 @@ def _exposed(figures: dict[str, Any]) -> str:
 def _copies(figures: dict[str, Any]) -> str:
     parts = [
         f'{figures[f"registered_gb_s_{number}"]:.1f} of {figures[f"pinned_gb_s_{number}"]:.1f} '
-        f'GB/s, captures beside compute {figures[f"busy_over_limit_{number}"]:.2f} of it, with '
+        f'GB/s, captures during compute {figures[f"busy_over_limit_{number}"]:.2f} of it, with '
         f'connections={number}'
         for number in ('1', '8')
         if f'busy_over_limit_{number}' in figures

@@ -21,7 +21,7 @@ from tools.lab.launch import ROOT
 _CONNECTIONS = ('1', '8')
 # Bandwidth into registered pages of a tmpfs, and of captures, divided by that into pinned memory.
 _LEAST_OF_PINNED = 0.95
-# 99th percentile of small copies beside a capture: the time of two 32 MiB pieces, and a margin.
+# 99th percentile of small copies during a capture: the time of two 32 MiB pieces, and a margin.
 _SLOWEST_SMALL_MS = 3.0
 _SHOWN = ('pinned_gb_s', 'registered_gb_s', 'register_gib_s', 'busy_over_limit')
 
@@ -62,7 +62,7 @@ def judge(probed: dict[str, Any]) -> list[str]:
 
 
 def _probe(settings: Settings, connections: str, target: Path) -> dict[str, Any]:
-    """Figures of one process; its error output is shown, and stays beside `target`."""
+    """Figures of one process; its error output is shown, and kept next to `target`."""
     device = 'gpu' if settings.gpu else 'cpu'
     command = [sys.executable, '-m', 'tools.gpu_check.copy_probe']
     command += [str(settings.memory), device, str(target)]

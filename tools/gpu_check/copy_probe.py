@@ -159,7 +159,7 @@ class Window:
 
     @contextmanager
     def copier(self, device: torch.device) -> Iterator[Copier]:
-        """A copier with rates of its own; raises the error of a failed capture at the end."""
+        """A copier with its own measured rates; raises the error of a failed capture at the end."""
         copier = Copier(device)
         try:
             yield copier
@@ -226,7 +226,7 @@ def bandwidth(device: torch.device, target: torch.Tensor) -> float:
 
 
 def busy(device: torch.device, stage: Stage, window: Window, windows: int) -> dict[str, Any]:
-    """Captures beside compute: bandwidth, iteration time, and whether contents are right.
+    """Captures during compute: bandwidth, iteration time, and whether contents are right.
 
     The state at each slot is the slot's index. Not timed: the update, which is equal without
     capture, and checksums that outlast the iteration.

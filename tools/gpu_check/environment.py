@@ -57,7 +57,7 @@ def _gpu() -> dict[str, Any]:
 
 
 def _foreign_packages() -> list[str]:
-    """Problems: foreign packages with the names of ours, which Python would import instead."""
+    """Problems: other packages with this project's names, which Python would import instead."""
     found = (find_spec(name) for name in ('tools.lab', 'tests.unit.memory.samples'))
     origins = (Path(spec.origin or '') for spec in found if spec is not None)
     return [

@@ -40,7 +40,7 @@ def run(settings: Settings) -> Iterator[Findings]:
 
 
 def not_localized(killed: Trained) -> list[str]:
-    """Stages that went back, other than the stage that lost a rank."""
+    """Stages that rolled back, other than the stage that lost a rank."""
     found = killed.recovery
     if found is None or found.tier is not Tier.LOCALIZED:
         return [f'killed: it came back from {found.tier if found else "nothing"}, not localized']
@@ -50,7 +50,7 @@ def not_localized(killed: Trained) -> list[str]:
         if event.stages != [_LOST_STAGE] or bool(event.replayed) != lost:
             problems.append(
                 f'killed: rank {event.rank} replayed {event.replayed} iterations, and says that '
-                f'stages {event.stages} went back'
+                f'stages {event.stages} rolled back'
             )
     return problems
 

@@ -61,7 +61,7 @@ _CASES = {
 
 
 def run(settings: Settings) -> Iterator[Findings]:
-    """Run all trials; on a GPU also the one that must fail."""
+    """Run all trials; on a GPU also the trial that must fail."""
     for name, case in _CASES.items():
         try:
             measured = run_case(case, settings)
@@ -101,7 +101,7 @@ def control(settings: Settings) -> tuple[str, list[str]]:
     except LabError as error:
         otherwise = f'it failed at something else: {str(error).splitlines()[0]}'
     return 'shown nothing', [
-        f'without the repair for groups left open, connecting anew must fail, but {otherwise}: '
+        f'without the repair for groups left open, reconnecting must fail, but {otherwise}: '
         'this does not show that the repair works'
     ]
 

@@ -95,10 +95,10 @@ def _trials(settings: Settings, name: str, more: Sequence[str]) -> Trials:
 
 
 def _same_bits(trials: Trials) -> Generator[Findings, None, tuple[Trained, Trained]]:
-    """Compare the job that loses its rank with the same job; returns plain and protected training.
+    """Compare a job that loses its rank with one that does not; returns plain, protected training.
 
-    Not with plain Megatron: with windows, compiled functions draw the random numbers of uncompiled
-    ones.
+    Plain Megatron is no reference: with windows, compiled functions draw the random numbers of
+    uncompiled ones.
     """
     plain, windows = trials.plain('plain'), trials.protected('windows')
     yield Findings(

@@ -91,7 +91,7 @@ class Report(msgspec.Struct, frozen=True):
     """On the CPU, over gloo, with a tiny model: proves nothing about a GPU."""
     stages: dict[str, StageResult]
     gpu_id: str = ''
-    """A digest that tells GPUs of one model apart."""
+    """A digest that distinguishes GPUs of one model."""
     software: str = ''
     """Digest of the code and of the libraries under it."""
 

@@ -26,7 +26,7 @@ from tools.lab.errors import LabError
 from tools.lab.figures import write_json
 
 RECORDING = 'GPU, or torch lacks set_override_stale_capture_stream'
-"""For upstream's record of a whole iteration: without that function, torch 2.11 may refuse it."""
+"""Needed to record a whole iteration, which torch 2.11 may refuse without that function."""
 
 
 class Stage(NamedTuple):
@@ -35,13 +35,13 @@ class Stage(NamedTuple):
     run: Callable[[Settings], Iterator[Findings]]
     """Yields findings, part by part."""
     proves: str
-    """The proven property, in a few words."""
+    """The property that the stage proves."""
     needs: str = ''
-    """`RECORDING`, or a module that the stage needs beside a GPU."""
+    """`RECORDING`, or a module that the stage needs in addition to a GPU."""
 
 
 STAGES = {
-    'environment': Stage(environment.run, 'packages, versions and memory are as they must be'),
+    'environment': Stage(environment.run, 'packages, versions and memory meet the requirements'),
     'copies': Stage(copies.run, 'captures are as fast as the machine and delay nothing else'),
     'tests': Stage(own_tests.run, 'tests/gpu passes, and the rules of Transformer Engine'),
     'nccl': Stage(nccl.run, 'survivors of a killed rank are unblocked and reconnected'),

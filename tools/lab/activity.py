@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks do over time, from their events."""
+"""Activity of ranks over time, from their events."""
 
 import itertools
 from bisect import bisect_left, bisect_right

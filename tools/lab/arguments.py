@@ -19,11 +19,11 @@ class Parser(argparse.ArgumentParser):
         super().__init__(prog=shown(prog), **{'formatter_class': formatter, **others})
 
     def format_help(self) -> str:
-        """All of it, with the commands as this one was given."""
+        """The help text, with commands in the form in which this command was given."""
         return shown(super().format_help())
 
     def require_at_least_1(self, args: argparse.Namespace, *names: str) -> None:
-        """Exit with a message if a flag, by its attribute, is below 1."""
+        """Exit with a message if one of the attributes `names` is below 1."""
         for name in names:
             if (value := getattr(args, name)) < 1:
                 self.error(f'--{name.replace("_", "-")} {value}: must be at least 1')

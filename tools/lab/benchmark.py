@@ -45,7 +45,8 @@ def run_benchmark[R](
         args: parsed arguments; `json`, and `table` if there is one, are files for the report, or
             None. Unless they can be written, nothing is measured.
         measure: returns the report, which may have `exact`; raises `LabError` if there is none.
-        show: prints the report for people; raises `LabError` if it cannot write a file of its own.
+        show: prints the report for people; raises `LabError` if it cannot write one of its own
+            files.
     """
     console = Console()
     try:
@@ -54,7 +55,7 @@ def run_benchmark[R](
     except LabError as error:
         print_failure(console, name, error)
         return 2
-    failures = []  # whatever fails, the rest goes on: the report may have taken hours
+    failures = []  # a failed output does not prevent the others: the report may have taken hours
     try:
         if args.json:
             write_json(args.json, report)

@@ -30,7 +30,7 @@ class Spent(NamedTuple):
 
 
 def spent(pids: Sequence[int]) -> Spent:
-    """CPU seconds of processes that run."""
+    """CPU seconds of running processes, so far."""
     training_s = total_s = 0.0
     for pid in pids:
         with contextlib.suppress(OSError, psutil.NoSuchProcess):
@@ -40,7 +40,7 @@ def spent(pids: Sequence[int]) -> Spent:
 
 
 def memory_bytes(pids: Sequence[int]) -> int:
-    """Anonymous memory of processes and their descendants; what forks share counts once."""
+    """Anonymous memory of processes and their descendants; memory that forks share counts once."""
     total = 0
     for process in family([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]):
         with contextlib.suppress(OSError):

@@ -14,14 +14,14 @@ from tools.lab.errors import LabError
 
 
 class DigestFileError(LabError):
-    """A file is no digest file; the message names the file and the problem."""
+    """A file is not a digest file; the message names the file and the problem."""
 
 
 class StateDigest(msgspec.Struct, frozen=True):
     """The final training state of a job, as `--sparse-ckpt-digest` wrote it."""
 
     digest: str
-    """SHA-256 of all further fields."""
+    """SHA-256 of all other fields."""
     iteration: int
     """Number of committed iterations."""
     ranks: dict[str, dict[str, str]]
@@ -40,7 +40,7 @@ def read_digest(path: Path) -> StateDigest:
     """Read one file.
 
     Raises:
-        DigestFileError: the file cannot be read, or is no digest file.
+        DigestFileError: the file cannot be read, or is not a digest file.
     """
     try:
         state = msgspec.json.decode(path.read_bytes(), type=StateDigest)

@@ -37,7 +37,7 @@ def picture(target: Path, **subplots: Any) -> Iterator[Any]:
 
     Raises:
         OSError: the file cannot be written.
-        ValueError: the suffix of its name is no image format.
+        ValueError: the suffix of its name is not an image format.
     """
     # Imported here, as it takes a second: reading logs and refusing flags should be fast.
     import matplotlib

@@ -44,7 +44,7 @@ class Tier(enum.StrEnum):
     WHOLE_JOB = 'whole_job'
     """All workers restarted and recovered from host memory."""
     DISK = 'disk'
-    """Host memory was not enough: from a dense checkpoint, or from the start."""
+    """Host memory was not sufficient: recovery used a dense checkpoint, or started over."""
 
 
 class Recovery(NamedTuple):

@@ -36,8 +36,8 @@ class Spread(msgspec.Struct, frozen=True):
 def replacing(target: Path) -> Iterator[Path]:
     """Yield a path to write to, which replaces `target` at the end.
 
-    The folder is created. If `target` exists and is no file (a device, a pipe), it is written
-    directly.
+    The folder is created. If `target` exists and is not a regular file (a device, a pipe), it is
+    written directly.
     """
     if target.exists() and not target.is_file():
         yield target
@@ -73,7 +73,7 @@ def write_json(target: Path, report: Any) -> None:
 
 def print_json(value: object, indent: int = 2) -> None:
     """Print to standard output; infinity, which JSON lacks, becomes null."""
-    encoded = msgspec.json.encode(value, enc_hook=float)  # msgspec takes no floats of NumPy
+    encoded = msgspec.json.encode(value, enc_hook=float)  # msgspec does not encode NumPy's floats
     print(msgspec.json.format(encoded, indent=indent).decode())
 
 

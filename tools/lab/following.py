@@ -18,13 +18,13 @@ class FollowedFile:
         self._inode = 0
         self._read = 0  # bytes of complete lines
         self.events: list[Event] = []
-        """All of the present file so far."""
+        """All events read from the present file."""
 
     def look(self) -> list[Event]:
-        """Read on, or anew if another file has the name now; returns the new events.
+        """Read appended lines, or the whole file if it was replaced; returns the new events.
 
         Raises:
-            LabError: the file holds something else.
+            LabError: the file contains something other than events.
         """
         if not self._path.exists():
             self.events, self._read = [], 0
@@ -55,10 +55,10 @@ class Follower:
         self._folder = folder
         self._files: dict[Path, FollowedFile] = {}
         self.events: list[Event] = []
-        """All so far, in the order of time."""
+        """All events so far, in the order of time."""
 
     def look(self) -> list[Event]:
-        """Read on; returns the new events in the order of time.
+        """Read appended events; returns them in the order of time.
 
         Raises:
             LabError: the folder is missing, or has files of another kind.

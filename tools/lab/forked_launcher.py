@@ -19,7 +19,7 @@ from moevement_ext.launch.template import Template
 
 # Prefix of environment variables that no import reads.
 _OF_A_JOB = 'MOEVEMENT_'
-# By program and environment of the import.
+# Importing processes, by program and environment.
 _importers: dict[tuple[str, tuple[tuple[str, str], ...]], Template] = {}
 _imported: list[ModuleType] = []
 
@@ -30,10 +30,10 @@ def start(
     """Fork `scripts/local_cluster.py --fork`.
 
     Args:
-        program: path of the program of its workers.
-        command: its command line, from the name of the script on.
-        environment: its complete environment.
-        log: file for its output.
+        program: path of the workers' program.
+        command: command line of the launcher, beginning with the name of the script.
+        environment: complete environment of the launcher.
+        log: file for the launcher's output.
 
     Raises:
         LaunchError: the program cannot be imported.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The machine of a benchmark, without which its figures mean nothing."""
+"""The machine of a benchmark, which its figures depend on."""
 
 import os
 import platform

@@ -56,7 +56,7 @@ class Pace(NamedTuple):
 
     @classmethod
     def of(cls, pieces: Sequence[Progress]) -> Self | None:
-        """None without any iteration."""
+        """Pace over `pieces`; None without any iteration."""
         iterations = sum(piece.iterations for piece in pieces)
         if not iterations:
             return None
@@ -109,7 +109,7 @@ class Episode:
 
     @property
     def stages(self) -> list[int]:
-        """Pipeline stages that went back in a localized recovery."""
+        """Pipeline stages that rolled back in a localized recovery."""
         return sorted({stage for event in self.recovered for stage in event.stages})
 
     @property
@@ -277,7 +277,7 @@ class History:
         ]  # fmt: skip
 
     def _is_one(self, before: Sequence[float], after: Sequence[float]) -> bool:
-        """True if ranks report one recovery in both spans of time: the clocks of hosts differ."""
+        """True if ranks report the same recovery in both periods, as clocks of hosts differ."""
         reports = kind_of(self.events, Recovered)
         first, second = (
             {event.rank: (event.target, event.replacements) for event in reports
@@ -323,7 +323,7 @@ class History:
 
     @property
     def iteration(self) -> int:
-        """Newest committed iteration that a job going back has not lost."""
+        """Newest committed iteration that no rollback has lost."""
         newest = {event.rank: event.iteration for event in self.events if event.iteration}
         return max(newest.values(), default=0)  # a new process reports 0 until it has recovered
 

@@ -40,7 +40,7 @@ class Kind(enum.StrEnum):
     DOUBLE = 'double'
     """SIGKILL of two workers, together, or the second during the recovery from the first."""
     STUCK = 'stuck'
-    """The data loader of one worker blocks for ever; the process is alive otherwise."""
+    """The data loader of one worker blocks forever; otherwise its process is alive."""
     WHOLE = 'whole'
     """SIGKILL of all workers; the launcher survives."""
     JOB = 'job'
@@ -211,11 +211,11 @@ class Job:
 
     @property
     def unexpected(self) -> list[Death]:
-        """Workers that failed without a fault of their own.
+        """Workers that failed although no fault hit them.
 
-        Leaves out workers that ended in order that the launcher restarts the whole job. Where any
-        loss restarts the whole job, no worker survives another: under torchrun all end with a
-        connection error.
+        Leaves out workers that ended to make the launcher restart the whole job. Where any loss
+        restarts the whole job, no worker survives the death of another: under torchrun all end with
+        a connection error.
         """
         if not recovers_locally(self.events()):
             return []
@@ -235,7 +235,7 @@ class Job:
         """Inject a fault.
 
         Args:
-            kind: kind of the fault; for a node, the node of the first victim.
+            kind: kind of the fault; `NODE` hits the node of the first victim.
             victims: ranks.
             pid: process id of the first victim, if known and stopped.
 
@@ -268,11 +268,11 @@ class Job:
         """SIGKILL ranks once an iteration is logged; returns the time (seconds since the epoch).
 
         Raises:
-            LabError: the job ended before.
+            LabError: the job ended first.
         """
         for log in self.follow(f'iteration {iteration}'):
             if log.iterations and log.iterations[-1].number >= iteration:
-                time.sleep(delay_s)  # the moment to fault, not a synchronisation
+                time.sleep(delay_s)  # the moment of the fault, not a synchronisation
                 return self.send(victims, signal.SIGKILL)
         raise LabError(f'the job ended before iteration {iteration}', self.tail())
 
@@ -327,7 +327,7 @@ class Job:
         return killed_at
 
     def _stick(self, rank: int) -> float:
-        """Block the data loader of a worker for ever; returns the time."""
+        """Block the data loader of a worker forever; returns the time."""
         pid = self.pids()[rank]
         self._faulted.add(pid)
         stuck_at = time.time()

@@ -62,7 +62,7 @@ class Launch(NamedTuple):
     """Fork launcher and workers from one process, which imports the program once for all jobs of
     this process; not under torchrun."""
     variables: Mapping[str, str] = {}
-    """Environment variables of the workers, beside `ENVIRONMENT`."""
+    """Environment variables of the workers, in addition to `ENVIRONMENT`."""
     share_gpu: bool = False
     """All ranks use the first GPU, over NCCL, instead of the CPU, over gloo."""
     checkout: Path = ROOT
@@ -88,7 +88,7 @@ class Launch(NamedTuple):
         program = str(self.checkout / self.program_file)
         if not self.share_gpu:
             return [program, *self.flags]
-        # On a GPU jobs run as those of users.
+        # On a GPU, jobs run with the flags of users' jobs.
         return [program, *(flag for flag in self.flags if flag not in COMPILED), *_ON_GPU]
 
 
@@ -139,7 +139,7 @@ def kill_groups(pids: Sequence[int]) -> None:
 def free_port() -> int:
     """A TCP port of the loopback interface without a listener.
 
-    Not one that Linux may assign to outgoing connections: an agent takes seconds to listen on it.
+    Outside the range of outgoing connections: an agent starts to listen on it seconds later.
     """
     while True:
         port = random.randrange(*_PORTS)

@@ -46,7 +46,7 @@ class ToyModel(NamedTuple):
         ]
 
     def training_flags(self, own: Iterable[str], data: Path, iterations: int) -> list[str]:
-        """Flags of plain Megatron: `own` ones, and what small jobs have in common."""
+        """Flags of plain Megatron: `own` flags, and the common flags of small jobs."""
         return [
             *self.flags(), *TRAINING, *own, *TEXT, *NO_EVALUATION, *data_flags(data),
             '--train-iters', str(iterations),
@@ -77,7 +77,7 @@ def sparse_flags(
 
 
 def dense_flags(checkpoints: Path, interval: int, asynchronous: bool) -> list[str]:
-    """Flags of Megatron's dense checkpoints, resumed from if there are any."""
+    """Flags to save Megatron's dense checkpoints, and to resume from the newest if present."""
     flags = ['--save', str(checkpoints), '--load', str(checkpoints), '--ckpt-format', 'torch_dist']
     flags += ['--save-interval', str(interval)]
     if asynchronous:

@@ -45,7 +45,7 @@ class Captured(NamedTuple):
     exposed_ms: float
     """Milliseconds for which training waited for the capture."""
     interval: int | None = None
-    """Iterations from one window to the next; None: each follows the one before at once."""
+    """Iterations from one window to the next; None: windows follow each other without a gap."""
 
 
 @dataclass(frozen=True)

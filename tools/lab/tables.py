@@ -9,7 +9,7 @@ from rich.table import Table
 
 
 def say(console: Console, text: str) -> None:
-    """Print a line as it is: no markup, no colors, no line breaks of its own."""
+    """Print a line unchanged, without markup, colors or added line breaks."""
     console.print(text, highlight=False, soft_wrap=True, markup=False)
 
 

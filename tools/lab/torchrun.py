@@ -60,7 +60,7 @@ class Agents:
             )
 
     def command(self, node: int, port: int) -> list[str]:
-        """Command line of the agent of a node, whose master is at a port."""
+        """Command line of a node's agent; `port` is the port of the rendezvous."""
         launch = self._launch
         return [
             sys.executable, '-m', 'torch.distributed.run',

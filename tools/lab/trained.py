@@ -62,6 +62,6 @@ def train(
 
 
 def newest_pids(events: Iterable[Event]) -> list[int]:
-    """Process ids by rank, of the last worker; torchrun's agents know only running workers."""
+    """Process id of each rank's last worker; torchrun's agents know only running workers."""
     pids = {event.rank: event.pid for event in kind_of(events, WorkerStarted)}
     return [pid for _, pid in sorted(pids.items())]

@@ -21,7 +21,9 @@ def trainer_parser() -> argparse.ArgumentParser:
     """Parser of all flags of Megatron and sparse checkpointing. Imports Megatron, which is slow."""
     if cpu_device.needed():
         cpu_device.install()
-    with warnings.catch_warnings(action='ignore'):  # of missing packages: no training here
+    with warnings.catch_warnings(
+        action='ignore'
+    ):  # about missing packages, which only training needs
         from megatron.training.arguments import add_megatron_arguments
 
         from megatron.moevement.arguments import add_arguments

@@ -69,7 +69,7 @@ PRINTED = 'paper'
 BY_BYTES = 'bytes'
 _FORMATS = 'compute', 'master', 'first_moment', 'second_moment'
 _DEFAULT_FAILURES = 'projection-131k'
-# Destination of a flag, if it differs from the name of the field.
+# Attribute of a parsed flag, if it differs from the name of the field.
 _FLAG_OF_FIELD = {
     'ranks': 'gpus', 'overhead_s': 'overhead', 'restart_s': 'restart_time',
     'copy_bytes_per_s': 'copy_bandwidth', 'network_bytes_per_s': 'network_bandwidth',
@@ -148,7 +148,7 @@ def _add_job_flags(parser: argparse.ArgumentParser) -> None:
              metavar='NAME|FILE'),
         Flag('--cluster', f'a file or one of {", ".join(CLUSTERS)} (default: h100)',
              default='h100', metavar='NAME|FILE'),
-        Flag('--gpus', 'of the job (default: as the model says)', at_least(1)),
+        Flag('--gpus', 'GPUs of the job (default: those of the model)', at_least(1)),
         Flag('--to-layout', 'a second one, side by side: what moves if it picks the windows up',
              metavar=FORM),
     )  # fmt: skip
@@ -313,7 +313,7 @@ def _run_both(
 
 
 def _flag_error(error: FieldError, args: argparse.Namespace, megatron: MegatronFlags) -> str:
-    """The message, with the given flag instead of the field."""
+    """The error's message, with the user's flag in place of the field."""
     name = _FLAG_OF_FIELD.get(error.field, error.field)
     own = None if getattr(args, name, None) is None else '--' + name.replace('_', '-')
     flag = own or megatron.named(error.field)

@@ -38,7 +38,7 @@ class Precision:
         fields.whole('amax_history', formats.pop('amax_history'), least=0)
         for name, value in formats.items():
             fields.require(value in _BYTES, name, value, f'give one of {", ".join(_BYTES)}')
-        rule = f'goes with master fp32, not {self.master}: such a weight is its own master'
+        rule = f'needs master fp32, not {self.master}: an fp32 weight is its own master'
         good = self.compute != 'fp32' or self.master == 'fp32'
         fields.require(good, 'compute', self.compute, rule)
 
@@ -47,7 +47,7 @@ class Precision:
         """True if the stored master does not determine the weight.
 
         A weight is rounded from the result of the update. An fp32 master equals that result; a
-        narrower master is rounded itself. An fp8 weight is also rounded with a scale of its own.
+        narrower master is rounded itself. An fp8 weight is also rounded with its own scale.
         """
         return self.master != 'fp32' or self.compute == 'fp8'
 
@@ -102,7 +102,7 @@ PRECISIONS = {
 }
 """Precisions by name; C1 to C5 are those of the paper's Table 7.
 
-Upstream supports fp8 weights beside narrow masters only with delayed scaling.
+Upstream supports fp8 weights with narrow masters only with delayed scaling.
 """
 
 

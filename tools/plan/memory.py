@@ -56,7 +56,7 @@ def logged_per_iteration(
     """Bytes that a rank of `stage` logs of its sends to neighbours in one iteration.
 
     Each micro-batch and chunk sends one activation down and one gradient up, except at the ends of
-    the pipeline (paper, section 3.4). Raises FieldError if the number of micro-batches is no
+    the pipeline (paper, section 3.4). Raises FieldError if the number of micro-batches is not an
     integer.
     """
     micro_batches = batch.micro_batches(layout.data)

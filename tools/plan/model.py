@@ -89,7 +89,7 @@ class ModelShape:
     shared_hidden_size: int = 0
     """Total width of all shared experts; they belong to the rest of the layer."""
     moe_layers: tuple[int, ...] | None = None
-    """1 for each layer with experts, 0 for others; None: all layers are alike."""
+    """1 for each layer with experts, 0 for others; None: all layers are equal."""
     gated: bool = True
     """SwiGLU: a third matrix in each feed-forward part."""
     tied_embeddings: bool = False

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What moves between nodes when another layout picks up the newest windows.
+"""Bytes that move between nodes when another layout resumes from the newest windows.
 
 An operator's elements lie in one order in every layout, and each rank owns a contiguous part of
-them. A new rank reads what an old rank of its node owned from that node's memory, and the rest from
-the node that owned it, or from a replica. Nodes keep their numbers; a node that is left out still
-serves, one that is new has nothing. Only the state of one iteration is counted: a window of W
-iterations also has compute weights, which are small beside it.
+them. A new rank reads the elements that old ranks of its node owned from the node's memory, and all
+others from their owner's node or from a replica. Nodes keep their numbers; a node that is left out
+still serves its windows, and a new node has none. Only the state of one iteration is counted: a
+window of W iterations also has compute weights, which are small in comparison.
 """
 
 from collections import defaultdict
@@ -27,8 +27,8 @@ class Moved:
     state_bytes: int
     """One complete state."""
     read_bytes: int
-    """All that ranks read, from their own node and from others; more than the state where ranks
-    need the same."""
+    """All that ranks read, from their own node and from others; above `state_bytes` where several
+    ranks need the same bytes."""
     remote_bytes: int
     """Read from other nodes."""
     busiest_bytes: int
@@ -42,7 +42,7 @@ _Part = tuple[int, int, int]
 
 
 def moved(before: JobPlan, after: JobPlan) -> Moved:
-    """What a change of the layout moves.
+    """Compute what a change of the layout moves.
 
     Raises:
         FieldError: the layouts divide tensors differently.
@@ -68,11 +68,11 @@ def moved(before: JobPlan, after: JobPlan) -> Moved:
 
 
 def _sources(node: int, begin: int, end: int, held: list[_Part]) -> Iterator[tuple[int, int]]:
-    """Other nodes that a range is read from, with bytes; what lies on the own node is left out."""
+    """Other nodes from which a range is read, with bytes; leaves out bytes on the own node."""
     at = begin
     while at < end:
         here = [one for one in held if one[1] <= at < one[2]]
-        if not here:  # a scale that each owner has, or the copy that a last stage has of words
+        if not here:  # a scale, which each owner has, or the last stage's copy of the words
             return
         own = next((one for one in here if one[0] == node), None)
         source = own or here[node % len(here)]
@@ -115,5 +115,5 @@ def _divisor(job: Job, operator: str) -> int:
 def _require_equal_tensors(before: Layout, after: Layout) -> None:
     for name in ('tensor', 'tensor_of_experts'):
         was, now = getattr(before, name), getattr(after, name)
-        rule = f'windows divide tensors by {was}; another number takes a checkpoint'
+        rule = f'windows divide tensors by {was}; another number needs a checkpoint'
         fields.require(was == now, name.replace('tensor_of_experts', 'expert_tensor'), now, rule)

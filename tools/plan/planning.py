@@ -58,7 +58,7 @@ class ProtectionSettings:
     window: int | None = None
     """Iterations; None: the fewest that the links can carry."""
     max_window: int = 8
-    """Longest window that None may lead to; host memory is reserved for it."""
+    """Longest window with `window` None; host memory is reserved for it."""
     replicas: int = 2
     localized: bool = True
     """Log all sends between stages, so that a lost stage replays alone."""
@@ -129,7 +129,7 @@ class Job:
     protection: ProtectionSettings = field(default_factory=ProtectionSettings)
     failures: FailureRate = field(default_factory=FailureRate)
     overhead_s: float = 0.0
-    """Measured seconds added to each iteration, beside the computed exposed time."""
+    """Measured seconds added to each iteration, besides the computed exposed time."""
 
     def __post_init__(self) -> None:
         fields.check(self, positive='iteration_s', not_negative='overhead_s')
@@ -265,7 +265,7 @@ class JobPlan:
         return _host_memory(self.job, self.kinds, longest_window or self.longest, lag)
 
     def taken_bytes(self) -> int:
-        """Bytes of this memory that the node reserves; longer windows, if they come, take more."""
+        """Bytes of this memory that the node reserves at first; longer windows take more later."""
         longest, window = self.longest, self.window
         if self.job.protection.window is None:
             window = max(window, min(longest, FIRST_WINDOW))
@@ -275,7 +275,7 @@ class JobPlan:
         """Seconds from the start of the copy of a window's last slot until the window is persisted.
 
         The slot is copied, summed and sent to the holders behind the queue; holders verify the sums
-        of the whole window; then that is announced.
+        of the whole window; then the window is announced.
         """
         cluster = self.job.cluster
         last = max(int(kind.slot_bytes()[-1].max()) for kind in self.kinds)
@@ -369,7 +369,7 @@ def plan_job(job: Job) -> JobPlan:
 def per_rank(
     layout: Layout, kinds: Sequence[StageKind], values: Sequence[np.ndarray]
 ) -> np.ndarray:
-    """Values of every global rank, from values (ranks of a stage,) of each kind of stage."""
+    """Values by global rank, from the values (ranks of a stage,) of each kind of stage."""
     by_stage = [np.empty(0)] * layout.pipeline
     for kind, value in zip(kinds, values, strict=True):
         for stage in kind.stages:

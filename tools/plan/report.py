@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A plan as a table for people and as JSON for programs, with reasons and warnings.
 
-These say why a plan cannot work, and costs that a user might overlook.
+The reasons say why a plan cannot work; the warnings name costs that a user might overlook.
 """
 
 from collections.abc import Iterator
@@ -131,7 +131,7 @@ def _cost_rows(plan: JobPlan) -> list[tuple[str, str]]:
 
 
 def _shorter_log(plan: JobPlan) -> str:
-    """Host memory of a node if the log is no longer than necessary; empty if it is not."""
+    """Text on the node's host memory with a shorter sufficient log; empty without a shorter one."""
     lag = plan.enough_log_lag()
     if plan.job.protection.log_lag <= lag:
         return ''
@@ -277,12 +277,12 @@ def _hardware(plan: JobPlan) -> Iterator[str]:
     narrow = precision.compute == 'fp8' and precision.master != 'fp32'
     if narrow and not precision.amax_history:
         yield (
-            'upstream has weights in fp8 beside masters below fp32 with --fp8-recipe delayed only; '
-            'the plan shows what they would take'
+            'upstream supports fp8 weights with masters below fp32 only with --fp8-recipe delayed; '
+            'the plan shows the bytes that they would take'
         )
     if precision.master == 'fp8':
         yield (
-            'masters in fp8 lose updates that are small beside a weight; compare the losses '
+            'masters in fp8 lose updates that are small relative to a weight; compare losses '
             f'({shown("python -m tools.bench.overhead")} --precision all)'
         )
     of_full = precision.optimizer_bytes / precision.full_bytes

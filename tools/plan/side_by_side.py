@@ -17,11 +17,11 @@ from tools.plan.report import as_json, infeasible, rank_bytes
 
 _FIELDS = {'gpus': 'ranks', 'pipeline': 'pipeline', 'expert': 'expert', 'chunks': 'chunks'}
 FORM = 'gpus=N,pipeline=N,expert=N,chunks=N'
-"""Form of a second layout; what is left out stays."""
+"""Form of a second layout; omitted sizes are those of the first."""
 
 
 def other_layout(text: str, layout: Layout) -> Layout:
-    """The layout that a text describes by what differs.
+    """Parse a layout that is given by its differences from `layout`.
 
     Raises:
         DescriptionError: the text has another form.
@@ -39,7 +39,7 @@ def other_layout(text: str, layout: Layout) -> Layout:
 def with_layout(job: Job, layout: Layout, mfu: float | None) -> Job:
     """The same job in another layout.
 
-    Without `mfu` the time of an iteration is that of the first layout, by the number of GPUs.
+    Without `mfu`, the iteration time of the first layout is scaled by the number of GPUs.
     """
     seconds = job.iteration_s * job.layout.ranks / layout.ranks
     if mfu is not None:

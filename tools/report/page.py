@@ -93,7 +93,7 @@ def _verdict(history: History) -> str:
     if not found:
         failures = 'Nothing failed.'
     elif found[-1].end is None:
-        failures = f'{len(found)} failures; the job is not back from the last one.'
+        failures = f'{len(found)} failures; the job has not recovered from the last one.'
     else:
         failures = f'{len(found)} failures, all of them recovered.'
         failures = failures.replace('1 failures, all of them', '1 failure,')
@@ -123,7 +123,7 @@ def _tiles(history: History) -> list[tuple[str, str, str]]:
         ('failures', str(len(found)),
          f'{duration(statistics.median(downs))} until back, median' if downs else ''),
         ('replayed iterations', str(sum(episode.replayed for episode in found)),
-         'on the stages that went back' if found else ''),
+         'on the stages that rolled back' if found else ''),
         ('verified operators', str(sum(episode.verified for episode in found)),
          f'{sum(len(episode.differing) for episode in found)} differ' if found else ''),
     ]  # fmt: skip

@@ -112,5 +112,5 @@ def figures(history: History) -> dict[str, str]:
         found['newest window that all have'] = f'begins at {newest}, {age} iterations ago'
     plans = {event.version for event in history.newest(Replanned).values()}
     if plans:
-        found['times windows were planned anew'] = str(max(plans))
+        found['times windows were replanned'] = str(max(plans))
     return found

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Skew of the tokens over experts, and systems that save only some experts.
 
-Skew is the Herfindahl index of the experts' token shares, scaled to 0 (all alike) .. 1 (one expert
-has all): S = (sum p^2 - 1/E) / (1 - 1/E). Shares drawn from a symmetric Dirichlet distribution of
-concentration alpha have a mean skew of 1 / (1 + alpha E).
+Skew is the Herfindahl index of the experts' token shares, scaled to 0 (all equal) .. 1 (one expert
+has all tokens): S = (sum p^2 - 1/E) / (1 - 1/E). Shares drawn from a symmetric Dirichlet
+distribution of concentration alpha have a mean skew of 1 / (1 + alpha E).
 
 MoC-System (arXiv 2408.04307) saves K experts in turn ('sequential') or the experts with the most
 unsaved tokens ('load-aware'). After a failure every other expert restarts from an older copy, and
@@ -169,7 +169,7 @@ class PartialRun(DenseRun):
         kept: np.ndarray = periods * self.useful_s
         self.checkpoints += periods.astype(np.int64)
         lost = np.zeros(len(kept))
-        # Without a new checkpoint a failure loses no others than the failure before did.
+        # Without a new checkpoint, a failure loses only tokens that the previous failure lost.
         for level, losses in enumerate(self.losses):
             struck = (periods > 0) & (self.level == level)
             lost[struck] = losses[(self.checkpoints[struck] - 1) % len(losses)]

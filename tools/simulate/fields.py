@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of a description's fields; errors name the field, the rule and the value.
 
-Descriptions check themselves: to make one raises FieldError if a field breaks its rule.
+Descriptions check themselves: their constructors raise FieldError if a field breaks its rule.
 """
 
 import math

@@ -101,7 +101,7 @@ _COSTS = [
     Flag('--skew', "of the experts' popularity, 0 (none) to below 1 (drawn at random)", float),
 ]
 _MACHINE = [
-    Flag('--profile', 'what was measured, to price what no flag gives: a JSON file, or the '
+    Flag('--profile', 'measurements, for costs that no flag gives: a JSON file, or the '
          'folder of --sparse-ckpt-events of a run', Path),
     Flag('--copy-bandwidth', "GB/s of a rank to host memory, instead of the profile's", float),
     Flag('--network-bandwidth', "GB/s of a rank's share of the network", float),
@@ -112,8 +112,8 @@ _MACHINE = [
     Flag('--copies', 'nodes of a stage that hold the same state', int),
 ]  # fmt: skip
 _FAILURES = [
-    Flag('--mtbf', 'mean seconds between failures of the job (inf: none), or as 0.5x: so '
-         'many times what the profile says, which is the default', mtbf),
+    Flag('--mtbf', 'mean seconds between failures of the job (inf: none), or a multiple of '
+         "the profile's value such as 0.5x (default: that value)", mtbf),
     Flag('--gpus', 'GPUs of the job; with --gpu-hours-per-failure instead of --mtbf', int),
     Flag('--gpu-hours-per-failure', 'e.g. 50000 (Llama 3), 30000, 7500 (OPT-175B)', float),
     Flag('--weibull-shape', 'shape of the gaps; below 1 failures come in bunches', float, 1.0),
@@ -139,7 +139,7 @@ _CHOICES = [
          default='global', choices=('global', 'localized')),
     Flag('--order', 'of the operators in a window (default: popularity)',
          default='popularity', choices=('popularity', 'given')),
-    Flag('--restore', 'load slots beside the replay, or all before it',
+    Flag('--restore', 'load slots during the replay, or all before it',
          default='streaming', choices=('streaming', 'whole')),
 ]  # fmt: skip
 _GROUPS = {

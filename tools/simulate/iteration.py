@@ -90,7 +90,7 @@ class StageProfile:
     chunks: int = 1
     """Model chunks per stage (virtual stages), which shorten the bubble."""
     sync_s: float = 0.0
-    """Seconds of gradient synchronisation per iteration, beside `collectives`."""
+    """Seconds of gradient synchronisation per iteration, in addition to `collectives`."""
     update_s: float = 0.0
     """Seconds of an optimizer step."""
     collectives: dict[str, Collective] = field(default_factory=dict)

@@ -85,7 +85,7 @@ class Estimate:
     """Mean seconds that a failure waited for a spare."""
     timeline: Timeline
     run: Run
-    """Has further counts for some systems."""
+    """The simulated run, which has further counts for some systems."""
 
 
 def simulate(
@@ -149,7 +149,7 @@ def _check_sizes(histories: int, nodes: int, spares: Spares | None) -> None:
     sizes = {'histories': 1, 'nodes': nodes, 'count': spares.count if spares else 0}
     for name, value in sizes.items():
         given = histories if name == 'histories' else value
-        rule = f'{histories} histories of so many do not fit in memory'
+        rule = f'{histories} histories of that many do not fit in memory'
         fields.require(histories * value <= MOST_FIGURES, name, given, rule)
 
 

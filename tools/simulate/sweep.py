@@ -200,9 +200,9 @@ def check_it_matters(args: argparse.Namespace, names: Sequence[str]) -> None:
     """Refuse a sweep over a flag without effect. Raises FieldError, which names a flag."""
     over = args.over
     if over in ('mtbf', 'gpus') and args.trace is not None:
-        raise FieldError(over, 'cannot be varied: the failures of --trace are what they are')
+        raise FieldError(over, 'cannot be varied: --trace fixes the failures')
     if over == 'gpus' and args.mtbf is not None:
-        raise FieldError('mtbf', 'says how often the job fails, whatever its GPUs; leave it out')
+        raise FieldError('mtbf', 'fixes the rate of failures for any number of GPUs; leave it out')
     if over == 'gpus' and args.gpu_hours_per_failure is None:
         raise FieldError('gpu_hours_per_failure', 'is missing; give it to vary --gpus')
     if over.endswith('bandwidth') and args.profile is None:
@@ -216,7 +216,7 @@ def check_it_matters(args: argparse.Namespace, names: Sequence[str]) -> None:
     others = [name for name in names if name not in PARTIAL_SYSTEMS]
     if args.show == 'lost' and others:
         raise FieldError(
-            'show', f'lost is of {" and ".join(PARTIAL_SYSTEMS)}; {others[0]} has none'
+            'show', f'lost is for {" and ".join(PARTIAL_SYSTEMS)}; {others[0]} loses none'
         )
 
 
@@ -225,7 +225,7 @@ def names_of(parser: argparse.ArgumentParser, text: str) -> list[str]:
     names = text.split(',')
     for name in names:
         if name not in SYSTEMS:
-            parser.error(f'--systems: {name!r} is none; choose from {", ".join(SYSTEMS)}')
+            parser.error(f'--systems: {name!r} is not a system; choose from {", ".join(SYSTEMS)}')
     return names
 
 

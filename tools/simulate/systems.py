@@ -12,8 +12,8 @@ failure also loses, on average, as many iterations as a copy takes.
   exposed part of the snapshot is a stall; the interval is the shortest that keeps the stall below
   `overhead_bound` of an iteration on average and lets one write end before the next begins.
 - gemini: dense in host memory of peers (Wang et al., SOSP'23). The copy to own memory has one
-  iteration, as the next update overwrites the state; the traffic to peers has the interval. What
-  these cannot hide is a stall. Interval by oracle (exact optimum), or by Young or Daly for the
+  iteration, as the next update overwrites the state; the traffic to peers has the interval. The
+  remaining copy time is a stall. Interval by oracle (exact optimum), or by Young or Daly for the
   stall of a checkpoint with a single iteration to hide behind.
 - moc: partial checkpoints (see `experts`) in host memory, then on disk, if its rate is known;
   global rollback. One iteration hides a copy, at any interval.
@@ -82,7 +82,7 @@ class Options:
     experts: int | None = None
     """Experts of a layer; None: as many as the profile has."""
     saved: int | None = None
-    """Experts of a layer in a checkpoint; beside a profile it needs `experts`."""
+    """Experts of a layer in a checkpoint; with a profile it needs `experts`."""
     selection: str = 'sequential'
     lost_budget: float | None = None
     job_s: float | None = None
@@ -125,7 +125,7 @@ def build(name: str, options: Options, profile: Profile | None = None) -> System
 
 
 def _check(options: Options) -> None:
-    """Check the inputs of a price. Raises FieldError."""
+    """Check the inputs of the costs. Raises FieldError."""
     fields.check(options, positive='iteration_s job_s', whole='interval experts')
     if options.window is not None:
         fields.whole('window', options.window, most=LONGEST_WINDOW)
@@ -226,8 +226,8 @@ def _known_shares(options: Options, profile: Profile | None) -> np.ndarray | Non
 def _shares(options: Options, profile: Profile | None) -> np.ndarray:
     """Token shares of the experts of a layer, equal if unknown.
 
-    A profile has the experts of one rank, in all of its layers: their skew is known, and not how
-    many there are in a layer.
+    A profile has the experts of one rank, in all of its layers: their skew is known, but not their
+    number in a layer.
     """
     known = _known_shares(options, profile)
     if profile is not None and options.saved is not None and options.experts is None:
@@ -362,7 +362,8 @@ def _sparse(name: str, options: Options, profile: Profile | None) -> System:
 def _waiting_s(loaded_s: np.ndarray, costs: Sparse) -> float:
     """Seconds that the conversion waits for slots, which are loaded after `loaded_s` [window].
 
-    The whole load of the first slot, and the parts of others that do not fit beside iterations.
+    That is the whole load of the first slot, and the parts of other loads that iterations do not
+    hide.
     """
     replayed_s = costs.conversion_s()
     return float((loaded_s - replayed_s.cumsum() + replayed_s).max())

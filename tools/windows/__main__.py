@@ -12,14 +12,14 @@ r"""Lists, verifies, deletes, exports and tries windows in host memory and on di
 
 DIR is a directory of `--sparse-ckpt-dir` or `--sparse-ckpt-disk`, or one below it. Host memory is
 that of this node. `list` reads headers; `verify` also reads payloads, and compares every checksum.
-`prune` lists files to delete, and deletes them with --yes: for runs without a live process on this
-node, all except windows that are complete on the ranks seen on this node (on disk, the newest of
-them). `export` launches a run that has ended once more, with the command after `--`: the run
+`prune` lists files to delete, and deletes them with --yes: all files of runs without a live process
+on this node, except windows that are complete on the ranks seen on this node (on disk, the newest
+of them). `export` launches a run that has ended once more, with the command after `--`: the run
 converts its newest window, trains one iteration and saves Megatron's own checkpoint, which another
 layout can load as far as upstream's loader allows. The windows that it reads stay; `prune` deletes
 them. With --offline this process makes the checkpoint, on a CPU, from files of all ranks below DIR;
-it takes windows of one slot. `check` says of each window whether a job with the flags after `--`
-would go on from it, in its layout or another one, and starts nothing.
+windows must have one slot. `check` reports for each window whether a job with the flags after `--`
+would resume from it, in its layout or another one, and starts nothing.
 
 Exit status: 0 done, 1 a window is damaged, there is none to verify, the export failed or no window
 would be taken, 2 the directory or a window cannot be read by this user.
@@ -92,8 +92,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     commands = parser.add_subparsers(dest='command', required=True)
     for name, about in (
         ('list', 'what lies where'),
-        ('verify', 'the same, with every checksum compared'),
-        ('prune', 'delete what is not needed'),
+        ('verify', 'list windows, and compare every checksum'),
+        ('prune', 'delete files that no recovery needs'),
     ):
         command = commands.add_parser(name, help=about)
         command.add_argument('directory', type=Path, metavar='DIR')
@@ -114,7 +114,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         action='store_true',
         help='in this process, for any layout: after -- come flags of pretrain_gpt.py alone',
     )
-    command = commands.add_parser('check', help='would a job with these flags go on from them')
+    command = commands.add_parser('check', help='report whether a job would resume from them')
     command.add_argument('directory', type=Path, metavar='DIR')
     command.add_argument(
         '--nproc', type=at_least(0), metavar='N',

@@ -17,7 +17,7 @@ class Copies:
     """The committed files of one window of one slot, of any owner and holder. One thread.
 
     Attributes:
-        headers: those of the slot, by owner.
+        headers: headers of the slot, by owner.
 
     Raises:
         RefusedWindow: no file of an owner can be read.
@@ -34,7 +34,7 @@ class Copies:
         """Bytes of a record, compared with their checksum.
 
         Raises:
-            RefusedWindow: they are damaged in all copies; names operator and tensor.
+            RefusedWindow: all copies of them are damaged; the message names operator and tensor.
         """
         return read_any(self._copies[owner], 0, index)
 

@@ -57,14 +57,14 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
     slots: int | None = None
     """Number of slots; all of them unless there is a problem."""
     layout: Layout | None = None
-    """Layout of the job; None in windows that do not say it."""
+    """Layout of the job; None in windows that do not record it."""
     digests: tuple[str, str] | None = None
     """Digests of run and layout; equal for windows that belong together."""
     verified: bool = False
     """All checksums were compared."""
     problem: str | None = None
     foreign: bool = False
-    """The problem: this user cannot read the file now, or others may write to it."""
+    """The file has a problem: this user cannot read it now, or other users may write to it."""
 
     @property
     def sound(self) -> bool:

@@ -19,8 +19,8 @@ from tools.windows.found import Found, by_window, missing
 def newest(found: Sequence[Found], directory: Path) -> list[Found]:
     """Committed files, copies included, of the newest window that all ranks of a run have.
 
-    Only a window of one slot holds one state of everything; a longer one takes a replay, which
-    takes the run's own launch.
+    Only a window of one slot holds a complete state of one iteration; a longer window needs a
+    replay, for which the run must be launched.
 
     Raises:
         LabError: there are several runs, or no window of all ranks, or it needs a replay.
@@ -49,7 +49,7 @@ def export_offline(window: Sequence[Found], output: Path, flags: Sequence[str]) 
     """Save a window in `output`; returns the iteration of the checkpoint. Once in a process.
 
     Raises:
-        LabError: flags or windows do not allow it; the message names what.
+        LabError: flags or windows do not allow it; the message names the cause.
     """
     if saved_in(output) is not None:
         raise LabError(f'--output {output}: there is a checkpoint already; name another one')
@@ -61,7 +61,7 @@ def export_offline(window: Sequence[Found], output: Path, flags: Sequence[str]) 
         copies = Copies(window)
         placed = {owner: header.placed for owner, header in copies.headers.items()}
         known = {owner: one for owner, one in placed.items() if one is not None}
-        logging.disable(logging.WARNING)  # of what this process does not do
+        logging.disable(logging.WARNING)  # about functions that this process does not use
         with warnings.catch_warnings(action='ignore'):
             return export(DenseSlot(copies.headers, known, copies.read), flags, output)
     except (RefusedWindow, UserError) as error:
@@ -86,7 +86,7 @@ def _use_a_cpu() -> None:
 def _missing_of(files: Sequence[Found]) -> list[int]:
     if files[0].layout is None:
         raise LabError(
-            f'{files[0].path}: it does not say its layout: export '
+            f'{files[0].path}: it does not record its layout: export '
             'without --offline, and give after -- the command that launched the run'
         )
     return missing(files)

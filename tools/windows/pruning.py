@@ -19,8 +19,8 @@ def prunable(found: Sequence[Found], live: Sequence[str], keep: int) -> list[Pat
         found: all windows below the directory.
         live: runs with windows of live processes, which stay untouched.
         keep: number of windows per run to keep, among those that all its ranks here have; 0: delete
-            all windows of a finished run. Else all of these stay in memory, and on disk the one
-            that all ranks had, as ranks elsewhere may lack newer ones.
+            all windows of a finished run. Unless 0, all of these windows stay in memory, and on
+            disk also the window that all ranks had, as ranks elsewhere may lack newer ones.
     """
     whole = complete(found)
     unread = {one.run for one in found if one.foreign and keep}  # a newer window may be complete
@@ -35,8 +35,8 @@ def prunable(found: Sequence[Found], live: Sequence[str], keep: int) -> list[Pat
 def live_runs(found: Sequence[Found]) -> list[str]:
     """Runs with windows of live processes, in memory or on disk, in all their layouts.
 
-    An elastic job reads those of its earlier layout until all its ranks have own ones, so it also
-    counts before it has any.
+    An elastic job reads windows of its earlier layout until all its ranks have windows of their
+    own, so it counts as live before it has any.
     """
     names = {(one.root, base_of(one.run)) for one in found}
     live = {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells for each window whether a job with the given flags would resume from it."""
+"""Reports for each window whether a job with the given flags would resume from it."""
 
 import warnings
 from collections.abc import Iterator, Sequence
@@ -25,7 +25,7 @@ class Said(NamedTuple):
 def said_of(found: Sequence[Found], flags: Sequence[str], ranks: int | None) -> Iterator[Said]:
     """Answers for all windows below a directory, run by run, the newest first.
 
-    Without a number of `ranks`: as many as the windows had, or else the fewest for the flags.
+    `ranks` None: the number of ranks that the windows had, or else the fewest for the flags.
     """
     prepare_megatron()
     for _, own in sorted(by_run(found).items()):
@@ -34,7 +34,9 @@ def said_of(found: Sequence[Found], flags: Sequence[str], ranks: int | None) -> 
 
 
 def _said(files: Sequence[Found], flags: Sequence[str], ranks: int | None) -> Said:
-    with warnings.catch_warnings(action='ignore'):  # of missing packages: no training here
+    with warnings.catch_warnings(
+        action='ignore'
+    ):  # about missing packages, which only training needs
         from megatron.moevement.offline.trying import answer
 
     first = files[0]

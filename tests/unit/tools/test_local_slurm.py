@@ -17,7 +17,7 @@ def test_a_node_of_no_cluster_cannot_be_lost(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(['lose', str(tmp_path), 'n2']) == 2
-    assert f'local_slurm: n2 is no node of {tmp_path}' in capsys.readouterr().err
+    assert f'local_slurm: n2 is not a node of {tmp_path}' in capsys.readouterr().err
 
 
 def test_unknown_node_is_refused(tmp_path: Path) -> None:
@@ -29,7 +29,7 @@ def test_unknown_node_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ('user', 'programs', 'there', 'message'),
     [
-        (1000, True, False, 'takes root'),
+        (1000, True, False, 'needs root'),
         (0, False, False, 'apt-get install slurm-wlm munge'),
         (0, True, True, 'has a cluster already'),
     ],

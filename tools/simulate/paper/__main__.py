@@ -7,7 +7,7 @@
 The same as `python -m tools.simulate paper`. Nothing is fitted to a single cell; fits to a row or a
 table are marked. docs/paper.md summarises which numbers follow and which do not.
 
-Exit status: 0 if the computation ran; a difference from the paper is no error.
+Exit status: 0 if the computation ran; a difference from the paper is not an error.
 """
 
 import sys
@@ -125,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def print_report(report: Report, console: Console) -> None:
-    """Print tables with our numbers beside the paper's, constants, claims, notes and counts."""
+    """Print tables of computed and printed numbers, constants, claims, notes and counts."""
     for (name, quantity), found in groupby(
         sorted(report.cells, key=_table_and_quantity), key=_table_and_quantity
     ):

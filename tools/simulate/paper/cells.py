@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers of the paper and ours, for every readable cell of Tables 3 and 7.
+"""Printed and computed numbers, for every readable cell of Tables 3 and 7.
 
 Inputs are the iteration times, the windows, the intervals and the overheads in seconds. A global
 rollback loses half an interval, MoEvement 3/2 of a window (paper, appendix C), MoC one iteration.
@@ -38,7 +38,7 @@ class Verdict(StrEnum):
     NO_INPUTS = 'no inputs'
     """The paper does not give the inputs of the number."""
     FINDING = 'finding'
-    """Ours only: the paper does not print the number."""
+    """Only computed: the paper does not print the number."""
 
 
 class Cell(msgspec.Struct, frozen=True):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Claims of the text, of figures 6, 10 and 11, of appendix D and of Lazarus, with our numbers.
+"""Claims of the text, figures 6, 10 and 11, appendix D and Lazarus, with computed numbers.
 
 Also findings about the consistency of the tables.
 """
@@ -33,7 +33,7 @@ class Claim(msgspec.Struct, frozen=True):
     ours: float | None
     verdict: Verdict
     how: str
-    """Inputs of our number; mentions any fitted constant."""
+    """Inputs of the computed number; mentions any fitted constant."""
 
     @property
     def difference(self) -> float | None:
@@ -43,7 +43,7 @@ class Claim(msgspec.Struct, frozen=True):
 def judged(
     source: str, statement: str, theirs: float, ours: float, tolerance: float, how: str
 ) -> Claim:
-    """A claim that our number confirms or contradicts."""
+    """A claim that the computed number confirms or contradicts."""
     return Claim(source, statement, theirs, ours, judge(ours, theirs, tolerance), how)
 
 
@@ -153,7 +153,7 @@ def moevement_claims() -> Iterator[Claim]:
 
 
 def best_constant_ettr() -> tuple[float, int, int]:
-    """The constant ETTR that meets most MoEvement cells; how many cells, and of how many."""
+    """The constant ETTR that meets most MoEvement cells, the cells that it meets, and all cells."""
     rows = tables.rows(systems=[tables.MOEVEMENT])
     ettr = np.array([condition.ettr for row in rows for condition in row])
     candidates = np.unique(ettr) + ETTR_TOLERANCE

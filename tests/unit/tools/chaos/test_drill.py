@@ -78,7 +78,7 @@ def test_gpu_problem_is_reported_once_and_does_not_fail_the_drill() -> None:
     [
         ([], 'no flags of pretrain_gpt.py: put -- and them'),
         (['--first', '5', '--second', '5', '--', '--bf16'], 'each must be above the one before'),
-        (['--output', '/', '--', '--bf16'], '--output / is there already'),
+        (['--output', '/', '--', '--bf16'], '--output / exists already'),
         (['--nodes', '0', '--', '--bf16'], 'give numbers of 1 or more'),
     ],
 )
@@ -157,7 +157,7 @@ def test_the_schedule_is_that_of_the_whole_run() -> None:
     ('flags', 'message'),
     [
         (['--train-samples', '7'], '--train-samples: give a drill --train-iters'),
-        (['--sparse-ckpt-verify', 'off'], '--sparse-ckpt-verify off: a drill is to verify'),
+        (['--sparse-ckpt-verify', 'off'], '--sparse-ckpt-verify off: a drill must verify'),
     ],
 )
 def test_flags_that_exclude_a_drill_are_refused(flags: list[str], message: str) -> None:

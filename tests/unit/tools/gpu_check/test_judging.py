@@ -166,7 +166,7 @@ def test_only_the_lost_stage_replays() -> None:
         (back(Tier.WHOLE_JOB, kept, kept, lost, lost), 'from whole_job'),
         (back(Tier.LOCALIZED, lost, kept, lost, lost), 'rank 0 replayed 4'),
         (back(Tier.LOCALIZED, kept, kept, lost, kept), 'rank 3 replayed 0'),
-        (back(Tier.LOCALIZED, kept, kept, ([0, 1], 4), lost), 'stages [0, 1] went back'),
+        (back(Tier.LOCALIZED, kept, kept, ([0, 1], 4), lost), 'stages [0, 1] rolled back'),
     ):
         (found,) = four_rank.not_localized(wrong)
         assert problem in found

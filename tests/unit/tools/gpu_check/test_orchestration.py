@@ -72,8 +72,8 @@ def test_summary_ends_with_the_three_main_results(passed: bool, came_back: str, 
         '1.40 ms of 700.0 ms an iteration (0.20%) with window auto'
     )
     assert copied == (
-        'copies against pinned bandwidth: 52.0 of 53.0 GB/s, captures beside compute 0.97 of it, '
-        'with connections=1; 52.0 of 53.0 GB/s, captures beside compute 0.98 of it, with '
+        'copies against pinned bandwidth: 52.0 of 53.0 GB/s, captures during compute 0.97 of it, '
+        'with connections=1; 52.0 of 53.0 GB/s, captures during compute 0.98 of it, with '
         'connections=8'
     )
     assert last.startswith('not run: environment, tests')

@@ -69,7 +69,7 @@ def test_a_window_that_takes_a_replay_is_refused_in_one_line(
 
 def test_window_without_a_layout_is_refused(tmp_path: Path) -> None:
     commit(tmp_path, 4, placed=False)
-    with pytest.raises(LabError, match='does not say its layout'):
+    with pytest.raises(LabError, match='does not record its layout'):
         newest(find(tmp_path), tmp_path)
 
 
