@@ -7,10 +7,9 @@
 #
 # --ipc=host (or a large --shm-size): the windows live in /dev/shm, at least one copy of the
 # training state of every rank on the node. --ulimit memlock=-1: they are pinned for copies.
-# --init: reaps what dead workers leave behind.
-#
-# The base has PyTorch, Transformer Engine and Apex built for each other. It must have
-# PyTorch >= 2.11 and Python >= 3.12; pip refuses older versions below.
+# --init: reaps the child processes of dead workers.
+# The base image has PyTorch, Transformer Engine and Apex built for each other. It needs
+# PyTorch >= 2.11 and Python >= 3.12; the pip command below refuses older versions.
 ARG BASE_IMAGE=nvcr.io/nvidia/pytorch:26.05-py3
 FROM ${BASE_IMAGE}
 
@@ -27,7 +26,7 @@ RUN --mount=type=bind,target=/src,rw \
         '/src[tools,metrics]' nvidia-ml-py \
     && rm /tmp/base-constraints.txt
 
-# For torchrun; the command runs all other programs.
+# torchrun needs this file; the command `moevement` runs all other programs.
 COPY pretrain_gpt.py ./
 
 # Any user id may run the image: caches are in a world-writable directory, and nothing needs root.

@@ -2,9 +2,10 @@
 """Package description: the engine `moevement_ext`, the adapter `megatron.moevement`, all programs.
 
 `megatron` is a namespace shared with megatron-core, so it is never listed as a package itself.
-`tools` would be one that others have, too. It keeps its name, by which its files import each other,
-and goes into a folder of the engine, as a checkout has it: the command `moevement` puts that folder
-in front of the path of its own process, and no other ever sees it (`moevement_ext/command.py`).
+A top-level package `tools` could collide with packages of other projects. It keeps its name, as its
+files import each other by it, but is installed in a folder of the engine: the command `moevement`
+puts that folder in front of the path of its own process, and no other process sees it
+(`moevement_ext/command.py`).
 """
 
 import re
@@ -16,7 +17,7 @@ ROOT = Path(__file__).resolve().parent
 
 
 def read_version() -> str:
-    """Version out of the engine's text: importing it would need torch at build time."""
+    """Read the version from the engine's source: importing it would need torch at build time."""
     source = ROOT / 'moevement_ext' / '__init__.py'
     match = re.search(
         r"""^__version__\s*=\s*['"]([^'"]+)['"]""", source.read_text('utf-8'), re.MULTILINE
@@ -30,7 +31,7 @@ _PROGRAMS = 'moevement_ext.programs'
 TOOLS = [f'{_PROGRAMS}.{name}' for name in find_packages(include=['tools', 'tools.*'])]
 
 setup(
-    script_name='setup.py',  # pip has another, and would put this file beside pretrain_gpt.py
+    script_name='setup.py',  # otherwise pip would install this file next to pretrain_gpt.py
     name='megatron-moevement',
     version=read_version(),
     description='Sparse checkpointing and localized recovery for MoE training on Megatron-Core',

@@ -25,10 +25,10 @@ _CONTEXT, _SAMPLES, _CLIP = 8, 4, 0.5
 class Trainer(TorchTrainer):
     """One rank of the loop."""
 
-    copies_from_peers = True  # dropout draws as many numbers on all ranks, whatever their data
+    copies_from_peers = True  # dropout draws equally many numbers on all ranks
 
     def __init__(self, job: Job, text: torch.Tensor, last_iteration: int) -> None:
-        for seed in (random.seed, np.random.seed, torch.manual_seed):  # alike on all ranks
+        for seed in (random.seed, np.random.seed, torch.manual_seed):  # equal on all ranks
             seed(1234)
         hidden = nn.Sequential(nn.Linear(16 * _CONTEXT, 64), nn.GELU(), nn.Dropout(0.1))
         model = nn.Sequential(nn.Embedding(256, 16), nn.Flatten(), hidden, nn.Linear(64, 256))
@@ -75,8 +75,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog='data_parallel_loop', description=__doc__)
     parser.add_argument('--text', type=argparse.FileType('rb'), required=True)
     parser.add_argument('--iterations', type=int, default=40)
-    parser.add_argument('--dir', default=SparseCheckpointConfig.dir, help='host memory, in a tmpfs')
-    parser.add_argument('--run-id', help='give the same to resume a run')
+    parser.add_argument('--dir', default=SparseCheckpointConfig.dir, help='for windows, in a tmpfs')
+    parser.add_argument('--run-id', help='name of the run; give the same one to resume')
     parser.add_argument('--events', metavar='DIR', help='write events as JSON lines')
     parser.add_argument('--digest', metavar='FILE', help='write digests of the state')
     given = parser.parse_args()

@@ -13,7 +13,7 @@ import os
 from functools import partial
 from pathlib import Path
 
-from examples import small_gpt  # the first one here that imports Megatron
+from examples import small_gpt  # the first import of Megatron
 from megatron.moevement import SparseCheckpointConfig, TrainingPlan, attach
 
 
@@ -59,12 +59,12 @@ def parse_arguments() -> argparse.Namespace:
         '--data', type=Path, required=True, help='prefix given to tools.prepare_data'
     )
     parser.add_argument('--iterations', type=int, default=100)
-    parser.add_argument('--dir', default=SparseCheckpointConfig.dir, help='host memory, in a tmpfs')
+    parser.add_argument('--dir', default=SparseCheckpointConfig.dir, help='for windows, in a tmpfs')
     parser.add_argument('--run-id', help='name of the run; give the same one to resume')
     parser.add_argument('--events', metavar='DIR', help='write events as JSON lines')
     parser.add_argument('--digest', type=Path, metavar='FILE', help='write digests of the state')
     given = parser.parse_args()
-    if not Path(f'{given.data}.bin').is_file():  # a mistake: no launcher starts this rank again
+    if not Path(f'{given.data}.bin').is_file():  # a user error: no launcher restarts this rank
         parser.error(
             f'--data {given.data}: {given.data}.bin does not exist (see tools.prepare_data)'
         )

@@ -5,7 +5,7 @@ r"""A training loop on plain torch that survives failures: no Megatron, a hand-w
         examples/pipeline_loop.py --text README.md --iterations 40
 
 Each rank is a stage of a small language model with a Mixture of Experts; micro-batches pass forward
-through the stages, then all pass backward. Recovery needs to know `PipelineTrainer`.
+through the stages, then all pass backward. Recovery uses the loop through `PipelineTrainer`.
 """
 
 import argparse
@@ -122,8 +122,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog='pipeline_loop', description=__doc__)
     parser.add_argument('--text', type=argparse.FileType('rb'), required=True)
     parser.add_argument('--iterations', type=int, default=40)
-    parser.add_argument('--dir', default=SparseCheckpointConfig.dir, help='host memory, in a tmpfs')
-    parser.add_argument('--run-id', default='pipeline', help='give the same to resume a run')
+    parser.add_argument('--dir', default=SparseCheckpointConfig.dir, help='for windows, in a tmpfs')
+    parser.add_argument('--run-id', default='pipeline', help='name; give the same one to resume')
     parser.add_argument('--events', metavar='DIR', help='write events as JSON lines')
     parser.add_argument('--digest', metavar='FILE', help='write digests of the state')
     given = parser.parse_args()

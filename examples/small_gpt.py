@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small GPT with a Mixture of Experts in bf16, one pipeline stage a rank, on text as bytes.
+"""A small GPT with a Mixture of Experts in bf16, one pipeline stage per rank, on text as bytes.
 
 An ordinary Megatron-Core program; `own_loop.py` protects it.
 """

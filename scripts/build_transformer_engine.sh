@@ -65,7 +65,7 @@ readonly REQUIRED=(
 
 log() { printf '[transformer-engine] %s\n' "$*" >&2; }
 
-# Folders of the nvidia packages beside torch, joined by colons.
+# Folders of the nvidia packages that torch uses, joined by colons.
 of_nvidia() {
     "$PYTHON" - "$1" <<'PY'
 import pathlib, sys, sysconfig
@@ -92,7 +92,7 @@ pack() {
 
 write_environment() {
     cat >"$DIR/environment" <<SH
-# To be sourced: Python then imports Transformer Engine $VERSION.
+# Source this file: Python then imports Transformer Engine $VERSION.
 export LD_LIBRARY_PATH=$(of_nvidia lib)\${LD_LIBRARY_PATH:+:\$LD_LIBRARY_PATH}
 export PYTHONPATH=$SITE\${PYTHONPATH:+:\$PYTHONPATH}
 export TORCHDYNAMO_DISABLE=1
@@ -141,7 +141,7 @@ scripts/setup_env.sh
 make_environment
 write_environment
 if [[ -e $SITE/.whole ]] && imports 2>/dev/null; then
-    log 'is built'
+    log 'already built'
     pack
     exit
 fi
@@ -149,8 +149,8 @@ fetch_source
 install_wheels
 compile
 imports || {
-    log "it is compiled, but cannot be imported; another torch is there now? Remove $DIR and call again"
+    log "compiled, but cannot be imported. If torch has changed since, remove $DIR and call again"
     exit 1
 }
-log "is built; next: . $DIR/environment"
+log "built; next: . $DIR/environment"
 pack

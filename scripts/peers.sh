@@ -32,6 +32,6 @@ for peer in "${PEERS[@]}"; do
     install --no-deps --upgrade --platform manylinux_2_39_x86_64 \
         --platform manylinux2014_x86_64 --platform any "$peer"
 done
-# Its entry point for torchrun has a wrong signature and causes a warning in every process.
+# lm-resiliency's entry point for torchrun has a wrong signature: every process would warn.
 rm -f "$TARGET"/lm_resiliency-*.dist-info/entry_points.txt
 echo "${PEERS[*]} ${NEEDED[*]}" >"$STAMP"

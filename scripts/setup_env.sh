@@ -16,7 +16,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 readonly VENV=.venv
 readonly LOCK=.venv.lock
 readonly STAMP=$VENV/.installed  # fingerprint of the last complete installation
-readonly BUILDING=$VENV/.building  # there while an installation is under way or was interrupted
+readonly BUILDING=$VENV/.building  # exists during an installation, and after an interrupted one
 readonly EXTRAS=test,tools,metrics,docs
 readonly CPU_INDEX=${TORCH_CPU_INDEX:-https://download.pytorch.org/whl/cpu}
 cpu=
@@ -81,7 +81,7 @@ create_environment() {
 
 install_packages() {
     # compat: a plain path entry instead of an import hook, so that tools that read paths (mypy,
-    # pkgutil) see our megatron/ beside the installed one.
+    # pkgutil) see this megatron/ next to the installed one.
     # In a log, progress bars and 300 lines of package names would hide later output.
     local quiet=()
     [[ -t 2 ]] || quiet=(--quiet --progress-bar off)
@@ -102,7 +102,7 @@ take_up() {
         step "removing $VENV, left half-built without pip by an interrupted run" rm -rf "$VENV"
         return
     fi
-    log "going on with $VENV, left half-built by an interrupted run"
+    log "continuing with $VENV, left half-built by an interrupted run"
     for info in "$VENV"/lib/python*/site-packages/*.dist-info; do
         if [[ ! -e $info/INSTALLER ]]; then
             rm -rf "$info"
@@ -155,7 +155,7 @@ main() {
     elif ((locked)); then
         log 'this file system has no locks: let no other setup run in this checkout meanwhile'
     fi
-    if ! is_complete; then  # the one we waited for may have done the work
+    if ! is_complete; then  # the other setup may have done the work
         build
         log "ready: $VENV/bin/python ($("$VENV/bin/python" -V)), $SECONDS s in all"
     fi

@@ -5,8 +5,8 @@
 #
 #   MOEVEMENT_HOME  the checkout, on a shared file system (default: where sbatch is called)
 #   PYTHON          runs the launcher on the batch host (its .venv/bin/python)
-#   AGENT_PYTHON    runs agents and workers on the nodes (the same); words before it wrap it
-#   STEP_FLAGS      more flags of the srun that starts them
+#   AGENT_PYTHON    runs agents and workers on the nodes (the same); may begin with a wrapper
+#   STEP_FLAGS      more flags of the srun that starts the agents
 #   GRACE           seconds from the signal before the time limit to SIGKILL of the workers (90)
 #
 # In an image, with the checkout at the same path inside (both examples also mount /dev/shm):
@@ -43,7 +43,7 @@ gpus_per_node() {
     echo "${SLURM_GPUS_ON_NODE:-${asked##*:}}"
 }
 
-# Prints the words of a variable, one a line; quotes keep words together, as in the launcher.
+# Prints the words of a variable, one per line; quotes keep words together, as in the launcher.
 words() {
     xargs -rn1 printf '%s\n' <<< "$1"
 }
@@ -60,7 +60,7 @@ surroundings() {
 #
 #   DATA_PREFIX=/data/text CHECKPOINTS=/ckpt/run7 sbatch scripts/slurm_pretrain.sbatch
 example() {
-    # Made by python -m tools.prepare_data --output-prefix data/text
+    # Written by python -m tools.prepare_data --output-prefix data/text
     local data_prefix=${DATA_PREFIX:-$PWD/data/text}
     local checkpoints=${CHECKPOINTS:-$PWD/checkpoints/$SLURM_JOB_NAME}
     local parallel model training data protection logging

@@ -20,7 +20,7 @@ scripts/setup_env.sh
 # a fixed order of summation. Compilation would not pay off here.
 export OMP_NUM_THREADS=1
 export TORCHDYNAMO_DISABLE=1
-# Otherwise each process compiles what it imports, and pytest rewrites each assertion again.
+# Without cached bytecode, each process would compile its imports, and pytest rewrite all tests.
 unset PYTHONDONTWRITEBYTECODE
 
 exec .venv/bin/python -m tests.suite "$@"

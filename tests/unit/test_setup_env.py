@@ -63,7 +63,7 @@ def test_half_built_environment_is_completed(checkout: Path) -> None:
     done = set_up(checkout)
     assert done.returncode == 0, done.stderr
     assert [path.name for path in packages(checkout).iterdir()] == ['whole-1.0.dist-info']
-    assert 'going on with .venv' in done.stderr and 'removing' not in done.stderr
+    assert 'continuing with .venv' in done.stderr and 'removing' not in done.stderr
     calls = (checkout / '.venv' / 'bin' / 'calls').read_text()
     assert 'pip install' in calls
     assert not (checkout / '.venv' / '.building').exists()
@@ -74,7 +74,7 @@ def test_environment_without_pip_is_rebuilt(checkout: Path) -> None:
     (checkout / '.venv' / 'bin' / 'fails').write_text('pip --version')
     done = set_up(checkout)
     assert 'removing .venv, left half-built without pip' in done.stderr
-    assert 'going on with' not in done.stderr
+    assert 'continuing with' not in done.stderr
     assert '-m venv .venv' in (checkout / 'programs' / 'calls').read_text()
 
 
