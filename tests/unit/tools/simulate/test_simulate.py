@@ -222,7 +222,7 @@ def test_sweep_omits_infeasible_points(capsys: pytest.CaptureFixture[str]) -> No
         ('--over gpus --values 5,9 --systems ours', '--gpu-hours-per-failure is missing'),
         (
             '--over gpus --values 5,9 --systems ours --mtbf 600 --gpu-hours-per-failure 5',
-            '--mtbf says how often',
+            '--mtbf fixes the rate',
         ),
         (
             '--over window --values 5,9 --systems gemini --mtbf 600',
