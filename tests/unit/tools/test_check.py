@@ -17,7 +17,7 @@ JOB = (
     '--max-position-embeddings 64 --micro-batch-size 1 --distributed-backend gloo --sparse-ckpt'
 ).split()
 LOCALIZED = (
-    'protected: yes; localized: yes: a failure is recovered on the stages that lost a worker'
+    'protected: yes; localized: yes: a failure is recovered only on the stages that lost a worker'
 )
 WHOLE_JOB = 'protected: yes; localized: no: a failure restarts all workers'
 

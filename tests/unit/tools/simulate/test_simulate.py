@@ -212,13 +212,13 @@ def test_sweep_omits_infeasible_points(capsys: pytest.CaptureFixture[str]) -> No
     [
         ('--over mtbf --values a --systems ours', '--values a: give numbers'),
         ('--over gpus --values 1.5 --systems ours', 'whole numbers'),
-        ('--over mtbf --values 5 --systems best', "--systems: 'best' is none"),
+        ('--over mtbf --values 5 --systems best', "--systems: 'best' is not a system"),
         ('--over mtbf --values -5 --systems ours', '--mtbf is -5.0'),
         ('--over gpus --values inf --systems ours', 'whole numbers'),
         ('--over gpus --values nan --systems ours', 'whole numbers'),
         ('--over gpus --values 0 --systems ours --gpu-hours-per-failure 5', '--gpus is 0'),
-        (f'--over mtbf --values 5,9 --systems ours --trace {TRACE}', 'the failures of --trace'),
-        (f'--over gpus --values 5,9 --systems ours --trace {TRACE}', 'the failures of --trace'),
+        (f'--over mtbf --values 5,9 --systems ours --trace {TRACE}', '--trace fixes the failures'),
+        (f'--over gpus --values 5,9 --systems ours --trace {TRACE}', '--trace fixes the failures'),
         ('--over gpus --values 5,9 --systems ours', '--gpu-hours-per-failure is missing'),
         (
             '--over gpus --values 5,9 --systems ours --mtbf 600 --gpu-hours-per-failure 5',
