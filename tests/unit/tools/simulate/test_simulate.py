@@ -240,7 +240,7 @@ def test_sweep_omits_infeasible_points(capsys: pytest.CaptureFixture[str]) -> No
             'popularity matters to copy',
         ),
         ('--over skew --values 0,0.5 --systems gemini,none --mtbf 600', 'depends on popularity'),
-        ('--over mtbf --values 5,9 --systems moc,gemini --show lost', 'gemini has none'),
+        ('--over mtbf --values 5,9 --systems moc,gemini --show lost', 'gemini loses none'),
     ],
 )
 def test_bad_sweep_is_refused(capsys: pytest.CaptureFixture[str], flags: str, message: str) -> None:
