@@ -123,6 +123,9 @@ class OwnerWindows:
             if chosen is None:
                 return None
             chosen.make_room(room := max(room, self._room))
+            if chosen.state is not FileState.COMMITTED:
+                # Else slots of an abandoned attempt at this window would get its name.
+                chosen.begin(name)
             # The rename comes first: a file named window-* is never written (invariant I3).
             self._rename(chosen, path)
             self._fit(chosen, room)
