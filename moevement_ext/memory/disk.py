@@ -118,6 +118,9 @@ class DiskWindows:
         require_mounted(root)
         with _refused(root):
             private.make_directories(root, self.path)
+            with suppress(OSError):  # a window is lost with a name above it
+                for level in (self.path.parent, root):
+                    _sync_directory(level)
             try:
                 self._take_lock(0.0 if joining else None)
             except StoreInUseError as error:

@@ -94,7 +94,7 @@ def on_disk(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def noted_sync(fd: int) -> None:
         path = Path(os.readlink(f'/proc/self/fd/{fd}'))
-        steps.append(f'sync {"/" if path.is_dir() else path.name}')
+        steps.append(f'sync {"/" * path.is_dir()}{path.name}')
         sync(fd)
 
     def noted_drop(fd: int, begin: int, nbytes: int, advice: int) -> None:
@@ -113,13 +113,18 @@ def on_disk(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return steps
 
 
+def test_names_above_a_window_survive_a_loss_of_power(tmp_path: Path, on_disk: list[str]) -> None:
+    DiskWindows(tmp_path, 'run1', 0).close()
+    assert on_disk == ['sync /run1', f'sync /{tmp_path.name}']
+
+
 def test_window_gets_its_name_between_syncs_of_bytes_and_name(
     disk: DiskWindows, tmp_path: Path, on_disk: list[str]
 ) -> None:
     """Else a loss of power could leave the name without the bytes, or lose the name."""
     write(disk, tmp_path, 3)
     writing, window = 'writing-3-plan1.window', 'window-3-plan1.window'
-    assert on_disk == [f'sync {writing}', 'drop all', f'{writing} -> {window}', 'sync /']
+    assert on_disk == [f'sync {writing}', 'drop all', f'{writing} -> {window}', 'sync /rank0']
 
 
 def test_a_large_window_fills_no_page_cache_while_it_is_written(
@@ -136,7 +141,7 @@ def test_note_of_a_complete_window_survives_a_loss_of_power(
     disk: DiskWindows, on_disk: list[str]
 ) -> None:
     disk.note_complete(3)
-    assert on_disk == ['sync complete.new', 'complete.new -> complete', 'sync /']
+    assert on_disk == ['sync complete.new', 'complete.new -> complete', 'sync /rank0']
 
 
 def test_windows_that_are_set_aside_stay_so_after_a_loss_of_power(
@@ -145,7 +150,7 @@ def test_windows_that_are_set_aside_stay_so_after_a_loss_of_power(
     write(disk, tmp_path, 3)
     on_disk.clear()
     disk.set_aside_after(0, IDENTITY)
-    assert on_disk == ['window-3-plan1.window -> aside-3-plan1.window', 'sync /']
+    assert on_disk == ['window-3-plan1.window -> aside-3-plan1.window', 'sync /rank0']
 
 
 def test_unused_end_of_a_window_takes_no_space(disk: DiskWindows, tmp_path: Path) -> None:
