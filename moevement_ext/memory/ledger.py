@@ -136,7 +136,8 @@ class Ledger:
 
     def note_complete(self, start: int) -> None:
         """Record that all ranks have the window that begins at `start`; any single thread."""
-        _COMPLETE.pack_into(self._map, _COMPLETE_AT, start + 1)
+        # In one store: `pack_into` writes byte by byte, and a kill would leave another number.
+        self._map[_COMPLETE_AT:PREAMBLE_BYTES] = _COMPLETE.pack(start + 1)
 
     def forget_after(self, iteration: int) -> None:
         """Drop entries of an abandoned history, at a start or recovery. Takes some milliseconds."""

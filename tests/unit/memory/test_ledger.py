@@ -226,6 +226,20 @@ def test_up_to_max_scalars_fit_and_more_are_refused(shm: Path) -> None:
     assert newest(shm / 'ledger') == entry(1)
 
 
+def test_note_of_a_complete_window_is_one_store(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kill between two would leave another number."""
+    ledger = Ledger(shm / 'ledger', 2, OWN)
+    stored = []
+
+    class Map(bytearray):
+        def __setitem__(self, place: object, content: object) -> None:
+            stored.append((place, content))
+
+    monkeypatch.setattr(ledger, '_map', Map(PREAMBLE_BYTES))
+    ledger.note_complete(255)
+    assert stored == [(slice(PREAMBLE_BYTES - 8, PREAMBLE_BYTES), (256).to_bytes(8, 'little'))]
+
+
 _VICTIM = """
 import itertools, pathlib, sys
 from moevement_ext.memory.ledger import Ledger
