@@ -244,16 +244,33 @@ class Writer:
         """Moves the finished dataset to prefix.bin and prefix.idx, replacing an older one.
 
         A dataset exists once its index does: the old index is removed first and the new one moved
-        last, so that no interruption leaves an index with the wrong tokens.
+        last, so that no interruption or loss of power leaves an index with the wrong tokens.
         """
         self._builder.finalize(str(self._folder / 'new.idx'))
+        for name in ('new.bin', 'new.idx'):
+            _sync(self._folder / name)
         index = Path(f'{prefix}.idx')
         index.unlink(missing_ok=True)
+        _sync(index.parent)
         # Upstream keeps a dataset's shuffles here and does not detect changed data.
         for shuffles in Path(prefix, 'cache').glob('*_indices'):
             shutil.rmtree(shuffles)
         os.replace(self._folder / 'new.bin', f'{prefix}.bin')
+        _sync(index.parent)
         os.replace(self._folder / 'new.idx', index)
+        _sync(index.parent)
+
+
+def _sync(path: Path) -> None:
+    """Makes a file, or the names in a folder, survive a loss of power."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    except OSError:
+        if not path.is_dir():  # not every file system syncs folders
+            raise
+    finally:
+        os.close(fd)
 
 
 def write_dataset(files: Sequence[Path], args: argparse.Namespace, tokenizer: Tokenizer) -> Writer:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Text to indexed datasets and back, with upstream's own reader as the judge."""
 
+import errno
 import json
 import os
 import signal
@@ -268,6 +269,35 @@ def test_tokenizer_that_cannot_be_built_is_named(
 ) -> None:
     assert main(['--output-prefix', str(out), '--tokenizer', tokenizer]) == 1
     assert f'--tokenizer {tokenizer}: ' in capsys.readouterr().err
+
+
+def test_no_loss_of_power_leaves_an_index_with_other_tokens(
+    tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[str] = []
+    replace, unlink = os.replace, Path.unlink
+
+    def noted_sync(fd: int) -> None:
+        path = Path(os.readlink(f'/proc/self/fd/{fd}'))
+        steps.append(f'sync {path.name}')
+        if path.is_dir():
+            raise OSError(errno.EINVAL, 'as on a file system that syncs no folders')
+
+    def noted_replace(before: Path, after: Path) -> None:
+        steps.append(Path(after).name)
+        replace(before, after)
+
+    def noted_unlink(path: Path, missing_ok: bool = False) -> None:
+        steps.append(f'unlink {path.name}')
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(os, 'fsync', noted_sync)
+    monkeypatch.setattr(os, 'replace', noted_replace)
+    monkeypatch.setattr(Path, 'unlink', noted_unlink)
+    (tmp_path / 'a.txt').write_bytes(b'first document')
+    assert main(['--input', str(tmp_path / 'a.txt'), '--output-prefix', str(out)]) == 0
+    removed = ['sync new.bin', 'sync new.idx', 'unlink data.idx', 'sync out']
+    assert steps == [*removed, 'data.bin', 'sync out', 'data.idx', 'sync out']
 
 
 @pytest.mark.parametrize(
