@@ -114,5 +114,5 @@ def saved_in(directory: Path) -> int | None:
     tracker = directory / _TRACKER
     if not tracker.is_file():
         return None
-    text = tracker.read_text().strip()
+    text = tracker.read_text(errors='replace').strip()
     return int(text) if text.isdecimal() else None

@@ -2,7 +2,7 @@
 """Access to upstream's trainer: groups, counts, dense checkpoints."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import megatron.training.training as training
 from megatron.core.optimizer.optimizer import MTP_GRAD_NORM_GROUP, SEPARATE_GRAD_NORM_GROUPS
@@ -97,8 +97,9 @@ def tracked(directory: str) -> str | None:
     tracker = get_checkpoint_tracker_filename(directory)
     if not maybe_msc.os.path.isfile(tracker):
         return None
-    with maybe_msc.open(tracker, 'r') as file:
+    with maybe_msc.open(tracker, 'r') as file, suppress(UnicodeDecodeError):
         return str(file.read()).strip()
+    return 'bytes that are no text'
 
 
 def consumed_of_the_phase() -> int:

@@ -117,11 +117,11 @@ def test_missing_dense_checkpoint_is_silent(
     assert caplog.text == ''
 
 
-@pytest.mark.parametrize('text', ['', 'ten', '-3', '11'])
+@pytest.mark.parametrize('text', [b'', b'ten', b'-3', b'11', b'\0\0', b'\xff'])
 def test_invalid_tracker_file_is_reported(
-    text: str, dense: Path, caplog: pytest.LogCaptureFixture
+    text: bytes, dense: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (dense / TRACKER).write_text(text)
+    (dense / TRACKER).write_bytes(text)
     assert found(parsed('--load', str(dense)), DenseTier(10)) == -1
     assert '--load is used only if' in caplog.text and TRACKER in caplog.text
     assert 'as 1 of 2 ranks cannot read it: rank 0: ' in caplog.text
