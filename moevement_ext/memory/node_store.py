@@ -29,7 +29,7 @@ STUB = 'stub-'
 # Directory of pages reserved for ranks that may join.
 RESERVED = 'reserved'
 # Prefix of a holder's directory that is being deleted.
-_FORMER = 'former-'
+FORMER = 'former-'
 
 
 class NodeStore:
@@ -157,10 +157,10 @@ class NodeStore:
             with suppress(OSError, StoreInUseError, HostMemoryError):
                 lock = HolderLock(path / 'lock')
                 try:
-                    path.rename(path.with_name(f'{_FORMER}{holder}-{os.getpid()}'))
+                    path.rename(path.with_name(f'{FORMER}{holder}-{os.getpid()}'))
                 finally:
                     lock.release()
-        for path in self.path.glob(f'{_FORMER}*'):
+        for path in self.path.glob(f'{FORMER}*'):
             shutil.rmtree(path, ignore_errors=True)
 
     def remove_unused(self) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from moevement_ext.memory.node_store import STUB
+from moevement_ext.memory.node_store import FORMER, STUB
 from moevement_ext.memory.private import REMEDY, ForeignFileError
 from moevement_ext.memory.window.expected import Expected
 from moevement_ext.memory.window.placed import Layout
@@ -196,6 +196,8 @@ def _placed(path: Path, nbytes: int) -> Found:
         numbers = [parent.name.removeprefix(STUB) for parent in path.parents[:2]]
         rank, holder = (int(name) if name.isdecimal() else -1 for name in numbers)
         run, tier, node = path.parents[3].name, MEMORY, path.parents[2].name
+        if path.parents[1].name.startswith(FORMER):  # its deletion was cut off
+            state, window, start = _STATES['free'], '', -1
     return Found(
         run=run, tier=tier, rank=rank, holder=holder, node=node, state=state, nbytes=nbytes,
         path=path, window=window, start=start,

@@ -203,6 +203,14 @@ def test_prune_of_everything_leaves_an_empty_directory(root: Path, run: Run) -> 
     assert list(root.iterdir()) == []
 
 
+def test_files_whose_deletion_was_cut_off_are_no_windows(root: Path, run: Run) -> None:
+    former = run.store.holder_path(1).rename(run.store.path / 'former-1-99')
+    run.store.close()
+    assert complete(find(root))['run1'] == []
+    assert main(['prune', str(root), '--yes']) == 0
+    assert not list(former.rglob('*.window')) and len(run.store.scan()) == 2
+
+
 def test_free_files_of_a_dead_job_are_pruned(root: Path, run: Run) -> None:
     run.windows[0].discard(named(3))
     run.store.close()
