@@ -316,7 +316,8 @@ class Rendezvous:
 
     def _join(self, round: int, report: bytes, survivor: bool) -> bool:
         """Take this rank's place in the round; False if a dead predecessor has it."""
-        slept_through = range(max(self._joined, default=round) + 1, round)[-2:]  # kept keys
+        # The store keeps the keys of the last round that all ranks met in, and of later rounds.
+        slept_through = range(max(self._joined, default=round) + 1, round)
         if any(arrivals.has_signed(self.store, f'here/{one}', self.rank) for one in slept_through):
             raise FencedOut(_REPLACED.format(self.rank))
         left = packing.packed(report)

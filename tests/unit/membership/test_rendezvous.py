@@ -345,7 +345,11 @@ def test_replaced_process_is_fenced_out(
     end_round(launcher, round + 1, 'rank 3 died')
     with pytest.raises(FencedOut, match='rank 1 was replaced'):
         attempts[1].meet(report_of(1), TIMEOUT, after=round)  # it has slept through that round
-    assert not arrivals.has_signed(launcher, f'here/{round + 2}', 1)
+    for failed in (round + 2, round + 3):
+        end_round(launcher, failed, 'a rank died before the others had come')
+    with pytest.raises(FencedOut, match='rank 1 was replaced'):
+        attempts[1].meet(report_of(1), TIMEOUT, after=round)
+    assert not arrivals.has_signed(launcher, f'here/{round + 4}', 1)
 
 
 def test_one_of_two_processes_of_a_rank_joins_a_round(
