@@ -18,7 +18,14 @@ from torch.distributed import Store
 from moevement_ext.membership.deadline import Absent
 from moevement_ext.membership.eviction import evict
 from moevement_ext.membership.heartbeats import hear
-from moevement_ext.membership.rendezvous import absent, brought_to, holding_up, repair
+from moevement_ext.membership.rendezvous import (
+    UNKNOWN,
+    absent,
+    brought_to,
+    end_round,
+    holding_up,
+    repair,
+)
 from moevement_ext.membership.report import Report
 from moevement_ext.membership.round_watch import (
     HEARTBEAT_SECONDS,
@@ -103,6 +110,9 @@ class MissingRanks:
 
     def _evict(self, store: Store, one: Absent) -> None:
         """Evict the process that took part in that round, if its launcher still runs it."""
+        if one.rank == UNKNOWN:  # the rank that does not join the next round
+            end_round(store, one.round, 'the rank that was to pack the reports has stopped')
+            return
         brought = brought_to(store, one.round, one.rank)
         if brought is not None:
             report = _REPORT.decode(brought)

@@ -45,6 +45,8 @@ logger = logging.getLogger(__name__)
 
 BARRIERS = ('ready', 'replayed', 'trained', 'over')
 """All names of barriers; each is used once in a round."""
+UNKNOWN = -1
+"""Stands for a rank that the store does not name."""
 # Deleting keys earlier would delay a recovery, in which a large job sends many requests.
 _END_OF_A_RECOVERY = 'replayed'
 _FIRST_LOOKERS = 3
@@ -200,14 +202,14 @@ def holding_up(store: Store, world_size: int) -> list[Absent]:
     """Ranks that delay the present round, which all ranks have joined.
 
     These are the ranks that do not answer, as they may have stopped since they joined; if all have
-    answered, the rank that packs the reports.
+    answered, the rank that packs the reports, or `UNKNOWN` until that rank has named itself.
     """
     round = present_round(store)
     if not store.check([f'full/{round}']) or store.check([f'met/{round}']):
         return []
     silent = arrivals.missing(store, f'answered/{round}', world_size)
     packs = peek(store, f'gathers/{round}')
-    found = silent or ([int(packs)] if packs is not None else [])
+    found = silent or [UNKNOWN if packs is None else int(packs)]
     return [Absent(round, rank) for rank in found]
 
 

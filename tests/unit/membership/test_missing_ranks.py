@@ -278,6 +278,20 @@ def test_rank_that_stops_while_packing_reports_is_evicted(
     found.close()
 
 
+def test_round_ends_if_a_rank_stops_before_it_says_that_it_packs(
+    store: TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No rank knows which one answered last; the next round shows which one has stopped."""
+    monkeypatch.setattr(missing_ranks, 'HEARTBEAT_SECONDS', 0.05)
+    joined(store, range(3))
+    for rank in range(3):
+        arrivals.sign(store, 'answered/1', rank, 3)
+    found = MissingRanks(store.clone, 3, HANG_S, lambda: True)
+    store.wait(['broken/1'], timedelta(seconds=DUE_S))
+    assert not store.check(['evictions'])
+    found.close()
+
+
 def test_ended_round_has_no_rank_that_holds_it_up(store: TCPStore) -> None:
     joined(store, range(3))
     assert [one.rank for one in holding_up(store, 3)] == [0, 1, 2]
