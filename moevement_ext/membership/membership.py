@@ -121,10 +121,11 @@ class Membership:
                 self._take(self._runner.meet_first(self._brought))
             else:
                 self.reports = [waiting]
-        self.origin = max([one.origin for one in self.reports if one.survivor] or [NOWHERE])
-        self.joining = self.origin != NOWHERE
-        if not self.joining:
-            self.origin = self._result.round
+            # Within the lock: if the round has ended, a thread that joins the next one reads these.
+            self.origin = max([one.origin for one in self.reports if one.survivor] or [NOWHERE])
+            self.joining = self.origin != NOWHERE
+            if not self.joining:
+                self.origin = self._result.round
         if waiting is not None:
             self._first = self._join(partial(self._join_beside, None))
 

@@ -110,7 +110,7 @@ class MissingRanks:
 
     def _evict(self, store: Store, one: Absent) -> None:
         """Evict the process that took part in that round, if its launcher still runs it."""
-        if one.rank == UNKNOWN:  # the rank that does not join the next round
+        if one.rank == UNKNOWN:  # evicted once it does not join the next round
             end_round(store, one.round, 'the rank that was to pack the reports has stopped')
             return
         brought = brought_to(store, one.round, one.rank)
