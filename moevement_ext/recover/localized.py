@@ -81,11 +81,13 @@ class LocalizedRecovery:
         self._position.begins(start)
 
     def updating(self) -> None:
-        """Record that the optimizer is about to write.
+        """Record that the optimizer, or the next of several, is about to write.
 
-        Raises `RoundEnded` if a failure was announced: the last reduction may be invalid.
+        Raises `RoundEnded` if a failure was announced before the first one writes: the last
+        reduction may be invalid. All gradients are reduced by then, so the others do not check.
         """
-        self._trust_collectives()
+        if not self._position.torn:
+            self._trust_collectives()
         self._position.updating()
         if not self._position.rebuilding:
             self._membership.not_updating.clear()

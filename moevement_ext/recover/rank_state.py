@@ -84,6 +84,11 @@ class RankState:
         return self.position.state if isinstance(self.position, Whole | Running) else None
 
     @property
+    def torn(self) -> bool:
+        """True while the optimizer writes, outside a replay."""
+        return isinstance(self.position, Torn)
+
+    @property
     def rebuilding(self) -> bool:
         """True while the state is incomplete; iterations computed meanwhile commit nothing."""
         return isinstance(self.position, Rebuilding)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Collectives that a failure ends without an error, as NCCL's: no state from them is whole."""
 
+import threading
 from types import SimpleNamespace
 from typing import Any, NoReturn
 from unittest.mock import MagicMock
@@ -26,6 +27,7 @@ class AbortedOnTheDevice:
     """A membership whose round ends while the GPU carries out what is queued."""
 
     broken = waits_returned = False
+    not_updating: threading.Event
     store = SimpleNamespace(get=lambda key: b's', set=lambda key, value: None)
 
     def synchronize(self) -> None:
@@ -46,6 +48,20 @@ def test_update_does_not_begin_after_an_aborted_reduction() -> None:
     with pytest.raises(RoundEnded):
         recovery.updating()
     assert position.clean_at == 9
+
+
+def test_update_that_has_begun_is_completed() -> None:
+    """All gradients were reduced before the first optimizer wrote: the others do not wait."""
+    position = RankState(9, Start(9, b''))
+    position.begins(Start(9, b''))
+    position.updating()
+    membership = AbortedOnTheDevice()
+    membership.not_updating = threading.Event()
+    recovery = recovery_of(_membership=membership, _position=position)
+    recovery.updating()
+    assert position.torn and not membership.broken
+    position.stepped(Start(10, b''))
+    assert not position.torn and position.clean_at == 10
 
 
 def test_iteration_does_not_begin_in_a_round_that_has_ended() -> None:
