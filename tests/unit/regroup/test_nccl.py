@@ -322,7 +322,7 @@ def test_missing_member_is_an_error_in_time() -> None:
         for rank in (0, 1):
             job.ranks[rank].start(renew_on_own_connection, prefix, 0.5)
         for rank in (0, 1):
-            with pytest.raises(Failed, match='RegroupError: Not all of 3 ranks came'):
+            with pytest.raises(Failed, match='RegroupError: Not all of 3 ranks began'):
                 job.ranks[rank].result()
         job.renew()
         job.all(ranks.collectives)

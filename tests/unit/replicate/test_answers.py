@@ -78,7 +78,7 @@ def test_ranges_arrive_as_they_are_sent(answering: Answers) -> None:
     ('announced', 'sent', 'refusal'),
     [
         (len(BYTES), BYTES[::-1], 'are damaged: checksum mismatch'),
-        (len(BYTES) + 1, BYTES + b'.', 'are announced'),
+        (len(BYTES) + 1, BYTES + b'.', 'peer announces'),
     ],
     ids=['damaged', 'longer'],
 )
