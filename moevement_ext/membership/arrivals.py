@@ -14,7 +14,7 @@ from torch.distributed import Store
 from moevement_ext.store.peek import peek
 
 _RANKS_OF_A_COUNTER = 16
-# Bits of one rank: enough for seven processes. Each further process of a rank ends the round.
+# Bits of one rank: enough for seven processes, as each one after the first ends the round.
 _BITS = 3
 _MOST = (1 << _BITS) - 1
 _SPREAD = 8

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rounds that another thread joins while the training thread replays.
 
-A replay depends only on neighbouring stages. When another stage is lost, all ranks rendezvous, but
-the training threads of replaying ranks are not interrupted: a separate thread submits the report,
-evaluates the verdict, and interrupts the replay only if it cannot continue. Otherwise the training
-thread moves to the new round when its replay is complete.
+A replay depends only on neighbouring stages. When a stage is lost that is no neighbour, all ranks
+rendezvous, but the training threads of replaying ranks are not interrupted: a separate thread
+submits the report, evaluates the verdict, and interrupts the replay only if it cannot continue.
+Otherwise the training thread moves to the new round when its replay is complete.
 """
 
 import threading

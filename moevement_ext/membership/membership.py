@@ -7,8 +7,9 @@ trains, and *leaves* when the round ends. Which thread meets and leaves depends 
 - *Setting up*, before `settle`, a new process of a running job cannot be interrupted: it builds its
   model. A separate thread joins the first round (`have_met`), and later rounds when that one is
   broken, so that the process does not count as hung. It submits the report from the start of the
-  process, which has no other state yet. `settle` gives the training thread the newest rendezvous
-  only: in the earlier ones no rank has trained, as all ranks wait for the new process.
+  process, which has no other state yet, and captures nothing. `settle` gives the training thread
+  the newest rendezvous only: in the earlier ones no rank has trained, as all ranks wait for the new
+  process.
 - *From `settle` on* only the training thread leaves and meets. Its waits end: process groups,
   stores and barriers raise. Other calls (a write, a loader) are not interrupted.
 - *During a replay* another thread can meet in its place (see `beside`), while it continues.
@@ -162,7 +163,7 @@ class Membership:
             return False
 
     def have_met(self) -> None:
-        """Wait for the rendezvous that another thread joins during the set-up."""
+        """Wait for the rendezvous that another thread joins in the set-up. Training thread."""
         if self._first is not None:
             self._first.join()
 
@@ -263,7 +264,7 @@ class Membership:
                 self._end_beside(beside)
 
     def take_over(self, beside: Beside, wait: bool) -> list[Met]:
-        """Move to the newest round that the other thread has joined; as `Beside.take`."""
+        """Move to the newest round that was joined; returns and raises as `Beside.take`."""
         met = beside.take(wait)
         if met:
             self.taken, self.reports = met[-1].result, met[-1].reports
@@ -328,7 +329,7 @@ class Membership:
 
     @property
     def waits_returned(self) -> bool:
-        """True if collectives of this round may have returned undefined results."""
+        """True if waits of this round may have ended without an error, with undefined results."""
         return self._groups.waits_returned
 
     def silence(self) -> None:

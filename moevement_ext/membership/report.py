@@ -34,7 +34,7 @@ class Report(msgspec.Struct, frozen=True, gc=False):
     windows: list[HeldWindow]
     """Committed windows on its node, of all owners."""
     launched: str = ''
-    """Digest of its launch settings; empty if it has none."""
+    """Digest of its launch settings; empty: not stated."""
     origin: int = NOWHERE
     """Round in which all ranks of this attempt of the job started together."""
     committed: int = NOWHERE

@@ -195,7 +195,7 @@ class RoundWatch:
         see_to_the_end(store, self.round)
 
     def _send_heartbeats(self, store: Store) -> None:
-        """Send heartbeats, and detect the end of the round if the other connection is lost."""
+        """Send heartbeats; detect the end of the round if the other connection is silently lost."""
         given, given_in = Heartbeats(store, self.round, self._rank), None
         pause_s = HEARTBEAT_SECONDS
         while not self._stopping.wait(pause_s):

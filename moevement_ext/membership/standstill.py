@@ -121,8 +121,8 @@ class Standstill:
 class _Progress:
     """Publishes this rank's newest committed iteration in the present round.
 
-    Other ranks read it after they have waited for `timeout_s`, when no rank has committed anything
-    new for long.
+    Other ranks read it after they have waited for `timeout_s`. Only a rank that is behind can
+    commit in that time, so the others need not publish often.
     """
 
     def __init__(self, rank: int, timeout_s: float) -> None:

@@ -6,8 +6,8 @@ sends heartbeats, and all other ranks wait for it in their collectives. A rank t
 is not at fault, so each process judges itself: the innermost frame outside Python's standard
 library shows whether the thread waits in a process group or in the engine, or is stuck by itself.
 
-A dense checkpoint can take longer than that limit, and be written by other threads or processes: as
-long as this process or its children read or write, the thread is not stuck.
+A dense checkpoint can take longer than a thread may stand still, and be written by other threads or
+processes: as long as this process or its children read or write, the thread is not stuck.
 """
 
 import ctypes
@@ -37,7 +37,8 @@ _COUNTS = re.compile(r'^(?:[rw]char|read_bytes|write_bytes): (\d+)$', re.MULTILI
 _LIBRARY = sysconfig.get_path('stdlib')
 _PACKAGES = sysconfig.get_path('purelib')
 _ROOT = Path(__file__).parents[2]
-# Files and directories of code that waits for other ranks, or for a GPU that does.
+# Files and directories of code that waits for other ranks, or for a GPU that does. A stall of
+# `faults` imitates a hanging data loader, so it does not count as such a wait.
 _WAITING_FOR_OTHERS = (
     torch.distributed.distributed_c10d.__file__,
     str(Path(torch.cuda.__file__).parent),
@@ -63,8 +64,8 @@ class TrainingThread:
 
     The thread counts as moving if two consecutive looks find it at different places of its program,
     or it has computed in between, or its process has read or written; so the training loop need not
-    count anything. Constructed when process groups exist: the rank's GPU, if any, is in use by
-    then.
+    count anything. Constructed when process groups exist, as the rank's GPU, if any, is in use by
+    then; for the set-up, earlier.
     """
 
     def __init__(self) -> None:

@@ -22,7 +22,7 @@ _REPORT = msgspec.msgpack.Decoder(Report)
 
 
 def waiting_survivor(rendezvous: Rendezvous) -> Report | None:
-    """A survivor's report in the present round; None if none of a few sampled ranks has joined yet.
+    """A survivor's report in the present round; None if no sampled survivor has joined yet.
 
     The `rendezvous` of this process has not joined that round.
     """
