@@ -251,7 +251,7 @@ class DiskTier:
                 self._changed.notify_all()  # the training thread may wait for it
 
     def _copy(self, window: WindowName) -> None:
-        # All ranks give up earlier windows that are not complete on all disks.
+        # A full list of given up windows stands for all earlier ones, too (see `Agreed`).
         self._tracker.give_up(range(max(window.start - MAX_GIVEN_UP, 0), window.start))
         self._newest = max(self._newest, window.start)
         file = self._windows.hold(window)

@@ -4,8 +4,8 @@
 An unmounted disk, or a different directory on one node, looks like a job without windows. Starting
 over would then make the other ranks delete their windows. So a job whose windows were complete
 once, and are not complete now, starts over only with an explicit flag. The same applies to a job
-that finds nothing while a machine has its windows under another name (of a container that is gone),
-in a format that only another release reads, or in files that cannot be read now.
+that finds no complete window while a machine has windows under another name (of a container that is
+gone), in a format that only another release reads, or in files that cannot be read now.
 """
 
 from collections.abc import Collection, Sequence
@@ -46,7 +46,7 @@ def refuse_to_forget(
     An existing but refused window (damaged, of another run) is no reason to wait. `held` and
     `traces` are of all ranks; the job would go on from `dense_iteration`, -1 for the start. Raises
     `UserError` if all ranks had a newer window, and some ranks have none now; or if a newer window
-    is of another release, or cannot be read now.
+    is under another name of its node, is of another release, or cannot be read now.
     """
     if config.forget:
         return

@@ -84,7 +84,8 @@ class LocalizedRecovery:
         """Record that the optimizer, or the next of several, is about to write.
 
         Raises `RoundEnded` if a failure was announced before the first one writes: the last
-        reduction may be invalid. All gradients are reduced by then, so the others do not check.
+        reduction may be invalid. All gradients are reduced by then, so the others do not check,
+        except in a replay.
         """
         if not self._position.torn:
             self._trust_collectives()

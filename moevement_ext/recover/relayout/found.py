@@ -107,8 +107,8 @@ def require_parts(elsewhere: Elsewhere, own: int) -> None:
     Raises `UserError` if newer windows are of another release.
 
     `own` is the newest dense iteration in windows of this layout, -1 if there is none. Incomplete
-    windows of that age, or the windows after them, are remains of a layout that this one has
-    replaced: all processes died while the nodes deleted its windows.
+    windows that are dense there, or at most one window later, are remains of a layout that this one
+    has replaced: all processes died while the nodes deleted its windows.
     """
     for reason, start in elsewhere.unread.items():
         if start > max(own, elsewhere.dense_at):
