@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Serves the store in which the ranks of a job meet, on a host whose loss costs no training node.
+"""Serves the store in which the ranks of a job meet, on a host that is no training node.
 
     python -m moevement_ext.store --host 10.0.0.5 --port 29400
 
-The job gets `--sparse-ckpt-store 10.0.0.5:29400`. A child process serves the store. If it dies,
-another one takes its place at once, with an empty store, and the job restarts from windows in host
-memory. SIGTERM ends the program. `--nodes N` is the number of nodes: above 32, additional processes
-each combine the requests of 32 nodes.
+The job gets `--sparse-ckpt-store 10.0.0.5:29400`, and keeps its store when it loses a node. A child
+process serves the store. If it dies, another one takes its place at once, with an empty store, and
+the job restarts from windows in host memory. SIGTERM ends the program. `--nodes N` is the number of
+nodes: above 32, additional processes each combine the requests of 32 nodes.
 """
 
 import argparse

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Combines the requests of a node's ranks to the launcher's store. On the thread of a proxy only.
 
-While a request is in flight, equal requests wait, and then go out as one. So a node sends few
-requests when the store is slow, and no client gets an answer that is older than its request.
+While a request is in flight, equal requests (or all additions to the same counter) wait, and then
+go out as one. So a node sends few requests when the store is slow, and no client gets an answer
+that is older than its request.
 """
 
 import asyncio
@@ -15,7 +16,7 @@ from moevement_ext.store import wire
 from moevement_ext.store.line import Line
 from moevement_ext.store.wire import Kind, Request
 
-# Kinds of which several equal requests can be answered from the answer to one.
+# Kinds of which several requests of a group can be answered from the answer to one.
 _TOGETHER = {Kind.ADD, Kind.COMPARE_SET, Kind.GET, Kind.CHECK, Kind.NUM_KEYS, Kind.MULTI_GET}
 _Group = tuple[Kind, tuple[bytes, ...], tuple[bytes, ...]]
 _Asked = tuple[Request, Future[bytes]]

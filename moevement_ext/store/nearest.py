@@ -17,7 +17,7 @@ _TO_CONNECT_S = 10.0
 
 
 def connect(host: str, port: int, timeout: timedelta) -> TCPStore:
-    """Connect to a store, if possible through the node's proxy, or raise `DistError`."""
+    """Connect to a store, or raise `DistError`; through the node's proxy if that serves it."""
     found = os.environ.get(VARIABLE, '').split()
     if found[:2] == [host, str(port)]:
         try:
