@@ -160,15 +160,18 @@ class SparseCheckpointConfig:
     case all nodes lose their memory. Needs a third window file in host memory. Default: no
     copies."""
     disk_every: int = 100
-    """Minimum iterations between the starts of two windows on disk."""
+    """Minimum iterations between the starts of two windows on disk, except the final state of
+    an elastic job at a planned end."""
     disk_gb_per_s: float = 1.0
-    """Per-rank limit in GB/s (10^9 bytes) of disk writes and of reads back."""
+    """Per-rank limit in GB/s (10^9 bytes) of disk writes, and of the reads that check them; not of
+    recoveries, and not of the final state of an elastic job at a planned end."""
     run_id: str | None = None
     """Name of the run. A job launched again with the same id recovers from its windows. Default:
     'slurm-' and SLURM_JOB_ID, else a digest of the training flags."""
     host_memory_gb: float | None = None
-    """Host memory per node, in GiB, for windows and replicas. Default: all that the tmpfs and the
-    memory limit of the container leave."""
+    """Maximum host memory per node, in GiB, for windows, replicas and logs. With it a job that
+    cannot reserve its memory ends, instead of training unprotected. Default: all that the tmpfs,
+    the memory limit of the container and the machine leave."""
     interface: str | None = None
     """Network interface for access to other ranks' host memory: windows and logs travel over it.
     Default: that of GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME, else the one that faces the
@@ -231,13 +234,15 @@ class SparseCheckpointConfig:
     several iterations in another layout, which is equal up to rounding only; windows of one
     iteration are continued exactly."""
     forget: bool = False
-    """Continue from the dense checkpoint, or the start, although some ranks still have windows: if
-    others have lost windows that all ranks had, or windows of another layout or release cannot be
-    used. Without this flag the job refuses to start and names these ranks, or the reason."""
+    """Continue from the dense checkpoint, or the start, if some ranks have lost windows that all
+    ranks had, or windows cannot be read now, or are of another layout or release and cannot be
+    used. Without this flag the job refuses to start, and names the ranks without windows, or the
+    reason."""
     strict: bool = False
-    """Stop if windows or replicas cannot be set up, instead of training with less protection; or if
-    there are windows of other flags, files, versions or another environment, instead of training
-    from an earlier state."""
+    """Stop if windows or replicas cannot be set up, or a system limit is too low for a recovery,
+    instead of training with less protection; or if there are windows of other flags, files,
+    versions or another environment, instead of training from an earlier state, or from these
+    windows with bits that may differ; or if ranks differ in any of these."""
     events: str | None = None
     """Directory for events as JSON lines, one file per rank."""
     metrics: int | None = None
