@@ -100,8 +100,9 @@ class DiskWindows:
     If `joining` a running job, it does not wait for the lock of a host that may be gone: reads need
     no lock, and each copy tries again.
 
-    `root` (`--sparse-ckpt-disk`) must exist, so that no window is written into the mount point of
-    an unmounted file system. `forget_other_layouts` is called once their windows are worthless.
+    `root` (`--sparse-ckpt-disk`) must exist. So if it is below a mount point, no window is written
+    while the file system is not mounted. `forget_other_layouts` is called once their windows are
+    worthless.
 
     Raises:
         StoreInUseError: another process locks the directory, and does not end.

@@ -33,7 +33,7 @@ PREAMBLE_BYTES = 64
 
 _MAGIC = b'MoEvLed\0'
 _VERSION = 3
-_PREAMBLE = struct.Struct('<8sIIQQ')  # magic, version, record bytes, digest of identity, capacity
+_PREAMBLE = struct.Struct('<8sIIQQ')  # magic, version, record bytes, identity digest, records
 _COMPLETE = struct.Struct('<Q')  # 1 + start of the newest window that all ranks had; 0: none
 _COMPLETE_AT = PREAMBLE_BYTES - _COMPLETE.size
 _PREFIX = struct.Struct('<QQQ')  # checksum of the rest, sequence number, entry bytes

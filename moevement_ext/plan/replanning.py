@@ -76,7 +76,7 @@ class WindowLoad(msgspec.Struct, frozen=True):
     stage: int = 0
     """Pipeline stage of this rank."""
     restored: tuple[int, float] = (0, 0.0)
-    """Values of `PlanParameters.experts` and `lost` at the newest rollback."""
+    """Largest `PlanParameters.experts` before the newest rollback, and the `lost` with it."""
 
 
 class PlanParameters(msgspec.Struct, frozen=True):

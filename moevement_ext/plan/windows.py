@@ -165,11 +165,11 @@ def needs(operators: OperatorTable, always: int = 0) -> Iterator[Need]:
 def shortest(stages: Sequence[Iterable[Need]], carried: Budgets, longest: int) -> int | None:
     """Return the fewest slots that the links sustain on every stage and that the cores allow.
 
-    A longer window may need more at its end than a shorter one, so all lengths are tried. The cores
-    never rule out every window: if each window exceeds the share, because the fixed cost of a slot
-    alone does, the result is the shortest window with nearly the fewest bytes (`WORTHWHILE`). That
-    many bytes are allowed for any share, so slower cores never shorten a window. None if the links
-    sustain no window of up to `longest` slots.
+    A longer window may need more at its end than a shorter one, so all lengths are tried in turn.
+    The cores never rule out every window: if each window exceeds the share, because the fixed cost
+    of a slot alone does, the result is the shortest window with nearly the fewest bytes
+    (`WORTHWHILE`). That many bytes are allowed for any share, so slower cores never shorten a
+    window. None if the links sustain no window of up to `longest` slots.
     """
     windows = enumerate(islice(zip(*stages, strict=True), longest), 1)
     on_links = (

@@ -22,8 +22,8 @@ class Harm(enum.IntEnum):
 # (https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html), columns A100 to GB200; the
 # "immediate action" there determines the harm.
 _CATALOG = {
-    # The action is a reset of the GPU or a reboot of the machine. For 48 and 74 the catalog refers
-    # to separate work flows, which include a reset.
+    # The action is a reset of the GPU or a reboot of the machine. 48 and 74 refer to separate work
+    # flows there, but their descriptions name a reset.
     46: (Harm.DEVICE, 'it stopped processing'),
     48: (Harm.DEVICE, 'uncorrectable memory error'),
     62: (Harm.DEVICE, 'its micro-controller halted'),
