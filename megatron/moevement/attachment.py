@@ -147,7 +147,7 @@ def attach(
     Raises:
         ConfigurationError: a setting breaks a rule or is not supported; the message names the
             setting.
-        UserError: this package was not checked against the installed Megatron-Core.
+        UserError: a part of Megatron-Core or torch differs from the one that this package needs.
     """
     own_device.take()
     user_errors.explain_uncaught()

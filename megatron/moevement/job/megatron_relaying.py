@@ -71,7 +71,7 @@ class MegatronRelaying:
         return self._experts.of(operator, part, tensor, shards, seat.expert_tensor)
 
     def state_owners(self, seats: Mapping[int, Seat]) -> Collection[int]:
-        """Owners of this rank's random numbers, and of each stage's parameter groups."""
+        """Owners of this rank's random numbers; and each stage's first owner, for its groups."""
         self._seats = seats
         self._shards_before = 1 + max(seat.expert_tensor for seat in seats.values())
         first = {seat.pipeline: owner for owner, seat in sorted(seats.items(), reverse=True)}

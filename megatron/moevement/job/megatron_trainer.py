@@ -224,5 +224,5 @@ class MegatronTrainer:
             scalars = GlobalScalars(known.grad_norms, known.overflows, known.num_tokens)
         else:
             scalars = iteration_state.decode(known).scalars
-            self._recorder.roll_back(GlobalScalars())  # a conversion never takes its record
+            self._recorder.roll_back(GlobalScalars())  # in a conversion no step takes the record
         return self._recorder.replaying(scalars)

@@ -77,7 +77,9 @@ def _of_training(header: SlotHeader, known: Settings) -> Answer:
         return Answer(False, f'it is of another training: {other_training(header, known)}')
     now = placing.layout_of(known)
     if now is None:
-        return Answer(False, 'the layout of these flags cannot use windows of other layouts')
+        return Answer(
+            False, 'these flags shard weights beyond tensor parallelism; it is of another layout'
+        )
     return _in_another_layout(header, header.placed.layout, now, known)
 
 

@@ -34,7 +34,7 @@ def indices(build: Callable[..., object], dataset: GPTDataset) -> object:
     """Build the sample indices of a dataset, without the cache if it is unusable. Any thread.
 
     Raises:
-        OSError: the cache is unusable, and building in memory failed as well.
+        OSError: building in memory failed as well; the error is that of the cache.
     """
     try:
         return build(dataset)

@@ -68,8 +68,8 @@ class IterationState(msgspec.Struct):
     rng: RngState
     scalers: list[ScalerState]
     group_steps: list[int | None]
-    """Step counts of parameter groups (TE and Apex); None where the optimizer counts steps per
-    parameter."""
+    """Step counts of parameter groups (TE and Apex); None for optimizers that count steps per
+    parameter, or none."""
     schedule: dict[str, Setting] = {}
     """Constants of the schedule. A dense checkpoint may differ from the flags, and a new
     process does not load that checkpoint."""
