@@ -226,7 +226,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(prog='python -m tools.bench.regroup', description=__doc__)
     parser.add_argument('--processes', type=int, default=4, help='even (default: 4)')
     parser.add_argument('--cycles', type=int, default=1000, help='(default: 1000)')
-    parser.add_argument('--warm-up', type=int, default=50, help='cycles to drop (default: 50)')
+    parser.add_argument('--warm-up', type=int, default=50, help='cycles before (default: 50)')
     parser.add_argument('--json', type=Path, metavar='FILE', help='write the report here')
     args = parser.parse_args(argv)
     if args.processes < 2 or args.processes % 2:

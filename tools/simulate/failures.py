@@ -43,7 +43,7 @@ class FailureTimes:
     nodes: np.ndarray
     """The failed node, 0 .. nodes - 1."""
     repair_s: np.ndarray | None = None
-    """Seconds until the node can be a spare; None if the process has no repairs (a trace has)."""
+    """Seconds until the node can be a spare; None if not given (a trace gives it)."""
 
 
 class Process(Protocol):

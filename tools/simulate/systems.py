@@ -12,9 +12,9 @@ failure also loses, on average, as many iterations as a copy takes.
   exposed part of the snapshot is a stall; the interval is the shortest that keeps the stall below
   `overhead_bound` of an iteration on average and lets one write end before the next begins.
 - gemini: dense in host memory of peers (Wang et al., SOSP'23). The copy to own memory has one
-  iteration, as the next update overwrites the state; the traffic to peers has the interval. The
-  remaining copy time is a stall. Interval by oracle (exact optimum), or by Young or Daly for the
-  stall of a checkpoint with a single iteration to hide behind.
+  iteration, as the next update overwrites the state; the traffic to peers has the interval. Copy
+  and traffic time beyond that is a stall. Interval by oracle (exact optimum), or by Young or Daly
+  for the stall of a checkpoint with a single iteration to hide behind.
 - moc: partial checkpoints (see `experts`) in host memory, then on disk, if its rate is known;
   global rollback. One iteration hides a copy, at any interval.
 - moetion: the same in every iteration, with as many experts as the iteration hides; at least one.
