@@ -89,7 +89,7 @@ class WholeJobMode:
     """Trains with protection. Training thread only.
 
     `protection` is started; `restart` has the windows that this start of the job resumes from,
-    if any. `store_lost` is set when the ranks' store is lost; None for ranks without a store.
+    if any. `store_lost` is set while the ranks' store counts as lost; None without a store.
     """
 
     def __init__(
