@@ -104,9 +104,14 @@ def test_percent_in_a_docstring_is_shown_as_it_is(monkeypatch: pytest.MonkeyPatc
     assert texts['window'] in shown_help()
 
 
-def test_without_a_source_file_only_texts_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_source(kind: type) -> str:
-        raise OSError('could not get source code')
+@pytest.mark.parametrize('error', [OSError, TypeError, SyntaxError])
+def test_without_a_source_file_only_texts_are_missing(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A frozen program has none; a file that has changed since may be invalid."""
+
+    def no_source(module: object) -> str:
+        raise error('could not get source code')
 
     monkeypatch.setattr(inspect, 'getsource', no_source)
     assert '--sparse-ckpt-window' in shown_help()
