@@ -169,8 +169,8 @@ class Nccl:
         """
         self._end_calls_of_thread()
         if torch.cuda.is_initialized():
-            device = torch.device('cuda', torch.cuda.current_device())
             with suppress(RuntimeError):  # the GPU is lost, which `check_device` reports
+                device = torch.device('cuda', torch.cuda.current_device())
                 _on_gradient_thread(device, self._end_calls_of_thread)
 
     def _end_calls_of_thread(self) -> None:

@@ -208,11 +208,12 @@ def test_calls_are_made_in_a_backward_pass() -> None:
 
 
 def test_lost_gpu_is_left_to_the_check_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No backward pass runs on it."""
+    """No backward pass runs on it, and any call may report its error."""
     monkeypatch.setattr(torch.cuda, 'is_initialized', lambda: True)
-    monkeypatch.setattr(torch.cuda, 'current_device', lambda: 0)
     monkeypatch.setattr(nccl, '_on_gradient_thread', Mock(side_effect=RuntimeError('lost')))
-    Nccl().end_calls()
+    for device in (Mock(return_value=0), Mock(side_effect=RuntimeError('lost'))):
+        monkeypatch.setattr(torch.cuda, 'current_device', device)
+        Nccl().end_calls()
 
 
 def test_unused_memory_is_freed_before_communicators_are_created() -> None:
