@@ -51,7 +51,7 @@ RUNS = {
     rf'{_PYTHON}tools\.simulate(\.| )paper': rf'{_JSON}|.*Figures and text: \d+ of \d+\.',
     rf'{_PYTHON}tools\.simulate (?!paper|profile)': _TABLE,
     rf'{_PYTHON}tools\.status ': r'.* localized .*',
-    rf'{_PYTHON}tools\.windows (list|verify|prune) DIR': r'no windows in DIR|.* 0 files, .*',
+    rf'{_PYTHON}tools\.windows (list|prune) DIR': r'no windows in DIR|.* 0 files, .*',
     rf'{_PYTHON}tools\.bench\.(?!overhead .*300$)\w+': r'.*',
     r'moevement --help': r'moevement <program> --help: its flags',
 }  # fmt: skip
@@ -94,6 +94,7 @@ ELSEWHERE = {
     rf'{_PYTHON}tools\.prepare_data .*GPT2': 'a vocabulary; tests/unit/tools/test_prepare_data.py',
     rf'{_PYTHON}tools\.windows export': 'windows of a job; tests/distributed/test_export.py',
     rf'{_PYTHON}tools\.windows check': 'windows of a job; tests/distributed/test_export_offline.py',
+    rf'{_PYTHON}tools\.windows verify ': 'windows to verify; tests/unit/tools/windows',
     rf'{_PYTHON}tools\.windows \w+ /': 'directories of other machines; tests/unit/tools/windows',
 }  # fmt: skip
 """Commands that do not run here, and what is missing, or which test runs them."""
