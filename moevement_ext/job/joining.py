@@ -23,7 +23,6 @@ from moevement_ext.events import EventLog
 from moevement_ext.launch.statements import tell_joining, tell_memory, tell_survivors
 from moevement_ext.membership.exchange import Exchange
 from moevement_ext.membership.membership import Membership
-from moevement_ext.membership.node_copy import NodeCopy
 from moevement_ext.membership.rank import Rank
 from moevement_ext.membership.rendezvous import Rendezvous, launcher_store
 from moevement_ext.membership.report import Report, decode_all, encode
@@ -135,9 +134,8 @@ def _meet(
         report = partial(
             replacement_report, node, identity, only_source(config, run_id, identity.rank)
         )
-        copy = NodeCopy(directory, node.shared)
         membership = Membership(
-            Rendezvous(launcher, identity.rank, world_size, copy),
+            Rendezvous(launcher, identity.rank, world_size),
             timeout,
             config.hang_timeout,
             report,

@@ -15,8 +15,6 @@ import socket
 import sys
 from collections.abc import Sequence
 
-from msgspec import structs
-
 from moevement_ext.events import Event
 from moevement_ext.launch import messages
 from moevement_ext.launch.launcher_events import line_of
@@ -27,8 +25,6 @@ from moevement_ext.launch.output import say_from_handler
 from moevement_ext.replicate.connection import Connection
 from moevement_ext.replicate.greeting import introduce
 from moevement_ext.replicate.secret import variables_of
-from moevement_ext.store import flag
-from moevement_ext.store.node_proxy import NodeProxy
 from moevement_ext.system import nvml
 from moevement_ext.system.device_judging import Finding, Harm
 from moevement_ext.system.device_watch import DeviceWatch
@@ -84,11 +80,9 @@ class Agent:
     ) -> None:
         self._link = link
         self._devices = devices
-        self._store = flag.address(job.flags)
         self._loop = FdLoop()
         own = {NODE: host, **variables_of(secret)}
         self._machine = Machine(job, own, self._loop, self._tell, self._report)
-        self._proxy: NodeProxy | None = None
 
     def run(self) -> None:
         """Serve until the connection ends; return when no process of the job runs on this node."""
@@ -103,33 +97,13 @@ class Agent:
             pass  # the job is over, or the supervisor is lost
         finally:
             self._machine.close()
-            if self._proxy is not None:
-                self._proxy.close()
             beats.close()
 
     def _obey(self) -> None:
         message = self._link.receive()
-        if isinstance(message, messages.StartWorker):
-            message = self._led(message)
         self._machine.obey(message)
         if isinstance(message, messages.SimulateNodeLoss):  # the supervisor must detect the loss
             os.kill(os.getpid(), signal.SIGKILL)
-
-    def _led(self, order: messages.StartWorker) -> messages.StartWorker:
-        """Add the variables that point workers at this node's store proxy."""
-        launchers = order.variables['MASTER_ADDR'], int(order.variables['MASTER_PORT'])
-        store = self._store or launchers
-        try:
-            if (
-                self._proxy is None or self._proxy.store != store
-            ):  # a new store: all workers start again
-                if self._proxy is not None:
-                    self._proxy.close()
-                self._proxy = NodeProxy(*store)
-        except OSError as error:  # each worker connects to the store itself
-            logger.warning('this node has no proxy: %s', error)
-            return order
-        return structs.replace(order, variables={**order.variables, **self._proxy.variables})
 
     def _tell(self, message: messages.FromAgent) -> None:
         if isinstance(message, messages.Ended) and message.code != 0:

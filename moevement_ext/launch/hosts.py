@@ -18,8 +18,6 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from torch.distributed import TCPStore
-
 from moevement_ext.errors import EXIT_WHOLE_JOB, LaunchError
 from moevement_ext.events import Event, decode
 from moevement_ext.launch import messages
@@ -40,14 +38,11 @@ from moevement_ext.launch.remote import Children, RemoteChild
 from moevement_ext.launch.steps import StartStep
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.replicate.greeting import new_secret
-from moevement_ext.store import flag
-from moevement_ext.store.branches import Branches, announce, needed
 
 logger = logging.getLogger(__name__)
 
 _GATHER_S = 60.0
 _CLOSING_S = 10.0
-_HERE = '127.0.0.1'
 
 
 class SlurmStarter:
@@ -77,7 +72,6 @@ class SlurmStarter:
         self._program = messages.program(config, default_variables(config))
         self._secret = new_secret()
         self._listener: Listener | None = None
-        self._branches: Branches | None = None
         self._began = 0.0
         self._vacated = 0.0
         self._met = False
@@ -89,8 +83,6 @@ class SlurmStarter:
     def open(self, port: int) -> None:
         """Prepare for workers that use the store at `port`; the first call starts all agents."""
         self._variables = job_variables(self._config, socket.gethostname(), port)
-        if flag.address(self._config.flags) is None:  # otherwise the store is not on this host
-            self._branch(port)
         if self._listener is None:
             self._listener = Listener(self._secret)
             self._loop.watch(self._listener.fd, self._arrivals)
@@ -154,8 +146,6 @@ class SlurmStarter:
         return store.path
 
     def close(self) -> None:
-        if self._branches is not None:
-            self._branches.close()
         if self._listener is not None:
             self._listener.close()
             self._beats.close()
@@ -164,18 +154,6 @@ class SlurmStarter:
             node.disconnect()
         for node in self._nodes.values():
             node.close(max(deadline - time.monotonic(), 0.0))
-
-    def _branch(self, port: int) -> None:
-        """With many nodes, start store aggregators on this host between the nodes and the store."""
-        if self._branches is not None:
-            self._branches.close()
-        try:
-            self._branches = Branches(_HERE, port, needed(self._config.nodes))
-        except OSError as error:  # all nodes connect to the store directly
-            logger.warning('the store has no branches: %s', error)
-            return
-        if self._branches.ports:
-            announce(TCPStore(_HERE, port, is_master=False), self._branches.ports)
 
     # Agents
 

@@ -11,14 +11,12 @@ agent; when the store is lost, the agents wait for another store at the same add
 Checked against torch 2.15.
 """
 
-import os
 import re
 import secrets
 import signal
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
-from contextlib import closing
 from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store
@@ -40,7 +38,6 @@ from moevement_ext.command import shown
 from moevement_ext.config import ConfigurationError
 from moevement_ext.errors import EXIT_USER_ERROR, UserError
 from moevement_ext.store import flag
-from moevement_ext.store.node_proxy import NodeProxy
 from moevement_ext.store.outside import connect
 from moevement_ext.system import exit_signal, user_errors
 from moevement_ext.system.name_lookups import ask_again_soon
@@ -206,10 +203,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     with user_errors.in_one_line():
         args = parse(sys.argv[1:] if argv is None else argv)
         rendezvous_handler_registry.register(_BACKEND, OutsideStore.create)
-        with closing(NodeProxy(*flag.split(args.rdzv_endpoint))) as proxy:
-            os.environ |= proxy.variables
-            api.LocalElasticAgent = _RestartingAgent  # type: ignore[attr-defined]
-            run(args)
+        api.LocalElasticAgent = _RestartingAgent  # type: ignore[attr-defined]
+        run(args)
 
 
 if __name__ == '__main__':

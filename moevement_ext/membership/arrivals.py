@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Counts arrivals in the store: 16 ranks share a counter, each rank has three of its bits.
 
-Ranks of a node that arrive at the same time are added in one request (`store.combining`). The rank
-that completes a counter also counts the completed counters, so the arrival of all ranks costs one
-request per rank. Several processes may claim the same rank; the rank's bits show which process was
-the first.
+The rank that completes a counter also counts the completed counters, so the arrival of all ranks
+costs one request per rank, and a search for missing ranks one per counter. Several processes may
+claim the same rank; the rank's bits show which process was the first.
 """
 
 from typing import NamedTuple

@@ -12,24 +12,21 @@ from datetime import timedelta
 
 from torch.distributed import DistStoreError, Store
 
-from moevement_ext.store.peek import peek
-
-_OPEN = b'open'
-_SHUT = b'shut'
+_OPEN, _SHUT = 'open', 'shut'
 # The process that should close the barrier may have died, so a wait is not unlimited. Torch logs a
 # warning after each wait.
 _LONGEST_WAIT_S = 60.0
 _SHORTEST_WAIT_S = 0.01
 
 
-def open_barrier(store: Store, barrier: str, behind: bytes = b'') -> None:
-    """Let all ranks pass, unless the barrier is shut; every passing rank reads `behind`."""
-    store.compare_set(barrier, '', _OPEN + behind)  # type: ignore[arg-type]
+def open_barrier(store: Store, barrier: str) -> None:
+    """Let all ranks pass, unless the barrier is shut."""
+    store.compare_set(barrier, '', _OPEN)
 
 
 def close_barrier(store: Store, barrier: str) -> None:
     """Let no rank pass, unless the barrier is already open."""
-    store.compare_set(barrier, '', _SHUT)  # type: ignore[arg-type]
+    store.compare_set(barrier, '', _SHUT)
 
 
 def has_moved(store: Store, barrier: str, deadline: float) -> bool:
@@ -46,12 +43,6 @@ def has_moved(store: Store, barrier: str, deadline: float) -> bool:
     return True
 
 
-def behind(store: Store, barrier: str) -> bytes | None:
-    """The bytes behind an open barrier; None if it is shut, or its round's keys are deleted."""
-    found = peek(store, barrier)
-    return found[len(_OPEN) :] if found is not None and is_open(found) else None
-
-
-def is_open(found: bytes) -> bool:
-    """True if `found` is the value of an open barrier."""
-    return found.startswith(_OPEN)
+def is_open(found: bytes | None) -> bool:
+    """True if `found` is the value of an open barrier; None: its round's keys are deleted."""
+    return found == _OPEN.encode()

@@ -53,7 +53,7 @@ class Exchange:
         """
         if self.joining:
             assert self._archive is not None  # else no process could join
-            return _left_by(self._archive, name, ranks)
+            return left_by_all(self._archive, name, ranks)
         if self._archive is not None:
             leave(self._archive, name, torch.distributed.get_rank(), own)
         everyone: list[bytes] = [b''] * len(ranks)
@@ -92,13 +92,19 @@ def left_by(store: Store, name: str, rank: int) -> bytes | None:
     """The bytes that `leave` has stored for a rank; None if there are none yet."""
     if not store.check([_key(name, rank, 0)]):
         return None
-    return _left_by(store, name, [rank])[0]
+    return left_by_all(store, name, [rank])[0]
 
 
-def _left_by(store: Store, name: str, ranks: Sequence[int]) -> list[bytes]:
+def left_by_all(
+    store: Store, name: str, ranks: Sequence[int], most: int | None = None
+) -> list[bytes]:
+    """The bytes that `leave` has stored for each of `ranks`; waits for them.
+
+    `most` limits those of one rank (None: `packing.MOST_BYTES`): `ValueError`.
+    """
     firsts = read_in_parts(store, [_key(name, rank, 0) for rank in ranks])
     return [
-        packing.unpacked(b''.join(_chunks(store, name, rank, first)))
+        packing.unpacked(b''.join(_chunks(store, name, rank, first)), most)
         for rank, first in zip(ranks, firsts, strict=True)
     ]
 

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Heartbeats in the store: eight ranks share a counter, each rank has seven of its bits.
 
-The request that sends a heartbeat also returns those of the other ranks of the counter, and
-simultaneous additions by ranks of a node are combined (`store.combining`). So all ranks of a
-counter send at the same times, by the clock of their node, and ranks of other counters at other
-times.
+The request that sends a heartbeat also returns those of the other ranks of the counter. All ranks
+of a counter send at the same times, by the clock of their node, and ranks of other counters at
+other times.
 """
 
 import time

@@ -23,13 +23,12 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import NamedTuple
 
-from torch.distributed import DistError, PrefixStore, Store
+from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
 from moevement_ext.errors import SparseCheckpointError
 from moevement_ext.membership import arrivals, gathered_reports, packing
 from moevement_ext.membership.arrivals import RankArrival, place_in
 from moevement_ext.membership.barriers import (
-    behind,
     close_barrier,
     has_moved,
     is_open,
@@ -37,8 +36,6 @@ from moevement_ext.membership.barriers import (
 )
 from moevement_ext.membership.deadline import Absent, Deadline
 from moevement_ext.membership.heartbeats import hear
-from moevement_ext.membership.node_copy import NodeCopy
-from moevement_ext.store import nearest
 from moevement_ext.store.peek import peek
 
 logger = logging.getLogger(__name__)
@@ -55,7 +52,7 @@ _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.002, 0.064
 _FINISH_SECONDS = 5.0
 _REPLACED = 'rank {} was replaced by another process; this one ends (a --node-rank given twice?)'
 _OF_A_ROUND = re.compile(
-    r'(?:broken|coming|join|here|begun|full|met|answered|gathers|reports|beat|progress|round)'
+    r'(?:broken|coming|join|here|begun|full|met|answered|gathers|beat|progress|round)'
     r'/(\d+)(?:/.*)?'
 )
 _OF_AN_ATTEMPT = re.compile(r'job/[0-9a-f]+/(\d+)/.*')
@@ -85,7 +82,8 @@ def launcher_store(timeout: timedelta) -> Store | None:
     """Connect to the launcher's store, announced as torchrun does; None if there is none."""
     if os.environ.get('TORCHELASTIC_USE_AGENT_STORE') != 'True':
         return None
-    return nearest.connect(os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT']), timeout)
+    host, port = os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT'])
+    return TCPStore(host, port, is_master=False, timeout=timeout)
 
 
 def present_round(store: Store) -> int:
@@ -230,15 +228,11 @@ class Rendezvous:
     """The rendezvous of one process of the job.
 
     One thread at a time uses `store`, which outlives the workers. Barriers use the connection of
-    their rendezvous: one thread may join a round while another waits at a barrier. With `node`, one
-    rank of each node reads the reports for all its ranks.
+    their rendezvous: one thread may join a round while another waits at a barrier.
     """
 
-    def __init__(
-        self, store: Store, rank: int, world_size: int, node: NodeCopy | None = None
-    ) -> None:
+    def __init__(self, store: Store, rank: int, world_size: int) -> None:
         self.store = store
-        self._node = node
         self.rank = rank
         self.world_size = world_size
         self._joined: set[int] = set()
@@ -282,8 +276,7 @@ class Rendezvous:
             if reports is not None:
                 if after is None:
                     self._forget_before(self.store, round)
-                of_round = PrefixStore(f'round/{round}', self.store)
-                return RendezvousResult(round, of_round, reports, self.store)
+                return RendezvousResult(round, _of_round(self.store, round), reports, self.store)
 
     @property
     def newest_joined(self) -> int | None:
@@ -302,7 +295,7 @@ class Rendezvous:
         deadline = None if timeout is None else Deadline(timeout)
         self.sign(result, name)
         barrier, store = _barrier_key(result.round, name), result.connection
-        if self._pass(store, result.round, barrier, deadline) is None:
+        if not self._pass(store, result.round, barrier, deadline):
             raise RoundEnded(why_broken(store, result.round) or 'unknown')
         if name == _END_OF_A_RECOVERY:
             self._forget_before(store, result.round)
@@ -359,23 +352,20 @@ class Rendezvous:
             self.store.set(f'gathers/{round}', str(self.rank))
             places = [place_in(round, rank) for rank in range(self.world_size)]
             everything = gathered_reports.gather(self.store, places)
-            left = gathered_reports.hand_out(self.store, f'reports/{round}', everything)
-            open_barrier(self.store, f'met/{round}', left)
-        found = self._pass(self.store, round, f'met/{round}', deadline)
-        if found is None:
+            gathered_reports.hand_out(_of_round(self.store, round), everything)
+            open_barrier(self.store, f'met/{round}')
+        if not self._pass(self.store, round, f'met/{round}', deadline):
             return None
-        return gathered_reports.handed_out(self.store, f'reports/{round}', found, self._node)
+        return gathered_reports.handed_out(_of_round(self.store, round))
 
-    def _pass(
-        self, store: Store, round: int, barrier: str, deadline: Deadline | None
-    ) -> bytes | None:
-        """Wait at a barrier; returns the bytes behind it, None if the round is over."""
+    def _pass(self, store: Store, round: int, barrier: str, deadline: Deadline | None) -> bool:
+        """Wait at a barrier; False if the round is over."""
         if not self._await(store, round, barrier, deadline):
-            return None
-        found = behind(store, barrier)
-        if found is None:
-            see_to_the_end(store, round)
-        return found
+            return False
+        if is_open(peek(store, barrier)):
+            return True
+        see_to_the_end(store, round)
+        return False
 
     def _await(self, store: Store, round: int, barrier: str, deadline: Deadline | None) -> bool:
         """Wait until a barrier is opened or shut; False if the round is over."""
@@ -445,6 +435,10 @@ def _outdated(keys: Sequence[str], first_kept: int) -> list[str]:
         *(key for key, found in of_a_round if int(found[1]) < first_kept),
         *(key for key, found in of_an_attempt if int(found[1]) < newest),
     ]
+
+
+def _of_round(store: Store, round: int) -> Store:
+    return PrefixStore(f'round/{round}', store)
 
 
 def _barrier_key(round: int, name: str) -> str:

@@ -23,8 +23,7 @@ begins (see `protect.lifecycle`)."""
 LEDGER_RECORDS = 4096
 
 BESIDE_BYTES = 64 * 1024
-"""Further bytes of a rank in the tmpfs: its lock, and its share of the reports that the ranks of a
-node exchange at a rendezvous (`membership.node_copy`)."""
+"""Further bytes of a rank in the tmpfs, such as its lock."""
 
 _WITNESS_BYTES = 512 * 1024
 # Bytes of a window file per byte of the witness (`memory.witness`). A slot's header has about 110

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A store outside the training nodes (`--sparse-ckpt-store`), and proxies of the store."""
+"""A store outside the training nodes (`--sparse-ckpt-store`)."""

@@ -5,18 +5,14 @@
 
 The job gets `--sparse-ckpt-store 10.0.0.5:29400`, and keeps its store when it loses a node. A child
 process serves the store. If it dies, another one takes its place at once, with an empty store, and
-the job restarts from windows in host memory. SIGTERM ends the program. `--nodes N` is the number of
-nodes: above 32, additional processes each combine the requests of 32 nodes.
+the job restarts from windows in host memory. SIGTERM ends the program.
 """
 
 import argparse
 import sys
 from collections.abc import Sequence
-from contextlib import closing
 
 from moevement_ext.command import shown
-from moevement_ext.config import ConfigurationError
-from moevement_ext.store.branches import NODES_OF_A_BRANCH, Branches, needed
 from moevement_ext.store.server import allow_many_connections, keep_serving, listen
 from moevement_ext.system import user_errors
 from moevement_ext.system.name_lookups import ask_again_soon
@@ -33,20 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     allow_many_connections()
     with user_errors.in_one_line():
         listening = listen(args.host, args.port)
-        branches = _branches(args, listening.getsockname()[1])
-    with closing(branches):
-        return 128 + keep_serving(listening, args.host, branches.ports)
-
-
-def _branches(args: argparse.Namespace, port: int) -> Branches:
-    count = needed(args.nodes)
-    try:
-        return Branches(args.host, port, count, args.host, args.port and args.port + 1)
-    except OSError as error:
-        raise ConfigurationError(
-            f'--nodes {args.nodes}: {count} processes cannot listen at the ports above {port} '
-            f'({error}); give a --port with as many free ones above it, or 0.'
-        ) from error
+    return 128 + keep_serving(listening, args.host)
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -63,13 +46,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         '--port', type=int, default=29400, help='Default: %(default)s; 0: a free port.'
-    )
-    parser.add_argument(
-        '--nodes',
-        type=int,
-        default=1,
-        help=f'Number of nodes of the job. Above {NODES_OF_A_BRANCH}, proxies at the ports above '
-        f'--port each serve {NODES_OF_A_BRANCH} nodes. Default: %(default)s.',
     )
     return parser.parse_args(argv)
 

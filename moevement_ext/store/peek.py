@@ -7,7 +7,7 @@ from torch.distributed import Store
 
 # A value that the engine never stores.
 _NEVER = '\0'
-# A proxy disconnects clients with too many unread bytes, and serves other clients in between.
+# The store serves no other client while it collects an answer.
 _READ_AT_ONCE = 256
 
 
@@ -25,8 +25,7 @@ def peek(store: Store, key: str) -> bytes | None:
 def read_in_parts(store: Store, keys: Sequence[str]) -> Iterator[bytes]:
     """The values of existing keys, in order, with one request per part of the keys.
 
-    So no answer exceeds the limit of a proxy (`proxy.MOST_BYTES_OWED`), however many ranks the job
-    has.
+    So other clients are served in between, however many ranks the job has.
     """
     for at in range(0, len(keys), _READ_AT_ONCE):
         yield from store.multi_get(list(keys[at : at + _READ_AT_ONCE]))

@@ -8,14 +8,12 @@ import resource
 import signal
 import socket
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from typing import NoReturn
 
 from torch.distributed import TCPStore
 
 from moevement_ext.config import ConfigurationError
-from moevement_ext.store import branches
 
 # All ranks connect at the same time.
 _BACKLOG = 16384
@@ -48,7 +46,7 @@ def listen(host: str, port: int) -> socket.socket:
         ) from error
 
 
-def keep_serving(listening: socket.socket, host: str, branch_ports: Sequence[int]) -> int:
+def keep_serving(listening: socket.socket, host: str) -> int:
     """Run a serving process, and another one when it dies; returns a received ending signal.
 
     Clients that connect in between wait. `host` is for the log. The calling process must not have
@@ -57,7 +55,7 @@ def keep_serving(listening: socket.socket, host: str, branch_ports: Sequence[int
     signal.pthread_sigmask(signal.SIG_BLOCK, (*_ENDS, signal.SIGCHLD))
     while True:
         began = time.monotonic()
-        server = _start(listening, host, branch_ports)
+        server = _start(listening, host)
         if ended_by := _signal_to_end(server):
             os.kill(server, signal.SIGKILL)
             os.waitpid(server, 0)
@@ -76,18 +74,18 @@ def _signal_to_end(server: int) -> int:
     return received
 
 
-def _start(listening: socket.socket, host: str, branch_ports: Sequence[int]) -> int:
+def _start(listening: socket.socket, host: str) -> int:
     parent = os.getpid()
     pid = os.fork()
     if pid == 0:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(1)
-        _serve(listening, host, branch_ports)
+        _serve(listening, host)
     return pid
 
 
-def _serve(listening: socket.socket, host: str, branch_ports: Sequence[int]) -> NoReturn:
+def _serve(listening: socket.socket, host: str) -> NoReturn:
     address, port = listening.getsockname()[:2]
     store = TCPStore(
         address,
@@ -96,7 +94,6 @@ def _serve(listening: socket.socket, host: str, branch_ports: Sequence[int]) -> 
         wait_for_workers=False,
         master_listen_fd=listening.detach(),
     )
-    branches.announce(store, branch_ports)
     _say(
         f'process {os.getpid()} serves at {host}:{port}; the program gets '
         f'--sparse-ckpt-store {host}:{port}'

@@ -207,25 +207,6 @@ def test_sole_survivor_stopped_before_the_rendezvous_is_replaced(
 
 @pytest.mark.thorough
 @ON_BOTH_BACKENDS
-def test_reports_of_a_rendezvous_are_shared_within_a_node(
-    cluster: Callable[..., Cluster], reference: Callable[..., dict]
-) -> None:
-    flags = PP4.split()
-    job = cluster(*flags, '--sparse-ckpt-window', '3')
-    copies: set[str] = set()
-
-    def look(workers: list, start: Callable) -> None:
-        copies.update(f'{path.parent}' for path in job.memory.rglob('brought-*'))
-
-    mutation = 'mutations.liveness:a_large_job'
-    assert job.survive(fail_at='1:9:forward', fault=look, mutation=mutation) == {1: 1}
-    check(job, reference(*flags))
-    assert len(copies) == job.nodes == 2
-    assert not job.memory.exists()
-
-
-@pytest.mark.thorough
-@ON_BOTH_BACKENDS
 def test_new_worker_in_set_up_survives_another_death(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:

@@ -64,7 +64,6 @@ ELSEWHERE = {
     r'.*(runs/tutorial/|"\$memory")': 'of the tutorial; tests/cluster/test_tutorial.py',
     r'.* --nnodes 4 ': 'four hosts; tests/distributed/test_torchrun.py has two agents',
     rf'{_PYTHON}moevement_ext\.store --host 10': 'an address of another host; tests/unit/store',
-    rf'{_PYTHON}moevement_ext\.store\.branch': 'its store; tests/unit/store',
     rf'{_PYTHON}tools\.lab\.pack_libraries': 'tests/unit/tools/lab/test_pack_libraries.py',
     r'docker |kubectl ': 'a daemon of containers, or a cluster; tests/image, tests/unit/deploy',
     r'apt-get |pip |scripts/(setup_env|peers|build_transformer_engine)\.sh':

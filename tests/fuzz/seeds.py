@@ -27,16 +27,7 @@ from moevement_ext.replicate.protocol import (
     SlotHead,
     WindowHead,
 )
-from moevement_ext.store import wire
-from moevement_ext.store.wire import Kind, Request
 from tests.unit.memory.samples import WINDOW, named
-
-_QUESTIONS = (
-    Request(Kind.VALIDATE, number=wire.MAGIC),
-    Request(Kind.ADD, (b'/count',), number=1),
-    Request(Kind.WAIT, (b'/a', b'/b')),
-    Request(Kind.MULTI_SET, (b'/a', b'/b'), (b'x', b'')),
-)
 
 
 def message(struct_: msgspec.Struct) -> bytes:
@@ -65,7 +56,6 @@ def seeds(file: WindowFile) -> dict[str, list[bytes]]:
         'ledger': [msgspec.msgpack.encode(entry)],
         'server': [b'\1' + data for data in _requests(file)] + [b'\0' + _requests(file)[0]],
         'client': _replies(file),
-        'question': [b'\5' + wire.encoded(asked) for asked in _QUESTIONS],
         'packed': [packing.packed(b'a report' * times) for times in (0, 1, 100)],
     }
 

@@ -27,7 +27,6 @@ from moevement_ext.replicate.client import PeerLost, PeerRefused, ReplicaClient
 from moevement_ext.replicate.connection import Connection
 from moevement_ext.replicate.log_reader import _as_tensor
 from moevement_ext.replicate.replica_server import ReplicaServer
-from moevement_ext.store import wire
 from tests.unit.memory.samples import (
     SECRET,
     capacity,
@@ -75,7 +74,6 @@ class Targets:
             'ledger': self.ledger,
             'server': self.server,
             'client': self.client,
-            'question': self.question,
             'packed': self.packed,
         }
 
@@ -157,16 +155,6 @@ class Targets:
             self._ask(client, data[0] % 4 if data else 0)
         client.close()
         thread.join()
-
-    def question(self, data: bytes) -> None:
-        """Request of a client of a proxy, in two pieces; the first byte is the split position."""
-        received = wire.Incoming()
-        cut = data[0] if data else 0
-        with contextlib.suppress(ValueError):
-            for piece in (data[1 : 1 + cut], data[1 + cut :]):
-                received.add(piece)
-                while received and received.whole(wire.read_request) is not None:
-                    pass
 
     def packed(self, data: bytes) -> None:
         """A value that a rank has left in the store."""

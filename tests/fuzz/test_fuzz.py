@@ -13,7 +13,7 @@ from tests.fuzz.seeds import seeds
 from tests.fuzz.targets import Targets, opened
 
 CORPUS = Path(__file__).parent / 'corpus'
-NAMES = ('window', 'directory', 'frame', 'ledger', 'server', 'client', 'question', 'packed')
+NAMES = ('window', 'directory', 'frame', 'ledger', 'server', 'client', 'packed')
 MAX_GROWTH_MIB = 96
 FOUND = sorted(path for path in CORPUS.rglob('*') if path.is_file())
 

@@ -22,7 +22,6 @@ OF_A_CHECKOUT = {
     'tools.lab.pack_libraries': 'for a checkout that is carried elsewhere',
     'tools.simulate.paper': 'moevement simulate paper',
     'moevement_ext.launch.shared_gpu': 'a process of moevement launch',
-    'moevement_ext.store.branch': 'a process of moevement store',
 }
 """What the command has not, and why."""
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import msgspec
-from torch.distributed import DistError, PrefixStore, Store
+from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
 from moevement_ext.membership.exchange import left_by
 from moevement_ext.membership.rank import Rank
@@ -26,7 +26,6 @@ from moevement_ext.recover.relayout.stock import Stock
 from moevement_ext.replicate.client import ReplicaClient
 from moevement_ext.replicate.greeting import new_secret
 from moevement_ext.replicate.secret import VARIABLE, given_in, of_attempt
-from moevement_ext.store import nearest
 
 logger = logging.getLogger(__name__)
 
@@ -130,8 +129,9 @@ def _numbers() -> range:
 
 def meeting_place(timeout: timedelta) -> Store:
     """Connect to the job's store, with the prefix of this module's keys; `DistError`: timeout."""
-    address = os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT'])
-    return PrefixStore('sparse-ckpt-surplus', nearest.connect(*address, timeout))
+    host, port = os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT'])
+    store = TCPStore(host, port, is_master=False, timeout=timeout)
+    return PrefixStore('sparse-ckpt-surplus', store)
 
 
 def ask(rank: Rank, hosts: set[str]) -> Answers:

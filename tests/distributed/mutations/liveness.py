@@ -15,7 +15,6 @@ from moevement_ext import faults
 from moevement_ext.faults import Phase
 from moevement_ext.job import own_device
 from moevement_ext.job.localized_mode import LocalizedMode
-from moevement_ext.membership import gathered_reports
 from moevement_ext.membership.rendezvous import launcher_store
 from moevement_ext.system.device_judging import Finding, of_xid
 from tests.distributed.probes import holding
@@ -97,11 +96,6 @@ def rank_1_steps_when_the_others_have() -> None:
     LocalizedMode.committed = counting
     if (rank, os.environ['TORCHELASTIC_RESTART_COUNT']) == ('1', '0'):
         faults.point = waiting
-
-
-def a_large_job() -> None:
-    """Whose reports are too long to be read with the gate of their rendezvous."""
-    gathered_reports._LITTLE_BYTES = 0
 
 
 class _Device:

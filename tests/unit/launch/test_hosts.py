@@ -30,8 +30,6 @@ from moevement_ext.membership.eviction import evict
 from moevement_ext.memory import early
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.reserved_pages import ReservedPages
-from moevement_ext.store import branches
-from moevement_ext.store.node_proxy import VARIABLE
 from moevement_ext.system import exit_signal
 from tests.unit.launch.conftest import ended, failure, starts_a_thread, unkillable
 from tests.unit.launch.on_hosts import SlurmJob
@@ -73,30 +71,15 @@ def test_workers_run_on_their_hosts(
     assert '[rank 3] hello\n' in capfd.readouterr().out
 
 
-def test_restart_of_all_workers_uses_the_new_store(
-    job: SlurmJob, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(branches, 'NODES_OF_A_BRANCH', 1)
+def test_restart_of_all_workers_uses_the_new_store(job: SlurmJob) -> None:
     job.finish_when = lambda: len(job.started()) == 4
     assert job.on_hosts('ab', '0.0=kill:attempt-1.0', nodes=2, survive=False).run() == 0
     ports = {
-        int(job.attempt(rank, attempt)['env'][VARIABLE].split()[1])
+        int(job.attempt(rank, attempt)['env']['MASTER_PORT'])
         for rank in range(2)
         for attempt in range(2)
     }
     assert len(ports) == 2 and job.running.store.port in ports
-    assert job.attempt(1, 1)['env'][VARIABLE].split()[1] == job.attempt(1, 1)['env']['MASTER_PORT']
-    assert len(job.running.store.get('branches').split()) == 2
-
-
-def test_store_without_branches_serves_all_nodes(
-    job: SlurmJob, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(branches, 'NODES_OF_A_BRANCH', 1)
-    monkeypatch.setattr(branches, '_PROGRAM', 'no.such.program')
-    job.finish_when = lambda: len(job.started()) == 2
-    assert job.on_hosts('ab', nodes=2).run() == 0
-    assert 'the store has no branches' in caplog.text
 
 
 def test_dead_worker_is_replaced_on_its_host(job: SlurmJob) -> None:

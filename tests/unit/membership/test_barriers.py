@@ -10,7 +10,8 @@ from datetime import timedelta
 import pytest
 from torch.distributed import Store, TCPStore
 
-from moevement_ext.membership.barriers import behind, close_barrier, has_moved, open_barrier
+from moevement_ext.membership.barriers import close_barrier, has_moved, is_open, open_barrier
+from moevement_ext.store.peek import peek
 
 TIMEOUT = timedelta(seconds=60)
 
@@ -24,18 +25,18 @@ def soon() -> float:
     return time.monotonic() + TIMEOUT.total_seconds()
 
 
-def wait_at(store: Store, barrier: str) -> bytes | None:
+def opens(store: Store, barrier: str) -> bool:
     assert has_moved(store, barrier, soon())
-    return behind(store, barrier)
+    return is_open(peek(store, barrier))
 
 
 def test_first_state_of_a_barrier_is_final(store: TCPStore) -> None:
-    open_barrier(store, 'a', b'content')
+    open_barrier(store, 'a')
     close_barrier(store, 'a')
     close_barrier(store, 'b')
     open_barrier(store, 'b')
-    assert wait_at(store, 'a') == b'content'
-    assert wait_at(store, 'b') is None
+    assert opens(store, 'a')
+    assert not opens(store, 'b')
 
 
 def test_all_waiting_ranks_see_the_same_state_of_a_barrier(store: TCPStore) -> None:
@@ -44,7 +45,7 @@ def test_all_waiting_ranks_see_the_same_state_of_a_barrier(store: TCPStore) -> N
     with ThreadPoolExecutor(4) as threads:
         for turn in range(20):
             barrier = f'barrier {turn}'
-            waiting = [threads.submit(wait_at, one, barrier) for one in connections[:2]]
+            waiting = [threads.submit(opens, one, barrier) for one in connections[:2]]
             threads.submit(open_barrier, connections[2], barrier)
             threads.submit(close_barrier, connections[3], barrier)
             assert len({future.result() for future in waiting}) == 1
@@ -56,7 +57,7 @@ def test_deleted_barrier_counts_as_closed_and_is_not_recreated(
     """A process that was stopped for long may read it later."""
     open_barrier(store, 'barrier')
     store.delete_key('barrier')
-    assert behind(store, 'barrier') is None
+    assert not is_open(peek(store, 'barrier'))
     assert not store.check(['barrier'])
 
 
@@ -69,10 +70,10 @@ def test_wait_at_a_barrier_ends_at_its_deadline(store: TCPStore) -> None:
 def test_waiting_connection_can_be_cloned(store: TCPStore) -> None:
     """Other threads clone the connection to end the wait."""
     connection = store.clone()
-    passed: list[bytes | None] = []
-    waiting = threading.Thread(target=lambda: passed.append(wait_at(connection, 'barrier')))
+    passed: list[bool] = []
+    waiting = threading.Thread(target=lambda: passed.append(opens(connection, 'barrier')))
     waiting.start()
     waiting.join(0.2)  # it is waiting by then
     open_barrier(connection.clone(), 'barrier')
     waiting.join(TIMEOUT.total_seconds() / 2)
-    assert passed == [b'']
+    assert passed == [True]

@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -17,11 +16,10 @@ from moevement_ext.membership import rendezvous, round_watch
 from moevement_ext.membership.gathered_reports import hand_out, handed_out
 from moevement_ext.membership.heartbeats import hear
 from moevement_ext.membership.missing_ranks import MissingRanks
-from moevement_ext.membership.node_copy import NodeCopy
 from moevement_ext.membership.rendezvous import Rendezvous, end_round, present_round
 from moevement_ext.membership.round_watch import Connections, RoundWatch
 from tests.unit.membership.counted_store import CountedStore, Tally
-from tests.unit.membership.large_job import RANKS_PER_NODE, LargeJob
+from tests.unit.membership.large_job import LargeJob
 
 pytestmark = pytest.mark.timed
 
@@ -208,25 +206,12 @@ def test_survivors_leave_a_round_whose_breaker_died_halfway(
     assert {future.result().round for future in [waiting, *others]} == {3}
 
 
-def test_reports_of_a_large_job_are_sent_as_differences(tmp_path: Path) -> None:
+def test_reports_of_a_large_job_are_sent_as_differences() -> None:
     layout, world = LargeJob(512), 512
     reports = [msgspec.msgpack.encode(layout.report(rank, 0, 41)) for rank in range(world)]
     store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
     tally = Tally()
     counted = CountedStore(store, tally)
-    left = hand_out(counted, 'reports/0', reports)
-    assert len(left) + tally.read().nbytes < sum(map(len, reports)) / 100
-    assert handed_out(counted, 'reports/0', left, None) == reports
-    once = tally.read().nbytes
-    node = NodeCopy(tmp_path, tmp_path / 'node')
-    for _ in range(RANKS_PER_NODE):
-        assert handed_out(counted, 'reports/0', left, node) == reports
-    assert tally.read().nbytes - once <= once, 'one of them has read it'
-
-
-def test_small_reports_are_sent_with_the_barrier() -> None:
-    store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
-    tally = Tally()
-    left = hand_out(CountedStore(store, tally), 'reports/0', [b'a', b'b'])
-    assert handed_out(CountedStore(store, tally), 'reports/0', left, None) == [b'a', b'b']
-    assert tally.read().requests == 0
+    hand_out(counted, reports)
+    assert tally.read().nbytes < sum(map(len, reports)) / 20
+    assert handed_out(counted) == reports

@@ -90,7 +90,7 @@ def test_all_ranks_adopt_the_same_plans_in_order() -> None:
 
 
 def test_loads_of_many_ranks_are_read_some_at_a_time() -> None:
-    """A proxy cuts a client to which it owes 64 MiB, so that no window would be planned anew."""
+    """The store serves no other client while it collects an answer."""
     asked: list[int] = []
 
     class Watched(TCPStore):

@@ -103,7 +103,7 @@ class StoreExchange(Exchange):
     def among(self, name: str, own: bytes, ranks: Sequence[int], group: Any) -> list[bytes]:
         if not self.joining:
             exchange.leave(self._store, name, self._rank, own)
-        return exchange._left_by(self._store, name, ranks)
+        return exchange.left_by_all(self._store, name, ranks)
 
 
 def stage_of_its_own(rank: int, groups: FakeGroups) -> FakeTrainer:

@@ -46,7 +46,7 @@ class Ranks(Exchange):
                 patch.setenv(VARIABLE, self._other)
                 patch.setattr(secret, 'new_secret', lambda: bytes(32))
                 exchange.leave(self._store, name, 1 - self._rank, _marks())
-        return exchange._left_by(self._store, name, range(2))
+        return exchange.left_by_all(self._store, name, range(2))
 
     @staticmethod
     def from_first(own: bytes, ranks: Sequence[int], group: Any) -> bytes:

@@ -4,17 +4,10 @@ from contextlib import closing
 
 import pytest
 
-from tests.unit.store.processes import Proxy, Server
+from tests.unit.store.processes import Server
 
 
 @pytest.fixture
 def server() -> Iterator[Server]:
     with closing(Server()) as made:
-        yield made
-
-
-@pytest.fixture
-def proxy(server: Server) -> Iterator[Proxy]:
-    """The proxy of one node."""
-    with closing(Proxy(server.port)) as made:
         yield made

@@ -31,7 +31,7 @@ def test_peek_is_one_request() -> None:
 
 
 def test_many_values_are_read_some_at_a_time() -> None:
-    """A proxy cuts a client to which it owes 64 MiB, and serves others in between."""
+    """The store serves others in between."""
     tally, server = Tally(), served()
     keys = [f'key/{index}' for index in range(1000)]
     for key in keys:
