@@ -2,11 +2,9 @@
 """The report with which a rank joins a round."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 
-from moevement_ext.memory.ledger import LedgerEntry
 from moevement_ext.memory.window.name import HeldWindow, Window
 
 NOWHERE = -1
@@ -47,8 +45,6 @@ class Report(msgspec.Struct, frozen=True, gc=False):
     """Windows that turned out to be damaged beyond repair."""
     address: tuple[str, int] | None = None
     """Where its replica server listens; None until it has one."""
-    ledger: list[LedgerEntry] = []
-    """Entries of the newest committed iterations, oldest first."""
     details: bytes = b''
     """Further state for a new process, opaque here."""
     unjudged: bool = False
@@ -72,27 +68,26 @@ def encode(report: Report) -> bytes:
     return msgspec.msgpack.encode(report)
 
 
-# Large fields that many ranks repeat: a large job has a million windows in all reports.
-_REPEATED = ('windows', 'ledger')
 _FIELDS = {field.name: field.type for field in msgspec.structs.fields(Report)}
+# A large job has a million windows in all reports; ranks of a node have the same ones.
 _AsItCame = msgspec.defstruct(
     '_AsItCame',
-    [(name, msgspec.Raw if name in _REPEATED else kind) for name, kind in _FIELDS.items()],
+    [(name, msgspec.Raw if name == 'windows' else kind) for name, kind in _FIELDS.items()],
     gc=False,
 )
-_PLACES = {list(_FIELDS).index(name): msgspec.msgpack.Decoder(_FIELDS[name]) for name in _REPEATED}
+_PLACE = [*_FIELDS].index('windows')
+_WINDOWS = msgspec.msgpack.Decoder(_FIELDS['windows'])
 
 
 def decode_all(items: Sequence[bytes]) -> list[Report]:
-    """Decode the reports of all ranks; equal values of large fields become one object."""
-    known: dict[tuple[int, bytes], Any] = {}
+    """Decode the reports of all ranks; equal lists of windows become one object."""
+    known: dict[bytes, list[HeldWindow]] = {}
     reports = []
     for found in map(msgspec.msgpack.Decoder(_AsItCame).decode, items):
         values = list(msgspec.structs.astuple(found))
-        for place, decoder in _PLACES.items():
-            key = place, bytes(values[place])
-            if key not in known:
-                known[key] = decoder.decode(key[1])
-            values[place] = known[key]
+        windows = bytes(values[_PLACE])
+        if windows not in known:
+            known[windows] = _WINDOWS.decode(windows)
+        values[_PLACE] = known[windows]
         reports.append(Report(*values))
     return reports

@@ -289,8 +289,9 @@ class LocalizedRecovery:
         self._fruitless.pause(lambda: self._membership.broken)
         reports = self._membership.reports
         self._position.decided(verdict, self._rank.number)
-        stage_of = self._protection.planner.stage_of
-        self._replay.take_over_ledger(verdict.target, reports, stage_of)
+        self._replay.take_over_ledger(
+            verdict, reports, self._protection.planner.stage_of, lambda: self._membership.broken
+        )
         entry = self._protection.memory.ledger.get(verdict.target)
         samples = None if entry is None else entry.consumed_samples
         self._trainer.auxiliary_state.count(verdict.target, samples)

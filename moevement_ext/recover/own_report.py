@@ -11,8 +11,6 @@ from moevement_ext.membership.launch import own_launch
 from moevement_ext.membership.membership import Membership
 from moevement_ext.membership.rank import Rank
 from moevement_ext.membership.report import NOWHERE, Report, UnderWay
-from moevement_ext.memory.disk import stored_in
-from moevement_ext.memory.ledger import LedgerEntry
 from moevement_ext.memory.window.name import Window
 from moevement_ext.plan.strategy.choice import only_source
 from moevement_ext.protect.protection import Protection
@@ -20,13 +18,6 @@ from moevement_ext.recover.fruitless import Fruitless
 from moevement_ext.recover.inventory import held_windows, launch_of
 from moevement_ext.recover.rank_state import RankState
 from moevement_ext.recover.trainer import Trainer
-
-# Maximum number of ledger entries in a report, unless `_MOST_CYCLES` needs more. It keeps reports
-# short, so that repetitions are within the 32 KiB that zlib looks back.
-_MOST_ENTRIES = 512
-# Cycles of which a recovery can need the entries; a much older window means that no newer one was
-# persisted, and then all workers restart from it.
-_MOST_CYCLES = 4
 
 
 class Handover(msgspec.Struct, frozen=True):
@@ -87,7 +78,6 @@ class OwnReport:
             refused=list(refused),
             unjudged=self._protection.unjudged,
             address=memory.addresses[self._rank.number],
-            ledger=self._entries(),
             fruitless=self._fruitless.count,
             own_error=self._fruitless.own_error,
             details=msgspec.msgpack.encode(handover),
@@ -106,18 +96,3 @@ class OwnReport:
         return lambda: msgspec.structs.replace(
             before, windows=held_windows(store, identity, self._only_on)
         )
-
-    def _entries(self) -> list[LedgerEntry]:
-        """Committed iterations that a replay can need, from the oldest window on this node.
-
-        At least the newest one, for a rank that copies this state. The number is limited, as all
-        ranks wait while one rank packs all reports.
-        """
-        memory, newest = self._protection.memory, self._position.committed
-        here = memory.windows.committed()
-        if self._only_on is not None:
-            here = stored_in(self._only_on, self._rank.number)
-        oldest = min((window.name.start for window in here), default=newest)
-        cycles = _MOST_CYCLES * self._protection.checkpointer.schedule.period
-        oldest = min(max(oldest, newest - max(_MOST_ENTRIES, cycles)), newest - 1)
-        return [entry.shared() for entry in memory.ledger.entries(oldest, newest)]

@@ -13,6 +13,7 @@ nothing until the state is dense. With `--sparse-ckpt-verify stop` its captures 
 they are judged (`protect/trial.py`).
 """
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -33,12 +34,14 @@ from moevement_ext.recover.conversion import Conversion
 from moevement_ext.recover.inventory import candidates
 from moevement_ext.recover.outage import Phases
 from moevement_ext.recover.rank_state import RankState
-from moevement_ext.recover.sources import ArrivingWindow, HolderLost, make_room
+from moevement_ext.recover.sources import TRIES, ArrivingWindow, HolderLost, make_room
 from moevement_ext.recover.trainer import Received, Trainer
 from moevement_ext.recover.verdict import Localized
 from moevement_ext.recover.verification import Verification
 from moevement_ext.replicate.client import PeerLost, PeerRefused
 from moevement_ext.replicate.log_reader import LogReader
+
+logger = logging.getLogger(__name__)
 
 
 class _WindowRefused(SparseCheckpointError):
@@ -85,33 +88,62 @@ class StageReplay:
         """Wake up a replay that waits for another rank. Watching thread."""
         for waiting in list(self._waiting):
             waiting.close()
+        self._protection.memory.interrupt_fetch()
 
     def take_over_ledger(
-        self, target: int, reports: Sequence[Report], stage_of: Sequence[int]
+        self,
+        verdict: Localized,
+        reports: Sequence[Report],
+        stage_of: Sequence[int],
+        broken: Callable[[], bool],
     ) -> None:
-        """Copy missing committed iterations from the other ranks' ledgers.
+        """Fetch the ledger entries that this rank lacks for the recovery from survivors.
 
-        This rank's records take precedence, then those of its stage: they fit its
-        optimizers for certain. Iterations that a new process's predecessor committed after
-        `target` are computed again. A record that the other ranks contradict was left on
-        this node by another attempt of the job. Where other ranks of the stage have a
-        record, it replaces the contradicted one in this rank's ledger, except for the loss.
+        A new process asks even if it lacks none: its node may still have the ledger of another
+        attempt of the job. Ranks of its stage come first, as their entries fit its optimizers for
+        certain. Iterations that its predecessor committed after the target are computed again.
+        Entries that no reachable survivor has stay missing. `broken`: another failure came first.
         """
-        number = self._rank.number
-        own = stage_of[number]
-        order = sorted(
-            range(len(reports)), key=lambda rank: (rank == number, stage_of[rank] == own)
-        )
-        known = {entry.iteration: entry for rank in order for entry in reports[rank].ledger}
-        same_stage = [rank for rank in order if stage_of[rank] == own and rank != number]
-        certain = {entry.iteration for rank in same_stage for entry in reports[rank].ledger}
+        number, target, memory = self._rank.number, verdict.target, self._protection.memory
+        memory.ledger.forget_after(target)
+        after = target - 1
+        if verdict.window is not None and number in verdict.ranks:
+            after = verdict.window.start
+        trusts_own = reports[number].survivor
+        silent = 0
+        for other in self._survivors(reports, stage_of):
+            has_all = len(memory.ledger.entries(after, target)) == target - after
+            if (trusts_own and has_all) or broken() or silent == TRIES:
+                return
+            address = reports[other].address
+            assert address is not None
+            try:
+                entries = memory.fetch_ledger(address, after, target)
+            except (PeerLost, PeerRefused) as error:
+                logger.warning('sparse checkpointing: no ledger from rank %d: %s', other, error)
+                silent += 1
+                continue
+            self._take_over(entries, stage_of[other] == stage_of[number])
+            trusts_own = trusts_own or len(entries) == target - after
+
+    def _survivors(self, reports: Sequence[Report], stage_of: Sequence[int]) -> list[int]:
+        """Other ranks with a ledger, first those of this stage; each new process in its order."""
+        number, world = self._rank.number, len(reports)
+        others = [(number + step) % world for step in range(1, world)]
+        survivors = [it for it in others if reports[it].survivor and reports[it].address]
+        return sorted(survivors, key=lambda it: stage_of[it] != stage_of[number])
+
+    def _take_over(self, entries: Sequence[LedgerEntry], of_stage: bool) -> None:
+        """Merge a survivor's entries; where they replace this rank's, its loss is kept.
+
+        An entry that the survivor contradicts was left on this node by another attempt of the job.
+        """
         ledger = self._protection.memory.ledger
-        ledger.forget_after(target)
-        for iteration, entry in sorted(known.items()):
-            found = ledger.get(iteration)
+        for entry in entries:
+            found = ledger.get(entry.iteration)
             if found is None or _contradicts(entry, found):
                 ledger.append(entry)
-            elif iteration in certain:
+            elif of_stage:
                 ledger.append(msgspec.structs.replace(entry, loss=found.loss))
 
     def run(
@@ -219,7 +251,7 @@ class StageReplay:
         entry = self._protection.memory.ledger.get(iteration)
         if entry is None:
             raise _WindowRefused(
-                f'no rank has a record of iteration {iteration}, so it cannot be replayed'
+                f'no reachable rank has a record of iteration {iteration}, so it cannot be replayed'
             )
         return entry
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients of a peer: send replicas; fetch windows, logs and parts of other layouts."""
+"""Clients of a peer: send replicas; fetch windows, logs, ledgers and parts of other layouts."""
 
 import socket
 from collections.abc import Callable, Iterator, Sequence
@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import xxhash
 
 from moevement_ext.errors import SparseCheckpointError
+from moevement_ext.memory.ledger import LedgerEntry
 from moevement_ext.memory.shelf import Part
 from moevement_ext.memory.upstream_log.record import CorruptLog, LoggedTensor, LogKey
 from moevement_ext.memory.window.agreed import NOTHING_AGREED, Agreed
@@ -25,10 +26,12 @@ from moevement_ext.replicate.protocol import (
     Differs,
     DiscardAfter,
     FetchHeaders,
+    FetchLedger,
     FetchLog,
     FetchPart,
     FetchRanges,
     FetchWindow,
+    LedgerEntries,
     LogHead,
     NotYet,
     Proceed,
@@ -252,6 +255,15 @@ class ReplicaClient:
         if xxhash.xxh3_64_intdigest(data) != tensor.checksum:
             raise CorruptLog(f'{key}, from peer {host}:{port}, is damaged: checksum mismatch')
         return tensor, data
+
+    def fetch_ledger(self, after: int, to: int) -> list[LedgerEntry]:
+        """Those ledger entries of iterations after `after` up to `to` that the peer has."""
+        with self._exchange() as connection:
+            connection.send(FetchLedger(after, to))
+            entries = _expect(connection, LedgerEntries).entries
+            if not all(after < entry.iteration <= to for entry in entries):
+                raise ConnectionError('it sends ledger entries of other iterations')
+        return entries
 
     def fetch_part(self, part: Part) -> list[SlotHeader]:
         """Headers of a part of a window in another layout, slot 0 first.

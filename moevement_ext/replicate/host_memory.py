@@ -8,7 +8,8 @@ reserved, replica holders are placed and servers started.
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -20,7 +21,7 @@ from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory.budget import HostMemoryPlan, gib
 from moevement_ext.memory.cgroup import cores_left
 from moevement_ext.memory.device import threads_beside
-from moevement_ext.memory.ledger import Ledger
+from moevement_ext.memory.ledger import Ledger, LedgerEntry
 from moevement_ext.memory.mapped import in_pages
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.pinning import pin
@@ -55,6 +56,7 @@ logger = logging.getLogger(__name__)
 Exchange = Callable[[bytes], list[bytes]]
 """Collective all-gather of bytes, by rank."""
 
+_LEDGER_TIMEOUT_S = 5.0  # for up to a MiB, which the other rank has at hand
 _ADDRESS = msgspec.msgpack.Decoder(tuple[str, int])
 _MEMBER = msgspec.msgpack.Decoder(Member)
 
@@ -187,7 +189,9 @@ class HostMemory:
             bases = self.windows if of_twin else None
             inbox = Inbox(windows, self.receive_cost, config.verify_replicas, bases)
             self._inboxes[owner] = inbox
-        self.server = ReplicaServer(self.store, rank, self._inboxes, self._secret, host)
+        self.server = ReplicaServer(
+            self.store, rank, self._inboxes, self._secret, host, ledger=self.ledger
+        )
 
     def make_room_in_log(self, window: int) -> None:
         """Enlarge the log for windows of this length, within the memory plan. Any thread.
@@ -301,13 +305,28 @@ class HostMemory:
         Any single thread. Calls `received` with every received and undamaged slot, slot 0
         first. Raises `RefusedWindow`, `PeerLost`, `PeerRefused` or `HostMemoryError`.
         """
-        client = self._fetching = self.client(holder)
-        try:
+        with self._reaching(self.client(holder)) as client:
             client.open()
             return self.receive(
                 window,
                 lambda file: client.fetch_window(self.rank, window.name, file, received),
             )
+
+    def fetch_ledger(self, address: tuple[str, int], after: int, to: int) -> list[LedgerEntry]:
+        """Fetch another rank's ledger entries of iterations after `after` up to and including `to`.
+
+        `address` is that rank's. Any single thread. Raises `PeerLost` or `PeerRefused`.
+        """
+        client = ReplicaClient(address, self._secret, _LEDGER_TIMEOUT_S)
+        with self._reaching(client):
+            return client.fetch_ledger(after, to)
+
+    @contextmanager
+    def _reaching(self, client: ReplicaClient) -> Iterator[ReplicaClient]:
+        """Within the context `interrupt_fetch` interrupts this client, which is then closed."""
+        self._fetching = client
+        try:
+            yield client
         finally:
             if self._fetching is client:  # otherwise a later fetch has replaced this one
                 self._fetching = None
@@ -397,7 +416,7 @@ class HostMemory:
         self.forget_other_layouts()
 
     def interrupt_fetch(self) -> None:
-        """Make a running `fetch` on another thread raise `PeerLost`. Any thread."""
+        """Make a running fetch from a rank, on another thread, raise `PeerLost`. Any thread."""
         client = self._fetching
         if client is not None:
             client.interrupt()

@@ -14,6 +14,7 @@ A connection begins with a greeting (`greeting`); then, from the client's side:
     FetchWindow -> Refused | WindowHead, then per slot SlotHead, frame, payload -> Ack | Refused
     FetchHeaders -> Refused | WindowHead, then per slot SlotHead and frame -> Ack
     FetchLog -> Refused | NotYet | LogHead, then the bytes
+    FetchLedger -> Refused | LedgerEntries
     FetchPart -> Refused | WindowHead, then per slot SlotHead and frame -> Ack
     FetchRanges -> Refused | RangesHead, then the bytes
 """
@@ -22,13 +23,14 @@ from typing import Annotated
 
 import msgspec
 
+from moevement_ext.memory.ledger import LedgerEntry
 from moevement_ext.memory.shelf import Part
 from moevement_ext.memory.upstream_log.record import LoggedTensor, LogKey
 from moevement_ext.memory.window.agreed import Agreed
 from moevement_ext.memory.window.kept import Kept
 from moevement_ext.memory.window.name import Count, WindowName
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 MAX_MESSAGE_BYTES = 4 * 2**20
 MAX_FRAME_BYTES = 64 * 2**20
 MIN_BYTES_PER_SECOND = 10 * 2**20
@@ -87,6 +89,13 @@ class FetchLog(msgspec.Struct, frozen=True, tag=True):
     """Request for one record of the upstream log of the peer."""
 
     key: LogKey
+
+
+class FetchLedger(msgspec.Struct, frozen=True, tag=True):
+    """Request for the ledger entries of iterations after `after`, up to and including `to`."""
+
+    after: Count
+    to: Count
 
 
 class FetchPart(msgspec.Struct, frozen=True, tag=True):
@@ -150,6 +159,12 @@ class LogHead(msgspec.Struct, frozen=True, tag=True):
     tensor: LoggedTensor
 
 
+class LedgerEntries(msgspec.Struct, frozen=True, tag=True):
+    """Those of the requested entries that the peer has, without fields of its own."""
+
+    entries: list[LedgerEntry]
+
+
 class NotYet(msgspec.Struct, frozen=True, tag=True):
     """Answer: the record, or a stub's base, is not there yet; ask again."""
 
@@ -167,7 +182,19 @@ Request = (
     | FetchWindow
     | FetchHeaders
     | FetchLog
+    | FetchLedger
     | FetchPart
     | FetchRanges
 )
-Reply = Ack | Proceed | Refused | WindowHead | SlotHead | LogHead | RangesHead | NotYet | Differs
+Reply = (
+    Ack
+    | Proceed
+    | Refused
+    | WindowHead
+    | SlotHead
+    | LogHead
+    | LedgerEntries
+    | RangesHead
+    | NotYet
+    | Differs
+)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The server of one rank: replicas it holds, windows on its node, its upstream log (sec. 3.3).
+"""The server of one rank: replicas it holds, windows on its node, its log and ledger (sec. 3.3).
 
 One thread accepts connections, and each connection has its own thread. No error here reaches
 training: the server answers them with `Refused`, or they end the connection. A client that has not
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import xxhash
 
 from moevement_ext.errors import HostMemoryError
+from moevement_ext.memory.ledger import Ledger
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.shelf import Shelf
 from moevement_ext.memory.upstream_log.record import LogGap
@@ -36,10 +37,12 @@ from moevement_ext.replicate.protocol import (
     CommitWindow,
     DiscardAfter,
     FetchHeaders,
+    FetchLedger,
     FetchLog,
     FetchPart,
     FetchRanges,
     FetchWindow,
+    LedgerEntries,
     LogHead,
     NotYet,
     PutSlot,
@@ -81,7 +84,7 @@ _Opened = Callable[[Path, Expected], _Served]
 
 
 class ReplicaServer:
-    """Server for a rank's peers: takes replicas, and serves windows and the rank's log.
+    """Server for a rank's peers: takes replicas, and serves windows, the rank's log and ledger.
 
     The training thread calls `serve_log` and `stop`.
 
@@ -91,6 +94,7 @@ class ReplicaServer:
         host: address to listen on, IPv4 or IPv6.
         port: port to listen on; 0 lets the system choose.
         timeout_s: time for one exchange after its begin, plus time to move its bytes.
+        ledger: of this rank; None: refuse requests for it.
     """
 
     def __init__(
@@ -102,8 +106,10 @@ class ReplicaServer:
         host: str = '127.0.0.1',
         port: int = 0,
         timeout_s: float = 30.0,
+        ledger: Ledger | None = None,
     ) -> None:
         self._store = store
+        self._ledger = ledger
         self._secret = secret
         self._timeout_s = timeout_s
         self._inboxes = inboxes
@@ -212,9 +218,11 @@ class ReplicaServer:
                 case FetchRanges():
                     _send_ranges(connection, self._served_shelf(), request, self._timeout_s)
                     return
+                case FetchLedger():
+                    reply: Reply = self._entries(request)
                 case PutSlot() | CommitWindow() | DiscardAfter():
                     inbox = self._inbox(request.owner)
-                    reply: Reply = inbox.answer(connection, request, self._timeout_s)
+                    reply = inbox.answer(connection, request, self._timeout_s)
                 case _:
                     raise ConnectionError(f'{type(request).__name__} is not expected here')
         except _REFUSALS as refusal:
@@ -232,6 +240,13 @@ class ReplicaServer:
         connection.set_deadline(self._timeout_s, tensor.nbytes)
         connection.send(LogHead(tensor))
         connection.send_bytes(data)
+
+    def _entries(self, request: FetchLedger) -> LedgerEntries:
+        if self._ledger is None:
+            raise ValueError('no ledger is kept here')
+        after = max(request.after, request.to - self._ledger.capacity)
+        entries = self._ledger.entries(after, request.to)
+        return LedgerEntries([entry.shared() for entry in entries])
 
     def _inbox(self, owner: int) -> Inbox:
         if owner not in self._inboxes:

@@ -17,8 +17,10 @@ from moevement_ext.replicate.protocol import (
     CommitWindow,
     DiscardAfter,
     FetchHeaders,
+    FetchLedger,
     FetchLog,
     FetchWindow,
+    LedgerEntries,
     LogHead,
     NotYet,
     Proceed,
@@ -72,6 +74,7 @@ def _requests(file: WindowFile) -> list[bytes]:
         message(CommitWindow(0, named())) + message(DiscardAfter(0, 3)),
         message(FetchHeaders(0, -1)) + message(FetchWindow(0, named())),
         message(FetchLog(LogKey(1, Direction.UP, 0))),
+        message(FetchLedger(3, 2**62)),
     ]
 
 
@@ -89,6 +92,7 @@ def _replies(file: WindowFile) -> list[bytes]:
         b'\2' + message(LogHead(tensor)) + bytes(8),
         b'\2' + message(LogHead(LoggedTensor('uint8', (2**62,), 2**62, 0))),
         b'\2' + message(NotYet()),
-        b'\3' + message(Proceed()) + message(Ack()),
-        b'\3' + message(Refused('no')),
+        b'\3' + message(LedgerEntries([LedgerEntry(3, [1.5], [False], 4, 32)])),
+        b'\4' + message(Proceed()) + message(Ack()),
+        b'\4' + message(Refused('no')),
     ]

@@ -60,7 +60,10 @@ class Targets:
         logging.getLogger('moevement_ext').addHandler(self._errors)
         logging.getLogger('moevement_ext').propagate = False
         self._store = NodeStore(directory, 'run1', 'node1')
-        self._server = ReplicaServer(self._store, 1, inbox_of_owner(self._store), SECRET)
+        self._own_ledger = Ledger(directory / 'own-ledger', 8, identity_of(1))
+        self._server = ReplicaServer(
+            self._store, 1, inbox_of_owner(self._store), SECRET, ledger=self._own_ledger
+        )
         windows = self._server._inboxes[OWNER].windows
         file = windows.begin(named())
         assert file is not None
@@ -80,6 +83,7 @@ class Targets:
     def close(self) -> None:
         """Stop the servers."""
         self._server.stop()
+        self._own_ledger.close()
         self._store.close()
         self._listener.close()
 
@@ -152,7 +156,7 @@ class Targets:
         )
         documented = (PeerLost, PeerRefused, RefusedWindow, HostMemoryError, CorruptLog)
         with contextlib.suppress(*documented):
-            self._ask(client, data[0] % 4 if data else 0)
+            self._ask(client, data[0] % 5 if data else 0)
         client.close()
         thread.join()
 
@@ -173,6 +177,8 @@ class Targets:
                 record = client.fetch_log(LogKey(1, Direction.DOWN, 0))
                 if record is not None:
                     _as_tensor(*record)
+            case 3:
+                client.fetch_ledger(0, 9)
             case _:
                 put_window(client, self._window)
 

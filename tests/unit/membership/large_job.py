@@ -4,7 +4,6 @@
 from dataclasses import dataclass
 
 from moevement_ext.membership.report import Report
-from moevement_ext.memory.ledger import LedgerEntry
 from moevement_ext.memory.window.name import HeldWindow, Window, WindowName
 
 RANKS_PER_NODE = 8
@@ -33,10 +32,6 @@ class LargeJob:
             for start in (newest - 2 * WINDOW, newest - WINDOW)
             for owner in owners
         ]
-        ledger = [
-            LedgerEntry(t, [1.0 / t], [False], 8, 512 * t)
-            for t in range(newest - 2 * WINDOW, committed + 1)
-        ]
         return Report(
             survivor=True,
             node=_node(rank),
@@ -47,7 +42,6 @@ class LargeJob:
             clean_at=committed,
             first_logged=newest - 2 * WINDOW,
             address=(f'10.0.{rank // 256}.{rank % 256}', 20_000 + rank),
-            ledger=ledger,
             details=b'plan and trainer' * 8,
         )
 

@@ -20,7 +20,6 @@ def test_equal_parts_of_reports_are_one_object() -> None:
     of_first_node = found[:RANKS_PER_NODE]
     assert all(report.windows is found[0].windows for report in of_first_node)
     assert found[0].windows != found[RANKS_PER_NODE].windows
-    assert all(report.ledger is found[0].ledger for report in found[:-1])
 
 
 def test_reports_are_not_tracked_by_the_garbage_collector() -> None:

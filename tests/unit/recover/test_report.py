@@ -9,7 +9,6 @@ import pytest
 
 from moevement_ext.config import SparseCheckpointConfig
 from moevement_ext.membership.report import encode
-from moevement_ext.memory.ledger import LedgerEntry
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.name import RankIdentity
 from moevement_ext.plan.replanning import PlanParameters
@@ -29,9 +28,7 @@ def recovery(folder: Path, experts: int) -> LocalizedRecovery:
     shares = {f'layer1.expert{expert}': 1 / experts for expert in range(experts)}
     memory = SimpleNamespace(
         log=None,
-        ledger=SimpleNamespace(entries=lambda after, to: []),
         store=NodeStore(folder, 'run', 'node'),
-        windows=SimpleNamespace(committed=lambda: []),
         addresses=[('127.0.0.1', 1)],
         mark=b'mark',
     )
@@ -53,16 +50,6 @@ def recovery(folder: Path, experts: int) -> LocalizedRecovery:
     )
 
 
-def test_newest_iteration_is_reported_before_the_first_window() -> None:
-    """A new process on another node copies a state, and takes the batch size from it."""
-    with tmpfs_directory() as folder:
-        found = recovery(folder, 1)
-        asked: list[tuple[int, int]] = []
-        found._protection.memory.ledger.entries = lambda *given: asked.append(given) or []
-        found._report.now([])
-    assert asked == [(ORIGIN - 1, ORIGIN)]
-
-
 @pytest.mark.parametrize('experts', [1, 4096])
 def test_a_report_is_no_longer_for_more_experts(experts: int) -> None:
     """Plans have a share for each; the store has them once, under their version."""
@@ -72,22 +59,6 @@ def test_a_report_is_no_longer_for_more_experts(experts: int) -> None:
     assert (handover.version, handover.origin) == (VERSION, ORIGIN)
     assert len(report.details) < 100
     assert len(encode(report)) < 500
-
-
-@pytest.mark.parametrize(('period', 'most'), [(4, 512), (1000, 4000)])
-def test_a_report_has_no_entries_that_no_recovery_needs(period: int, most: int) -> None:
-    """No window was persisted for long: thousands of entries of each rank would stall all."""
-    window = SimpleNamespace(name=SimpleNamespace(start=ORIGIN - 4096))
-    with tmpfs_directory() as folder:
-        reports = recovery(folder, 1)._report
-        protection = reports._protection
-        protection.memory.windows.committed = lambda: [window]
-        protection.memory.ledger.entries = lambda after, to: [
-            LedgerEntry(iteration, [], [], 1, 1) for iteration in range(after + 1, to + 1)
-        ]
-        protection.checkpointer.schedule = PlanParameters(VERSION, ORIGIN, 4, {}, period - 4)
-        entries = reports.now([]).ledger
-    assert [entry.iteration for entry in entries] == [*range(ORIGIN - most + 1, ORIGIN + 1)]
 
 
 def test_rank_with_a_copied_state_knows_its_iteration() -> None:

@@ -2,7 +2,7 @@
 """What a replay takes over; and that it does not wait once another failure is announced."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,13 +14,17 @@ from moevement_ext.membership.rendezvous import RoundEnded
 from moevement_ext.membership.report import Report
 from moevement_ext.memory.ledger import LedgerEntry
 from moevement_ext.memory.upstream_log.record import Direction
-from moevement_ext.memory.window.name import RankIdentity
+from moevement_ext.memory.window.name import RankIdentity, Window
 from moevement_ext.recover.sources import ArrivingWindow
 from moevement_ext.recover.stage_replay import StageReplay
-from tests.unit.memory.samples import RUN, TOPOLOGY, tmpfs_directory
+from moevement_ext.recover.verdict import Localized
+from moevement_ext.replicate import host_memory
+from moevement_ext.replicate.secret import of_attempt
+from tests.unit.memory.samples import RUN, SECRET, TOPOLOGY, WINDOW, named, tmpfs_directory
 from tests.unit.recover.fake_trainer import FakeTrainer
 from tests.unit.replicate.peers import silent_peer
 from tests.unit.replicate.test_host_memory import CANDIDATE, Job
+from tests.unit.store.processes import until
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -29,6 +33,7 @@ class Replay:
     """Of the second of two stages, whose watching thread says when the round is ended."""
 
     def __init__(self, job: Job) -> None:
+        self.job = job
         self.memory = job.ranks[1]
         self.trainer = FakeTrainer(['a'], 1, 2)
         self.broken = threading.Event()
@@ -55,7 +60,7 @@ class Replay:
 @pytest.fixture
 def replay(monkeypatch: pytest.MonkeyPatch) -> Iterator[Replay]:
     with tmpfs_directory() as shm:
-        job = Job(Path(shm), monkeypatch)
+        job = Job(Path(shm), monkeypatch, ('node-a', 'node-b', 'node-c'))
         yield Replay(job)
         job.stop()
 
@@ -71,37 +76,94 @@ def test_replay_does_not_wait_for_a_neighbour_that_sends_no_more(replay: Replay)
     assert not [it for it in threading.enumerate() if it.name.startswith('log-reader')]
 
 
+OF_JOB = of_attempt(SECRET, SECRET)
+NEW = Report(survivor=False, node='b', pid=2, windows=[])
+NOW = [LedgerEntry(t, [float(t)], [], 2, 8 * t) for t in range(1, 5)]
+
+
+def take_over(
+    replay: Replay,
+    target: int,
+    stage_of: list[int],
+    own: Report = NEW,
+    others: Sequence[tuple[str, int]] = (),
+) -> list[list[float] | None]:
+    """Norms of iterations 1 to 4 in the ledger of rank 1, which has asked rank 0 and `others`."""
+    addresses = [replay.job.ranks[0].server.address, None, *others]
+    reports = [Report(survivor=True, node='a', pid=1, windows=[], address=it) for it in addresses]
+    reports[1] = own
+    verdict = Localized(
+        target, frozenset({1}), frozenset({1}), frozenset(), Window(named(0), WINDOW)
+    )
+    replay.of_stage.take_over_ledger(verdict, reports, stage_of, replay.broken.is_set)
+    found = map(replay.memory.ledger.get, range(1, 5))
+    return [entry and entry.grad_norms for entry in found]
+
+
 def test_ledger_of_another_attempt_is_not_trusted(replay: Replay) -> None:
     """A rank that comes to a node where it had been long ago finds what it left there."""
-    now = [LedgerEntry(t, [float(t)], [], 2, 8 * t) for t in range(1, 5)]
-    ledger = replay.memory.ledger
-    for entry in (
-        now[0],
-        msgspec.structs.replace(now[1], grad_norms=[9.0]),
-        msgspec.structs.replace(now[2], grad_norms=[3.0, 9.0]),  # of two optimizers
-        msgspec.structs.replace(now[3], grad_norms=[9.0]),
-    ):
-        ledger.append(entry)
-    survivor = Report(survivor=True, node='a', pid=1, windows=[], ledger=now[:3])
-    new = Report(survivor=False, node='b', pid=2, windows=[])
-    replay.of_stage.take_over_ledger(3, [survivor, new], [0, 1])
-    assert [found and found.grad_norms for found in map(ledger.get, range(1, 5))] == [
-        [1.0],
-        [2.0],
-        [3.0, 9.0],
-        None,
-    ]
+    for entry in NOW[:3]:
+        replay.job.ranks[0].ledger.append(entry)
+    for entry, norms in zip(NOW, ([1.0], [9.0], [3.0, 9.0], [9.0]), strict=True):
+        # The third is of two optimizers.
+        replay.memory.ledger.append(msgspec.structs.replace(entry, grad_norms=norms))
+    assert take_over(replay, 3, [0, 1]) == [[1.0], [2.0], [3.0, 9.0], None]
 
 
 def test_ledgers_of_the_stage_precede_the_ledger_of_the_node(
     replay: Replay,
 ) -> None:
     replay.memory.ledger.append(LedgerEntry(1, [1.0, 9.0], [], 2, 8))  # of two optimizers
-    recorded = LedgerEntry(1, [1.0], [], 2, 8)
-    survivor = Report(survivor=True, node='a', pid=1, windows=[], ledger=[recorded])
-    new = Report(survivor=False, node='b', pid=2, windows=[])
-    replay.of_stage.take_over_ledger(1, [survivor, new], [0, 0])
-    assert replay.memory.ledger.get(1) == recorded
+    replay.job.ranks[0].ledger.append(LedgerEntry(1, [1.0], [], 2, 8, loss=3.0))
+    take_over(replay, 1, [0, 0])
+    assert replay.memory.ledger.get(1) == LedgerEntry(1, [1.0], [], 2, 8), 'a loss is of one rank'
+
+
+def test_lacking_entries_come_from_the_next_survivor(
+    replay: Replay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """First those of the stage: one is silent, one has some. The last is of another stage."""
+    second, last = replay.job.ranks[0], replay.job.ranks[2]
+    second.ledger.append(NOW[2])
+    for entry in NOW:
+        norms = [*entry.grad_norms, 9.0] if entry is NOW[2] else entry.grad_norms
+        last.ledger.append(msgspec.structs.replace(entry, grad_norms=norms))
+    monkeypatch.setattr(host_memory, '_LEDGER_TIMEOUT_S', 1.0)
+    with silent_peer(True, OF_JOB) as silent:
+        found = take_over(replay, 4, [1, 1, 1, 0], NEW, [silent, last.server.address])
+    assert found == [entry.grad_norms for entry in NOW]
+    assert [replay.memory.ledger.get(it.iteration) for it in NOW] == NOW
+
+
+@pytest.mark.parametrize('broken', [False, True])
+def test_survivor_with_its_entries_asks_nobody_and_a_broken_round_ends_the_search(
+    replay: Replay, broken: bool
+) -> None:
+    for entry in NOW:
+        replay.job.ranks[0].ledger.append(entry)
+        if not broken:
+            replay.memory.ledger.append(msgspec.structs.replace(entry, grad_norms=[9.0]))
+    if broken:
+        replay.broken.set()
+    survivor = msgspec.structs.replace(NEW, survivor=True)
+    found = take_over(replay, 4, [0, 1], NEW if broken else survivor)
+    assert found == ([None] * 4 if broken else [[9.0]] * 4)
+
+
+def test_end_of_the_round_interrupts_a_wait_for_a_ledger(
+    replay: Replay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_memory, '_LEDGER_TIMEOUT_S', 600.0)
+
+    def end_round() -> None:
+        until(lambda: replay.memory._fetching is not None)
+        replay.end_round()
+
+    ending = threading.Thread(target=end_round)
+    ending.start()
+    with silent_peer(True, OF_JOB) as silent:
+        assert take_over(replay, 4, [0, 1, 1], NEW, [silent]) == [None] * 4
+    ending.join()
 
 
 def test_catch_up_counts_the_evaluations_that_it_skips(replay: Replay) -> None:

@@ -8,7 +8,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from moevement_ext.membership.report import NOWHERE, Report
-from moevement_ext.memory.ledger import LedgerEntry
 from moevement_ext.memory.window.name import HeldWindow, Window, WindowName
 from moevement_ext.recover.verdict import Localized, Verdict, WholeJob, decide_recovery
 
@@ -418,7 +417,6 @@ def test_no_rank_recovers_after_the_last_iteration() -> None:
 
 
 def test_reports_travel_as_they_are() -> None:
-    entry = LedgerEntry(9, [0.1], [False], 8, 576, num_tokens=4096)
     report = Report(
         True,
         'node',
@@ -431,7 +429,6 @@ def test_reports_travel_as_they_are() -> None:
         3,
         [OLD],
         ('::1', 80),
-        [entry],
         b'\xff',
     )
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(report), type=Report) == report
