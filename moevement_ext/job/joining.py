@@ -17,7 +17,13 @@ from msgspec.structs import replace
 from torch.distributed import PrefixStore, Store, init_process_group
 
 from moevement_ext import faults
-from moevement_ext.config import OFF, WHOLE_JOB, SparseCheckpointConfig, node_name
+from moevement_ext.config import (
+    OFF,
+    WHOLE_JOB,
+    ConfigurationError,
+    SparseCheckpointConfig,
+    node_name,
+)
 from moevement_ext.errors import UserError
 from moevement_ext.events import EventLog
 from moevement_ext.launch.statements import tell_joining, tell_memory, tell_survivors
@@ -36,6 +42,7 @@ from moevement_ext.plan.strategy.choice import only_source
 from moevement_ext.recover import launched_alike
 from moevement_ext.recover.inventory import launch_of, replacement_report
 from moevement_ext.regroup.process_groups import FAKE, stand_in_for
+from moevement_ext.replicate.secret import closed_between_nodes
 from moevement_ext.store.outside import meet_there
 from moevement_ext.system.forks import isolate_children
 from moevement_ext.system.name_lookups import ask_again_soon
@@ -67,10 +74,17 @@ def join(
     Raises:
         UserError: this process has other settings than the job that it joins.
         ConfigurationError: the store of `--sparse-ckpt-store` does not answer, or is another
-            job's.
+            job's; or nodes without a secret cannot give the protection that the flags demand.
     """
     told = replace(identity.settings, protection=config.of_all_ranks())
     identity = dataclasses.replace(identity, settings=bounded(told))
+    closed = closed_between_nodes()
+    if closed is not None:
+        if config.strict or config.elastic != OFF:
+            raise ConfigurationError(closed)
+        if identity.rank == 0:
+            logger.warning('sparse checkpointing: %s', closed)
+        config = dataclasses.replace(config, replicas=0, recovery=WHOLE_JOB)
     membership, store = _meet(identity, world_size, run_id, config, timeout, not_localized)
     joining = membership is not None and membership.joining
     rank = Rank(

@@ -74,7 +74,7 @@ def reserve(
     if not exchange.joining:  # another job of this name may keep its secret here
         with suppress(HostMemoryError, OSError):  # `attempt` raises it again
             node.wait_for_predecessor(rank.number)
-    secret = agree(exchange, node)
+    secret = agree(exchange, node, rank.number)
 
     def attempt(share: Share) -> HostMemory:
         return HostMemory(

@@ -3,10 +3,10 @@
 
 The secret is never in the store, which answers every client, nor in a command line or a log. This
 package's launchers generate a secret and pass it to the workers in their environment, which other
-users cannot read; under torchrun the user may set it (`VARIABLE`). Otherwise rank 0 generates one
-and sends it to the other ranks over the process group. Each node then keeps the secret in a private
-file, for replacement processes on this node. A replacement on another node cannot obtain it; then
-all workers restart (see `recover.verdict`).
+users cannot read; under torchrun the user sets it (`VARIABLE`). Otherwise, if all ranks are on one
+node, rank 0 generates one and keeps it there in a private file. No secret is sent over a process
+group: a process that reaches the store can place itself between the group's ranks. So several nodes
+without a given secret serve each other nothing.
 
 The store contains a *mark*, which shows whether two ranks have the same secret, and a salt.
 """
@@ -46,7 +46,7 @@ class _Marks(msgspec.Struct, frozen=True):
     given: bytes
     """Mark of the secret in its environment; empty without one."""
     drawn: bytes
-    """Mark of a generated secret; rank 0's counts if none is given."""
+    """Mark of the secret that this rank has generated and kept; empty without one."""
 
 
 class _SecretExchange(Protocol):
@@ -56,10 +56,6 @@ class _SecretExchange(Protocol):
 
     def __call__(self, name: str, own: bytes) -> list[bytes]:
         """All-gather over all ranks; the values are also in the store."""
-
-    @staticmethod
-    def from_first(own: bytes, ranks: Sequence[int], group: None) -> bytes:
-        """Broadcast from the first of some ranks, over the process group only."""
 
 
 def variables() -> dict[str, str]:
@@ -72,25 +68,39 @@ def variables_of(secret: bytes) -> dict[str, str]:
     return {VARIABLE: hmac.digest(secret, b'workers', 'sha256').hex()}
 
 
-def agree(exchange: _SecretExchange, node: NodeStore) -> bytes:
+def agree(exchange: _SecretExchange, node: NodeStore, rank: int) -> bytes:
     """Agree on the secret of the job. Collective, except in a joining process.
 
     Raises:
         ConfigurationError: ranks have different secrets, or only some ranks have one.
-        UnknownSecretError: this joining process does not have the job's secret.
+        UnknownSecretError: this process does not have the job's secret.
+        HostMemoryError: rank 0 cannot keep a secret on this node; on all ranks.
     """
-    given, drawn = given_in(os.environ), new_secret()
-    own = _Marks(b'' if given is None else mark(given), mark(drawn))
+    given = given_in(os.environ)
+    draws = given is None and rank == 0 and not exchange.joining
+    own = _Marks(b'' if given is None else mark(given), _drawn(node) if draws else b'')
     decode = msgspec.msgpack.Decoder(_Marks).decode
     found = [decode(item) for item in exchange('secrets', msgspec.msgpack.encode(own))]
-    if exchange.joining:
-        return _known_by(found[0].given or found[0].drawn, given, node)
-    _check_same([marks.given for marks in found])
-    if given is not None:
-        return given
-    secret = exchange.from_first(drawn, range(len(found)), None)
-    _keep(secret, node)
-    return secret
+    if not exchange.joining:
+        _check_same([marks.given for marks in found])
+        if closed_between_nodes() is not None:
+            return new_secret()  # admits no other process
+    return _known_by(found[0].given or found[0].drawn, given, node)
+
+
+def closed_between_nodes() -> str | None:
+    """Why windows are not served between nodes, with the remedy; None if they are, or on one node.
+
+    By the environment of a worker. Without torchrun's variables, each rank counts as a node.
+    """
+    here, ranks = (int(os.environ.get(name, '1')) for name in ('LOCAL_WORLD_SIZE', 'WORLD_SIZE'))
+    if here >= ranks or given_in(os.environ) is not None:
+        return None
+    return (
+        f'{VARIABLE} is not set, so windows are not served between nodes: a failure restarts all '
+        'workers, and a lost node loses its windows. Give all nodes the same one: openssl rand '
+        '-hex 32'
+    )
 
 
 def marks_here(node: NodeStore) -> list[bytes]:
@@ -140,6 +150,8 @@ def _few(ranks: Sequence[int]) -> str:
 
 
 def _known_by(wanted: bytes, given: bytes | None, node: NodeStore) -> bytes:
+    if not wanted:
+        raise HostMemoryError(f'rank 0 cannot keep the secret of the job below {node.root}')
     for secret in _here(given, node):
         if hmac.compare_digest(mark(secret), wanted):
             return secret
@@ -163,8 +175,9 @@ def _kept(node: NodeStore) -> bytes | None:
     return None
 
 
-def _keep(secret: bytes, node: NodeStore) -> None:
-    """Save the secret for a replacement on this node; all its ranks write the same value."""
+def _drawn(node: NodeStore) -> bytes:
+    """Mark of a new secret, kept for all processes on this node; empty if it cannot be kept."""
+    secret = new_secret()
     path = node.shared / f'{_FILE}-{os.getpid()}'
     try:
         private.make_directories(node.root, node.shared)
@@ -172,8 +185,6 @@ def _keep(secret: bytes, node: NodeStore) -> None:
             file.write(secret)
         path.rename(node.shared / _FILE)
     except (HostMemoryError, OSError) as error:
-        logger.warning(
-            'sparse checkpointing: the secret of the job cannot be kept on this node, so that a '
-            'worker which is replaced here starts the whole job again: %s',
-            error,
-        )
+        logger.warning('sparse checkpointing: the secret of the job cannot be kept: %s', error)
+        return b''
+    return mark(secret)

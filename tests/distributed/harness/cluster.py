@@ -78,8 +78,8 @@ class Cluster:
         directory: for logs, events, digests.
         program: module whose `main` each rank runs.
         backend: of `torch.distributed`: 'gloo', or `NCCL_LIKE` (see `nccl_like`).
-        gives_secret: `survive` passes a secret to the workers, as this project's launchers do;
-            torchrun does not.
+        gives_secret: passes a secret to the workers, as this project's launchers do; torchrun
+            does not.
         exact_memory: the tmpfs of each node has exactly the planned size.
     """
 
@@ -191,7 +191,6 @@ class Cluster:
         def start(rank: int, **env: str) -> multiprocessing.Process:
             env = {
                 **self._environment(rank, store.port, fail_at),
-                **(secret.variables_of(self.name.encode()) if self.gives_secret else {}),
                 'TORCHELASTIC_USE_AGENT_STORE': 'True',
                 'TORCHELASTIC_RESTART_COUNT': str(starts[rank]),
                 **env,
@@ -321,6 +320,7 @@ class Cluster:
             'MOEVEMENT_NODE': f'node{rank * self.nodes // self.ranks}',
             'MOEVEMENT_FAIL_AT': fail_at,
             BACKEND: self.backend,
+            **(secret.variables_of(self.name.encode()) if self.gives_secret else {}),
             **dense_saves.environment(),
             **(exact_memory.environment() if self.exact_memory else {}),
         }

@@ -120,7 +120,7 @@ def test_running_job_of_the_same_name_keeps_its_secret(
     monkeypatch.delenv(secret.VARIABLE, raising=False)
     running = NodeStore(shm, 'run1', node_name())
     running.lock(0)
-    secret._keep(b'theirs', running)
+    theirs = secret._drawn(running)
 
     class Alone:
         joining = False
@@ -128,15 +128,12 @@ def test_running_job_of_the_same_name_keeps_its_secret(
         def __call__(self, name: str, own: bytes) -> list[bytes]:
             return [own]
 
-        def from_first(self, own: bytes, ranks: object, group: object) -> bytes:
-            return own
-
     config = SparseCheckpointConfig(dir=str(shm))
     rank: Any = SimpleNamespace(config=config, exchange=Alone(), run_id='run1', number=0)
     share: Any = None  # not needed before the refusal
     with pytest.raises(StoreInUseError, match='another job runs with the same'):
         reserve(rank, share, torch.device('cpu'), lambda reason: None)
-    assert (running.shared / 'secret').read_bytes() == b'theirs'
+    assert secret.mark((running.shared / 'secret').read_bytes()) == theirs
     running.close()
 
 

@@ -10,6 +10,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from moevement_ext.config import ConfigurationError
+from moevement_ext.errors import HostMemoryError
 from moevement_ext.membership import exchange
 from moevement_ext.membership.exchange import Exchange
 from moevement_ext.memory.node_store import NodeStore
@@ -29,7 +30,8 @@ def shm() -> Iterator[Path]:
 
 @pytest.fixture(autouse=True)
 def nothing_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(VARIABLE, raising=False)
+    for name in (VARIABLE, 'WORLD_SIZE', 'LOCAL_WORLD_SIZE'):
+        monkeypatch.delenv(name, raising=False)
 
 
 class Ranks(Exchange):
@@ -44,18 +46,17 @@ class Ranks(Exchange):
             exchange.leave(self._store, name, self._rank, own)
             with pytest.MonkeyPatch.context() as patch:
                 patch.setenv(VARIABLE, self._other)
-                patch.setattr(secret, 'new_secret', lambda: bytes(32))
                 exchange.leave(self._store, name, 1 - self._rank, _marks())
         return exchange.left_by_all(self._store, name, range(2))
 
     @staticmethod
     def from_first(own: bytes, ranks: Sequence[int], group: Any) -> bytes:
-        """This rank is the first."""
-        return own
+        """A process that reaches the store may sit between the ranks of a group."""
+        raise AssertionError('a secret is sent over a process group')
 
 
 def _marks() -> bytes:
-    """What a rank says that has this environment."""
+    """What a rank but the first says that has this environment."""
     said: list[bytes] = []
 
     class Said(Exception):
@@ -67,7 +68,7 @@ def _marks() -> bytes:
             raise Said
 
     with pytest.raises(Said):
-        agree(Alone(), NodeStore(Path('/nowhere'), 'run', 'node'))
+        agree(Alone(), NodeStore(Path('/nowhere'), 'run', 'node'), 1)
     return said[0]
 
 
@@ -94,48 +95,70 @@ def test_given_secret_is_used_and_lets_any_node_join(
 ) -> None:
     monkeypatch.setenv(VARIABLE, GIVEN)
     result = store()
-    found = agree(Ranks(result, 0, GIVEN), NodeStore(shm, 'run', 'a'))
+    found = agree(Ranks(result, 0, GIVEN), NodeStore(shm, 'run', 'a'), 0)
     elsewhere = NodeStore(shm, 'run', 'b')
-    assert agree(Ranks(result, 1, GIVEN, joining=True), elsewhere) == found
+    assert agree(Ranks(result, 1, GIVEN, joining=True), elsewhere, 1) == found
     assert marks_here(elsewhere) == [mark(found)]
     assert not list(shm.rglob('*')), 'nothing is kept that need not be'
     assert not any(found in content or GIVEN.encode() in content for content in contents(result))
 
 
-def test_generated_secret_is_known_only_on_the_first_nodes(shm: Path) -> None:
+def test_generated_secret_lies_on_the_only_node_and_is_never_sent(shm: Path) -> None:
     result = store()
     node = NodeStore(shm, 'run', 'a')
-    found = agree(Ranks(result, 0, ''), node)
+    found = agree(Ranks(result, 0, ''), node, 0)
     assert not any(found in content for content in contents(result))
     [file] = [path for path in shm.rglob('*') if path.is_file()]
     assert file.stat().st_mode & 0o777 == 0o600 and file.read_bytes() == found
-    assert agree(Ranks(result, 0, '', joining=True), node) == found
+    for rank in (0, 1):
+        assert agree(Ranks(result, rank, '', joining=True), node, rank) == found
     assert marks_here(node) == [mark(found)]
     with pytest.raises(UnknownSecretError, match=VARIABLE):
-        agree(Ranks(result, 0, '', joining=True), NodeStore(shm, 'run', 'b'))
-    again = agree(Ranks(store(), 0, ''), node)
+        agree(Ranks(result, 0, '', joining=True), NodeStore(shm, 'run', 'b'), 0)
+    again = agree(Ranks(store(), 0, ''), node, 0)
     assert again != found, 'each attempt has its own'
     with pytest.raises(UnknownSecretError):
-        agree(Ranks(result, 0, '', joining=True), node)
+        agree(Ranks(result, 0, '', joining=True), node, 0)
+
+
+@pytest.mark.parametrize('here', ['1', None])
+def test_nodes_without_a_given_secret_have_none_in_common(
+    shm: Path, monkeypatch: pytest.MonkeyPatch, here: str | None
+) -> None:
+    monkeypatch.setenv('WORLD_SIZE', '2')
+    if here is not None:
+        monkeypatch.setenv('LOCAL_WORLD_SIZE', here)
+    reason = secret.closed_between_nodes()
+    assert reason is not None and VARIABLE in reason and 'openssl rand -hex 32' in reason
+    node = NodeStore(shm, 'run', 'a')
+    first, second = (agree(Ranks(store(), rank, ''), node, rank) for rank in (0, 1))
+    assert first != second
+    monkeypatch.setenv(VARIABLE, GIVEN)
+    assert secret.closed_between_nodes() is None
+    assert agree(Ranks(store(), 0, GIVEN), node, 0) == secret.given_in({VARIABLE: GIVEN})
 
 
 def test_readable_or_foreign_file_is_no_secret(shm: Path) -> None:
     result, node = store(), NodeStore(shm, 'run', 'a')
-    agree(Ranks(result, 0, ''), node)
+    agree(Ranks(result, 0, ''), node, 0)
     file = node.shared / 'secret'
     for harm in (lambda: file.chmod(0o644), lambda: file.write_bytes(b'cut off')):
         harm()
         with pytest.raises(UnknownSecretError):
-            agree(Ranks(result, 0, '', joining=True), node)
+            agree(Ranks(result, 0, '', joining=True), node, 0)
         file.chmod(0o600)
 
 
-def test_full_node_keeps_no_secret_and_reports_it(
+def test_full_node_keeps_no_secret_and_says_so_on_all_ranks(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / 'run').write_text('in the way')
-    assert len(agree(Ranks(store(), 0, ''), NodeStore(tmp_path, 'run', 'a'))) == 32
-    assert 'starts the whole job again' in caplog.text
+    result, node = store(), NodeStore(tmp_path, 'run', 'a')
+    for joining in (False, True):
+        with pytest.raises(HostMemoryError, match='cannot keep the secret') as refusal:
+            agree(Ranks(result, 0, '', joining), node, 0)
+        assert not isinstance(refusal.value, UnknownSecretError), 'no restart helps'
+    assert 'cannot be kept' in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -152,7 +175,7 @@ def test_partial_or_weak_secret_is_refused(
 ) -> None:
     monkeypatch.setenv(VARIABLE, own)
     with pytest.raises(ConfigurationError, match=f'{VARIABLE}.*{problem}'):
-        agree(Ranks(store(), 0, other), NodeStore(shm, 'run', 'a'))
+        agree(Ranks(store(), 0, other), NodeStore(shm, 'run', 'a'), 0)
 
 
 def test_launchers_give_another_one_each_time_and_slurm_the_same_everywhere() -> None:
