@@ -22,13 +22,16 @@ _TAIL = 1 << 16
 _PAUSE_S = 60.0
 
 
-def probe(directory: Path) -> None:
-    """Raise `OSError` unless files, or the directory itself, could be created; creates nothing."""
+def probe(directory: Path) -> os.stat_result:
+    """Raise `OSError` unless files, or the directory itself, could be created; creates nothing.
+
+    Returns the status of a file that was created with mode 0600 for a moment.
+    """
     while not directory.exists():
         directory = directory.parent
     try:
-        with tempfile.TemporaryFile(dir=directory):
-            pass
+        with tempfile.TemporaryFile(dir=directory) as file:
+            return os.fstat(file.fileno())
     except OSError as error:  # without the name of the file, which differs between ranks
         raise OSError(error.errno, error.strerror, str(directory)) from error
 

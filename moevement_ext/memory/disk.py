@@ -58,8 +58,10 @@ def require_writable(root: Path) -> None:
     """Check as `DiskWindows` does, with a `UserError`, but create nothing."""
     require_mounted(root)
     with _refused(root):
+        reason = private.modes_ignored(probe(root))
+        if reason is not None:
+            raise private.ForeignFileError(reason)
         private.check_root(root)
-        probe(root)
 
 
 @contextmanager
@@ -73,7 +75,10 @@ def _refused(root: Path) -> Iterator[None]:
             f'this user can write to.'
         ) from error
     except private.ForeignFileError as error:
-        reason = str(error).replace('--sparse-ckpt-dir', _FLAG)
+        reason = str(error)
+        with suppress(OSError):  # a full disk
+            reason = private.modes_ignored(probe(root)) or reason
+        reason = reason.replace('--sparse-ckpt-dir', _FLAG)
         raise UserError(f'{_FLAG} {root}: windows cannot be kept there: {reason}') from error
 
 

@@ -19,6 +19,7 @@ REMEDY = (
     'Another user, or another program, made it: choose another --sparse-ckpt-dir (or '
     '--sparse-ckpt-run-id), or remove it.'
 )
+_OWN = 'choose a --sparse-ckpt-dir of your own, for example a directory that you make in it'
 
 
 class ForeignFileError(HostMemoryError):
@@ -99,20 +100,40 @@ def _levels(root: Path, path: Path) -> list[Path]:
 
 
 def check_root(root: Path) -> None:
-    """Raise `ForeignFileError` unless `root` can hold files of this user alone."""
+    """Raise `ForeignFileError` unless `root` can hold files of this user alone.
+
+    Its group may write: it could rename what lies there, but every level below and every file must
+    be this user's.
+    """
     link = os.lstat(root)
     status = os.stat(root)
     for owner in (link.st_uid, status.st_uid):
         if owner not in (0, os.geteuid()):
-            raise ForeignFileError(f'{root} belongs to user {owner}. {REMEDY}')
+            raise ForeignFileError(f'{root} belongs to user {owner}: {_OWN}.')
     if not stat.S_ISDIR(status.st_mode):
         raise ForeignFileError(f'{root} is not a directory. {REMEDY}')
-    others_write = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    if others_write and not status.st_mode & stat.S_ISVTX:
+    if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
         raise ForeignFileError(
             f'{root} can be written by other users (mode {stat.filemode(status.st_mode)}), who '
-            f'could replace what lies in it. chmod go-w, or choose another --sparse-ckpt-dir.'
+            f'could replace what lies in it: chmod o-w, or {_OWN}.'
         )
+
+
+def modes_ignored(made: os.stat_result) -> str | None:
+    """Why no file can be this user's alone, if the file that was `made` with mode 0600 is not.
+
+    So it is on file systems without modes or owners of their own (object stores, CIFS), and for
+    root on NFS.
+    """
+    if made.st_uid == os.geteuid() and not made.st_mode & 0o077:
+        return None
+    return (
+        f'its file system gives a new file mode {stat.filemode(made.st_mode)} and user '
+        f'{made.st_uid}, not -rw------- and user {os.geteuid()}: mount it with this user, file '
+        'mode 0600 and directory mode 0700 (CIFS: uid=, file_mode=, dir_mode=; gcsfuse: --uid, '
+        '--file-mode, --dir-mode), train as a user that is not squashed (NFS: root), or choose '
+        'another --sparse-ckpt-dir.'
+    )
 
 
 def _check_directory(path: Path) -> None:

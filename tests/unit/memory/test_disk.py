@@ -7,12 +7,13 @@ import signal
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from moevement_ext.errors import UserError
 from moevement_ext.memory import disk as module
-from moevement_ext.memory.disk import DiskWindows
+from moevement_ext.memory.disk import DiskWindows, require_writable
 from moevement_ext.memory.window.expected import Expected
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.name import RankIdentity
@@ -319,3 +320,53 @@ def test_unusable_disk_directory_is_named_with_its_flag(tmp_path: Path) -> None:
         DiskWindows(tmp_path / 'disk', 'run1', 0)
     with pytest.raises(UserError, match='--sparse-ckpt-run-id'):
         DiskWindows(tmp_path / 'disk', 'a/b', 0)
+
+
+@pytest.mark.parametrize(
+    ('file', 'directory', 'user', 'words'),
+    [
+        (0o777, 0o777, 0, 'mode -rwxrwxrwx'),
+        (0o644, 0o755, 0, 'mode -rw-r--r--'),
+        (0o600, 0o700, 65534, 'user 65534'),
+        (0o600, 0o700, 0, None),
+    ],
+)
+def test_file_system_without_modes_of_its_own_is_refused_as_such(
+    file: int,
+    directory: int,
+    user: int,
+    words: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By `tools.check` and the start alike; the remedy, its last line, works."""
+    if os.geteuid() != 0:
+        pytest.skip('gives files to another user')
+    opens, makes = os.open, os.mkdir
+
+    def opened(path: str, flags: int, *args: Any, **more: Any) -> int:
+        fd = opens(path, flags, *args, **more)
+        if flags & (os.O_CREAT | os.O_TMPFILE & ~os.O_DIRECTORY):
+            os.fchmod(fd, file)
+            os.fchown(fd, user, user)
+        return fd
+
+    def made(path: Path, mode: int = 0o777) -> None:
+        makes(path, mode)
+        os.chmod(path, directory)
+        os.chown(path, user, user)
+
+    monkeypatch.setattr(os, 'open', opened)
+    monkeypatch.setattr(os, 'mkdir', made)
+    root = tmp_path / 'mounted'
+    os.mkdir(root)
+    monkeypatch.setattr(os, 'chmod', lambda path, mode: None)
+    for look in (require_writable, lambda root: DiskWindows(root, 'run1', 0).close()):
+        if words is None:
+            look(root)
+            continue
+        with pytest.raises(
+            UserError, match='--sparse-ckpt-disk .*its file system.*: mount'
+        ) as said:
+            look(root)
+        assert words in str(said.value) and '--sparse-ckpt-dir' not in str(said.value)

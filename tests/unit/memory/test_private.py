@@ -76,8 +76,17 @@ def test_directory_writable_by_others_is_refused(public: Path) -> None:
 
 def test_root_with_replaceable_content_is_refused(shm: Path) -> None:
     shm.chmod(0o777)
-    with pytest.raises(ForeignFileError, match='who could replace what lies in it. chmod go-w'):
+    with pytest.raises(ForeignFileError, match='who could replace what lies in it: chmod o-w'):
         NodeStore(shm, 'run1', 'node0').lock(0)
+
+
+def test_root_may_be_shared_with_a_group(shm: Path) -> None:
+    """A claim of Kubernetes with fsGroup, or a directory made under umask 002."""
+    shm.chmod(0o2775)
+    store = NodeStore(shm, 'run1', 'node0')
+    OwnerWindows(store, 0, 0, capacity())
+    assert {mode & 0o077 for mode in modes(shm)[1:]} == {0}
+    store.close()
 
 
 @pytest.mark.parametrize('level', ['run1', 'run1/node0', 'run1/node0/0', 'run1/node0/0/0'])
