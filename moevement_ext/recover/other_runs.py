@@ -9,7 +9,7 @@ import logging
 from collections.abc import Collection
 from contextlib import suppress
 
-from moevement_ext.errors import SparseCheckpointError
+from moevement_ext.errors import SparseCheckpointError, UserError
 from moevement_ext.membership.rank import Rank
 from moevement_ext.memory.holder_lock import is_held
 from moevement_ext.memory.node_store import NodeStore
@@ -27,21 +27,33 @@ _RUN_ID = '--sparse-ckpt-run-id'
 
 
 def say(store: NodeStore, rank: Rank) -> None:
-    """Name other runs with windows on this node that differ in few settings, and the differences.
+    """Name other runs with windows on rank 0's node that differ in few settings, by these.
 
-    Called by one rank, when its own run has no windows.
+    Collective, when the run has no windows. Raises `UserError` with `--sparse-ckpt-strict` if a run
+    differs in its id alone, as jobs of a chain do that have the ids of Slurm. Its windows are not
+    taken over: it may live, on other nodes.
     """
-    if rank.config.run_id is not None:
-        return
+    alone = _alone(store, rank) if rank.number == 0 and rank.config.run_id is None else ''
+    said = rank.exchange('other-runs', alone.encode())[0].decode()
+    if said and rank.config.strict:
+        raise UserError(
+            f'--sparse-ckpt-strict: {said} To start over give the run its own {_RUN_ID}.'
+        )
+
+
+def _alone(store: NodeStore, rank: Rank) -> str:
+    """What is said of the last run that differs in its id alone; empty if none does."""
+    alone = ''
     try:
         others = sorted(path.name for path in store.root.iterdir() if path.name != store.run_id)
     except OSError:
-        return
+        return ''
     for run_id in others:
         try:
-            _look_at(NodeStore(store.root, run_id, store.path.name), rank)
+            alone = _look_at(NodeStore(store.root, run_id, store.path.name), rank) or alone
         except (SparseCheckpointError, OSError):  # no run, or nothing of ours
             continue
+    return alone
 
 
 def of_other_names(
@@ -76,20 +88,20 @@ def _newest(other: NodeStore, store: NodeStore, identity: RankIdentity) -> int:
     return newest.name.start
 
 
-def _look_at(other: NodeStore, rank: Rank) -> None:
+def _look_at(other: NodeStore, rank: Rank) -> str:
     windows = other.scan()
     if not windows or is_held(other.holder_path(windows[0].holder) / 'lock'):
-        return
+        return ''
     header = WindowFile.open(windows[0].path).header(0)
     lines = Expected.of(rank.identity).differs(header).decisive
     differing = [line for line in lines if not line.startswith(f'{_RUN_ID}:')]
-    if header.settings and len(differing) <= _MOST:
-        logger.warning(
-            'sparse checkpointing: nothing is found of the run %s; windows of %s, from iteration '
-            '%d on, are not used, as it differs in %s. To go on from them launch as that was%s.',
-            rank.run_id,
-            other.run_id,
-            header.start,
-            told(differing) or 'its id alone',
-            '' if differing else f', with {_RUN_ID} {other.run_id}',
-        )
+    if not header.settings or len(differing) > _MOST:
+        return ''
+    said = (
+        f'nothing is found of the run {rank.run_id}; windows of {other.run_id}, from iteration '
+        f'{header.start} on, are not used, as it differs in {told(differing) or "its id alone"}. '
+        f'To go on from them launch as that was'
+    )
+    said += '.' if differing else f', with {_RUN_ID} {other.run_id}.'
+    logger.warning('sparse checkpointing: %s', said)
+    return '' if differing else said

@@ -118,7 +118,7 @@ def find(
         min((death for one in inventories for death in one.deaths), default=None),
     )
     deaths.forget(store.shared)  # all ranks have read them: `rank.exchange` is collective
-    if rank.number == 0 and not (everything or refused):
+    if not (everything or refused):
         other_runs.say(store, rank)
     if not complete:
         traces = [inventory.traces for inventory in inventories]
@@ -157,7 +157,7 @@ def obtain(
     """Obtain the newest window that is whole and undamaged on all ranks. Collective.
 
     `check` raises RefusedWindow for a slot of another model. None: continue with the next tier.
-    Raises `UserError` on all ranks if no window is left, since a disk could not be read.
+    Raises `UserError` on all ranks if no window is left, as a disk or a holder could not be read.
     """
     unread: list[str] = []
     for candidate in predecessor.candidates:
@@ -180,8 +180,8 @@ def _stop_if_unread(unread: Sequence[str], rank: Rank) -> None:
     told = [f'rank {number}: {item.decode()}' for number, item in enumerate(said) if item]
     if told and not rank.config.forget:
         raise UserError(
-            f'no window could be read on all ranks: {told[0]}. Mend the file system and start '
-            f'again; {FLAG} goes on without the windows.'
+            f'no window could be read on all ranks: {told[0]}. Mend that and start again; '
+            f'{FLAG} goes on without the windows.'
         )
 
 
@@ -226,6 +226,7 @@ def _verified(
             return file, source
         except HolderLost as lost:  # all ranks are new and alive, so only a connection was lost
             logger.warning('fetching again: %s', lost)
+            unread.append(str(lost))
         except UnreadableWindow as refusal:  # a disk may be slow, as all ranks read at once
             logger.warning('read again: %s', refusal)
             unread.append(str(refusal))

@@ -99,7 +99,8 @@ def introduce(connection: Connection, secret: bytes) -> str | None:
     if not hmac.compare_digest(challenge.proof, expected):
         raise ConnectionError(
             'it does not know the secret of this job: another job, or an earlier attempt of this '
-            'one, listens there; check --sparse-ckpt-run-id'
+            'one, listens there (check --sparse-ckpt-run-id), or another node without '
+            'MOEVEMENT_SECRET'
         )
     connection.send(_Response(_proof(secret, b'client', nonce, challenge.nonce)))
     verdict = connection.receive(_VERDICT, MAX_GREETING_BYTES)

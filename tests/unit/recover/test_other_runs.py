@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from moevement_ext.config import SparseCheckpointConfig
+from moevement_ext.errors import UserError
 from moevement_ext.memory.holder_lock import HolderLock
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.file import WindowFile
@@ -56,12 +57,18 @@ def with_window(shm: Path) -> Path:
 
 
 def said(
-    root: Path, caplog: pytest.LogCaptureFixture, run_id: str | None = None, **flags: str
+    root: Path,
+    caplog: pytest.LogCaptureFixture,
+    run_id: str | None = None,
+    strict: bool = False,
+    **flags: str,
 ) -> str:
     settings = RunSettings({'--sparse-ckpt-run-id': 'run-now', '--lr': '0.1', **FLAGS, **flags})
     rank = SimpleNamespace(
         run_id='run-now',
-        config=SparseCheckpointConfig(run_id=run_id),
+        number=0,
+        exchange=lambda name, own: [own],
+        config=SparseCheckpointConfig(run_id=run_id, strict=strict),
         identity=RankIdentity('now', TOPOLOGY, 0, settings),
     )
     with caplog.at_level(logging.WARNING):
@@ -79,6 +86,19 @@ def test_the_same_run_under_another_id_is_named(
     root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert 'as that was, with --sparse-ckpt-run-id run-before.' in said(root, caplog)
+
+
+@pytest.mark.parametrize('flags', [{}, {'--lr': '0.2'}])
+def test_a_run_that_differs_in_its_id_alone_stops_a_strict_start(
+    root: Path, caplog: pytest.LogCaptureFixture, flags: dict[str, str]
+) -> None:
+    """As jobs of a chain with ids of Slurm; any other run may be another training."""
+    if flags:
+        assert 'run-before' in said(root, caplog, strict=True, **flags)
+        return
+    with pytest.raises(UserError, match='-strict: .*with --sparse-ckpt-run-id run-before'):
+        said(root, caplog, strict=True)
+    assert said(root, caplog, run_id='run-now', strict=True) == caplog.text
 
 
 def test_other_job_is_ignored(root: Path, caplog: pytest.LogCaptureFixture) -> None:
