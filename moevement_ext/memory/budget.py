@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 
 import msgspec
 
@@ -72,14 +73,19 @@ class RankMemory(msgspec.Struct, frozen=True):
 class HostMemoryPlan:
     """Host memory of all ranks of one node; `ranks` maps each rank to its bytes.
 
-    `sizes` are the sizes of this start's window files; None: sizes are not compared.
+    `sizes` are the sizes of this start's window files; None: sizes are not compared. `nodes` has
+    the nodes of ranks whose node is another one, with memory in the same file system.
     """
 
     def __init__(
-        self, ranks: Mapping[int, RankMemory], sizes: Collection[int] | None = None
+        self,
+        ranks: Mapping[int, RankMemory],
+        sizes: Collection[int] | None = None,
+        nodes: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
         self.ranks = dict(ranks)
         self.sizes = sizes
+        self._nodes = nodes
 
     def by_kind(self) -> dict[str, int]:
         kinds = RankMemory.__struct_fields__
@@ -95,8 +101,9 @@ class HostMemoryPlan:
             f'{kind.replace("_", " ")} {gib(size)}' for kind, size in self.by_kind().items()
         )
         largest = max((rank.total for rank in self.ranks.values()), default=0)
+        others = ', '.join(sorted({f' and {node}' for node in self._nodes.values()}))
         return (
-            f'host memory {gib(self.node_total)} on this node ({kinds}); '
+            f'host memory {gib(self.node_total)} on this node{others} ({kinds}); '
             f'{len(self.ranks)} ranks, largest {gib(largest)}'
         )
 
@@ -122,7 +129,7 @@ class HostMemoryPlan:
         # Bytes that another rank reserves meanwhile count twice, as free and as adopted.
         free = free_bytes(directory)
         left = memory_left(process) if is_in_memory(directory) else None
-        reserved = {rank: reserved_bytes(directory / str(rank)) for rank in self.ranks}
+        reserved = {rank: reserved_bytes(self._folder(directory, rank)) for rank in self.ranks}
         kept, deleted = self._of_other_sizes(directory)
         free += deleted
         adopted = sum(reserved.values()) + reserved_bytes(directory / 'reserved') - kept - deleted
@@ -155,6 +162,9 @@ class HostMemoryPlan:
                 f'({here}){others} but {limit} leaves {gib(left.nbytes)}. {remedy}, {_LESS}.'
             )
 
+    def _folder(self, directory: Path, rank: int) -> Path:
+        return directory.with_name(self._nodes.get(rank, directory.name)) / str(rank)
+
     def _of_other_sizes(self, directory: Path) -> tuple[int, int]:
         """Bytes of kept, and of deleted, window files that an earlier start left with other sizes.
 
@@ -164,7 +174,7 @@ class HostMemoryPlan:
         kept = deleted = 0
         if self.sizes is not None:
             for rank in self.ranks:
-                for path, status in _files_below(directory / str(rank)):
+                for path, status in _files_below(self._folder(directory, rank)):
                     if path.endswith('.window') and status.st_size not in self.sizes:
                         whole = os.path.basename(path).startswith('window-')
                         kept += whole * status.st_blocks * 512
@@ -184,6 +194,11 @@ def _gib_up(nbytes: int) -> str:
 def free_bytes(directory: Path) -> int:
     """Free bytes of the file system of `directory`, which need not exist yet."""
     return shutil.disk_usage(_existing(directory)).free
+
+
+def file_system_of(directory: Path) -> str:
+    """File system of `directory`, which need not exist yet; unique among those of a host."""
+    return str(os.stat(_existing(directory)).st_dev)
 
 
 def _existing(directory: Path) -> Path:

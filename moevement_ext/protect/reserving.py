@@ -12,11 +12,13 @@ import torch
 from moevement_ext.config import AUTO, node_name
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.membership.rank import Rank
+from moevement_ext.memory.budget import file_system_of
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.sizing import Logged, window_lengths
 from moevement_ext.replicate.domains import own_domain
 from moevement_ext.replicate.host_memory import HostMemory
 from moevement_ext.replicate.node_plan import Member, Share, copies_of, node_plan
+from moevement_ext.replicate.own_address import host_identity
 from moevement_ext.replicate.secret import agree
 
 _MEMBER = msgspec.msgpack.Decoder(Member)
@@ -41,15 +43,20 @@ def longest_window(
     node = node_name()
     domain = own_domain(node, config.topology)
     sizes = [(capacity(length), stub(length)) for length in lengths]
-    own = Member(node, capacity(lengths[-1]), logged, '', b'', domain, family, shorter=sizes)
+    directory = Path(config.dir) / rank.run_id / node
+    memory = f'{host_identity()}/{file_system_of(directory)}'
+    own = Member(
+        node, capacity(lengths[-1]), logged, '', b'', domain, family, shorter=sizes, memory=memory
+    )
     members = [_MEMBER.decode(item) for item in exchange('room', msgspec.msgpack.encode(own))]
     copies = copies_of(members, config.topology, config.replicas)
 
     def fits(length: int) -> bool:
         sized = [member.sized_for(length, lengths[-1]) for member in members]
-        plan = node_plan(node, sized, copies, length, config.log_lag, config.disk is not None)
+        needed = (node, sized, copies, length, config.log_lag, config.disk is not None)
         try:
-            plan.check(config.host_memory_gb, Path(config.dir) / rank.run_id / node)
+            node_plan(*needed).check(config.host_memory_gb, directory)
+            node_plan(*needed, shared=True).check(None, directory)
         except (HostMemoryError, OSError):  # `reserve` reports the error
             return False
         return True

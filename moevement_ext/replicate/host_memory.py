@@ -18,7 +18,7 @@ import torch
 from moevement_ext.config import SparseCheckpointConfig, node_name
 from moevement_ext.cpu_cost import CpuCost
 from moevement_ext.errors import HostMemoryError
-from moevement_ext.memory.budget import HostMemoryPlan, gib
+from moevement_ext.memory.budget import HostMemoryPlan, file_system_of, gib
 from moevement_ext.memory.cgroup import cores_left
 from moevement_ext.memory.device import threads_beside
 from moevement_ext.memory.ledger import Ledger, LedgerEntry
@@ -121,6 +121,7 @@ class HostMemory:
             stub_bytes=share.stub_bytes,
             slot_bytes=share.slot_bytes,
             shorter=list(share.shorter),
+            memory=f'{host_identity()}/{file_system_of(self.store.path)}',
         )
         self.members = [_MEMBER.decode(item) for item in exchange(msgspec.msgpack.encode(own))]
         # A process that replaces this one later receives the same salt from the other ranks.
@@ -141,6 +142,7 @@ class HostMemory:
         self._changing = threading.Lock()
         try:
             self.plan.check(config.host_memory_gb, self.store.path)
+            self._plan(self._longest_window, shared=True).check(None, self.store.path)
             self._reserve(own, device, on_degraded)
         except HostMemoryError:
             self.give_up()
@@ -454,8 +456,8 @@ class HostMemory:
         """Descriptions of all ranks with files for windows of this length."""
         return [member.sized_for(window, self._longest_window) for member in self.members]
 
-    def _plan(self, window: int) -> HostMemoryPlan:
-        """Bytes of every rank on this node with windows of this length."""
+    def _plan(self, window: int, shared: bool = False) -> HostMemoryPlan:
+        """Bytes of every rank on this node with windows of this length; `shared`: see there."""
         return node_plan(
             node_name(),
             self._sized_for(window),
@@ -464,6 +466,7 @@ class HostMemory:
             self._config.log_lag,
             self._to_disk,
             holds_none=None if self._share.hosts_replicas else self.rank,
+            shared=shared,
         )
 
     def _log_bytes(self, member: Member, window: int | None = None) -> int:

@@ -50,6 +50,8 @@ class Member(msgspec.Struct, frozen=True):
     """Mean slot size in the first windows of the job."""
     shorter: list[tuple[int, int]] = []
     """`capacity_bytes` and `stub_bytes` for each of `window_lengths`; empty: only one length."""
+    memory: str = ''
+    """File system of its windows; nodes of one host may share it."""
 
     def sized_for(self, window: int, longest: int) -> 'Member':
         """This rank with files for W = `window`; `longest` is the W of `capacity_bytes`."""
@@ -136,19 +138,22 @@ def node_plan(
     log_lag: float,
     to_disk: bool,
     holds_none: int | None = None,
+    shared: bool = False,
 ) -> HostMemoryPlan:
-    """Bytes of every rank on a node.
+    """Bytes of every rank on a node; if `shared`, with those of nodes in the same file system.
 
     `longest_window` is the W that window files and logs are sized for, `log_lag` as in
     `log_ring_bytes`. With `to_disk` windows are copied to disk. The rank `holds_none` holds no
     replicas despite the placement.
     """
     ranks, sizes = {}, set[int]()
+    here = {member.memory for member in members if member.node == node and shared}
     for rank, member in enumerate(members):
-        if member.node != node:
+        if member.node != node and member.memory not in here:
             continue
         kept = [] if rank == holds_none else held_by(rank, members, copies).values()
         log = log_bytes(member, members, longest_window, log_lag)
         ranks[rank] = rank_memory(member.capacity_bytes, kept, log, to_disk)
         sizes.update([member.capacity_bytes, *kept])
-    return HostMemoryPlan(ranks, sizes)
+    nodes = {rank: members[rank].node for rank in ranks if members[rank].node != node}
+    return HostMemoryPlan(ranks, sizes, nodes)

@@ -53,12 +53,16 @@ def shm() -> Iterator[Path]:
 def find(shm: Path) -> Callable[..., int]:
     """W that rank 0 of two finds."""
 
-    def find(elsewhere: int = MOST, family: int = ALONE, **settings: Any) -> int:
+    def find(
+        elsewhere: int = MOST, family: int = ALONE, shared: bool = False, **settings: Any
+    ) -> int:
         def exchange(name: str, own: bytes) -> list[bytes]:
             if name == 'longest-window':
                 return [own, msgspec.msgpack.encode(window_lengths(MOST).index(elsewhere))]
             other = msgspec.msgpack.decode(own, type=Member)
-            return [own, msgspec.msgpack.encode(msgspec.structs.replace(other, node='another'))]
+            memory = other.memory if shared else ''
+            other = msgspec.structs.replace(other, node='another', memory=memory)
+            return [own, msgspec.msgpack.encode(other)]
 
         config = SparseCheckpointConfig(
             **{'dir': str(shm), 'replicas': 1, 'max_window': MOST, **settings}
@@ -97,6 +101,21 @@ def test_window_length_fits_memory_beside_a_twin_to_the_byte(
     assert needed_for_a_twin(window) == needed(window) - 2 * (capacity(window) - stub(window))
     assert find(family=0, host_memory_gb=needed_for_a_twin(window) / GIB) == window
     assert find(family=0, host_memory_gb=(needed_for_a_twin(window + 1) - 1) / GIB) == window
+
+
+@pytest.mark.parametrize('window', [1, 2, 5])
+def test_nodes_in_one_file_system_count_its_free_bytes_once(
+    window: int, find: Callable[..., int], shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As emulated nodes, or two agents on one machine; also when the other's files are there."""
+    free = 2 * (needed(window) + budget.MARGIN_BYTES)
+    monkeypatch.setattr(budget, 'free_bytes', lambda directory: free)
+    assert find() > find(shared=True) == window
+    folder = shm / 'run1' / 'another' / '1'
+    folder.mkdir(parents=True)
+    (folder / 'reserved').write_bytes(bytes(needed(window)))
+    free = needed(window) + budget.MARGIN_BYTES
+    assert find(shared=True) == window
 
 
 def test_the_node_with_the_least_decides(find: Callable[..., int]) -> None:
