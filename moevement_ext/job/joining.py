@@ -33,7 +33,7 @@ from moevement_ext.membership.rank import Rank
 from moevement_ext.membership.rendezvous import Rendezvous, launcher_store
 from moevement_ext.membership.report import Report, decode_all, encode
 from moevement_ext.memory.file_system import warn_unless_in_memory
-from moevement_ext.memory.limits import shortage_of_agent
+from moevement_ext.memory.limits import require_files, shortage_of_agent
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.shelf import base_of
 from moevement_ext.memory.window.name import RankIdentity
@@ -72,10 +72,12 @@ def join(
     restarts the whole job, or None.
 
     Raises:
-        UserError: this process has other settings than the job that it joins.
+        UserError: this process has other settings than the job that it joins, or may open too
+            few files.
         ConfigurationError: the store of `--sparse-ckpt-store` does not answer, or is another
             job's; or nodes without a secret cannot give the protection that the flags demand.
     """
+    require_files(world_size if backend == 'gloo' else 0)  # NCCL connects only to some peers
     told = replace(identity.settings, protection=config.of_all_ranks())
     identity = dataclasses.replace(identity, settings=bounded(told))
     closed = closed_between_nodes()

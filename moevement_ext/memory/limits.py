@@ -2,7 +2,8 @@
 """System limits that a recovery may exceed although training does not.
 
 A recovery connects new process groups before the old ones are destroyed, so a rank temporarily has
-twice the open files and threads. Checked before iteration 1, with all groups connected.
+twice the open files and threads. Checked before iteration 1, with all groups connected; open files
+also before that.
 """
 
 import os
@@ -11,8 +12,13 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from moevement_ext.errors import UserError
 from moevement_ext.memory.cgroup import THIS_PROCESS, processes_left
 
+# A rank that trains over gloo with one other has 130 files open.
+_FILES_OF_A_RANK = 256
+_FILES_PER_PEER = 8
+_FILES = 'raise it to that (ulimit -n, LimitNOFILE= of systemd, --ulimit nofile= of Docker)'
 # Further files of a recovery: connections to holders of replicas and logs, checkpoints.
 _OPENED_BESIDE = 64
 # Upper bound of memory that communication libraries lock in a rank with doubled groups.
@@ -22,6 +28,18 @@ CONNECTIONS_OF_A_RANK = 16
 """Upper bound of a rank's connections to the launcher's store, in a recovery."""
 # Other files of an agent of torchrun: pipes and logs of its workers.
 _OF_AN_AGENT = 256
+
+
+def require_files(connected: int) -> None:
+    """Refuse a limit of open files that is too low for connections to so many ranks.
+
+    For an upper bound, before any rank connects: gloo gives up only after minutes. Raises the soft
+    limit as far as the hard limit allows; `UserError` if that is too low.
+    """
+    needed = _FILES_OF_A_RANK + _FILES_PER_PEER * connected
+    limit = _raised(resource.RLIMIT_NOFILE, needed)
+    if limit is not None:
+        raise UserError(f'a rank may take {needed} open files, and the limit is {limit}: {_FILES}')
 
 
 def shortages(ranks: int, locks_memory: bool) -> list[str]:
@@ -64,7 +82,7 @@ def _files() -> Iterator[str]:
     if limit is not None:
         yield (
             f'a recovery may take {needed} open files of each rank, and the limit is {limit}: '
-            f'raise it to that (ulimit -n, LimitNOFILE= of systemd, --ulimit nofile= of Docker)'
+            f'{_FILES}'
         )
 
 

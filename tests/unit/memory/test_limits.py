@@ -49,6 +49,23 @@ def test_soft_limit_is_raised_and_hard_limit_named(kind: str, least: int, remedy
     assert str(least) in line
 
 
+@pytest.mark.parametrize(('most', 'refused'), [(4096, False), (271, True), (272, False)])
+def test_open_files_are_allowed_or_named_before_ranks_connect(most: int, refused: bool) -> None:
+    program = (
+        'import resource\n'
+        'from moevement_ext.memory.limits import require_files\n'
+        f'resource.setrlimit(resource.RLIMIT_NOFILE, (64, {most}))\n'
+        'try: require_files(2)\n'
+        'except Exception as error: print(error)\n'
+        'print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])\n'
+    )
+    command = [sys.executable, '-c', program]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
+    *said, limit = done.stdout.splitlines()
+    assert int(limit) == min(most, 272) and bool(said) == refused
+    assert all('272 open files, and the limit is 271: raise it' in line for line in said)
+
+
 @pytest.mark.parametrize(('ranks', 'message'), [(2, False), (10**9, True)])
 def test_soft_limit_of_the_agent_is_raised(ranks: int, message: bool) -> None:
     """It serves the store to all ranks, and has the limit that it was started with."""
