@@ -142,7 +142,10 @@ def _piece(held: _Held, start: int, end: int, need: Wanted) -> Portion:
 
 
 def _require_equal(need: Wanted, held: Iterable[_Held]) -> None:
-    """Check that owners of the same range have the same bytes."""
+    """Check that owners of the same range have the same bytes.
+
+    Ranges that only overlap (tied embeddings, sharded on two stages) have no common checksum.
+    """
     first: dict[tuple[int, int], _Held] = {}
     for item in held:
         known = first.setdefault((item.start, item.end), item)
