@@ -56,9 +56,7 @@ from moevement_ext.protect.protection import Protection
 from moevement_ext.recover import whole_job
 from moevement_ext.recover.own_report import handovers
 from moevement_ext.recover.trainer import Trainer
-from moevement_ext.recover.whole_job import start_the_whole_job_again
 from moevement_ext.regroup import nccl_environment
-from moevement_ext.replicate.secret import UnknownSecretError
 from moevement_ext.system import user_errors, watchdog
 from moevement_ext.system.device_watch import DeviceWatch
 
@@ -265,8 +263,6 @@ class Job:
                 trainer.pipeline.logged if self._logs else NOTHING_LOGGED,
                 self._disk,
             )
-        except UnknownSecretError as error:  # all other ranks restart for the same reason
-            start_the_whole_job_again(self.rank, str(error))
         except HostMemoryError as error:  # on all ranks or on none
             if required or config.strict or config.host_memory_gb is not None:
                 raise

@@ -42,7 +42,7 @@ from moevement_ext.plan.strategy.choice import only_source
 from moevement_ext.recover import launched_alike
 from moevement_ext.recover.inventory import launch_of, replacement_report
 from moevement_ext.regroup.process_groups import FAKE, stand_in_for
-from moevement_ext.replicate.secret import closed_between_nodes
+from moevement_ext.replicate.secret import VARIABLE, closed_between_nodes, marks_here
 from moevement_ext.store.outside import meet_there
 from moevement_ext.system.forks import isolate_children
 from moevement_ext.system.name_lookups import ask_again_soon
@@ -78,7 +78,8 @@ def join(
             job's; or nodes without a secret cannot give the protection that the flags demand.
     """
     require_files(world_size if backend == 'gloo' else 0)  # NCCL connects only to some peers
-    told = replace(identity.settings, protection=config.of_all_ranks())
+    protection = {**config.of_all_ranks(), VARIABLE: b''.join(marks_here()).hex() or 'not set'}
+    told = replace(identity.settings, protection=protection)
     identity = dataclasses.replace(identity, settings=bounded(told))
     closed = closed_between_nodes()
     if closed is not None:

@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from types import MappingProxyType
 
 import msgspec
 
@@ -81,11 +80,11 @@ class HostMemoryPlan:
         self,
         ranks: Mapping[int, RankMemory],
         sizes: Collection[int] | None = None,
-        nodes: Mapping[int, str] = MappingProxyType({}),
+        nodes: Mapping[int, str] | None = None,
     ) -> None:
         self.ranks = dict(ranks)
         self.sizes = sizes
-        self._nodes = nodes
+        self._nodes = nodes or {}
 
     def by_kind(self) -> dict[str, int]:
         kinds = RankMemory.__struct_fields__

@@ -2,8 +2,7 @@
 """System limits that a recovery may exceed although training does not.
 
 A recovery connects new process groups before the old ones are destroyed, so a rank temporarily has
-twice the open files and threads. Checked before iteration 1, with all groups connected; open files
-also before that.
+twice the open files and threads. Checked before iteration 1, with all groups connected.
 """
 
 import os
@@ -31,10 +30,9 @@ _OF_AN_AGENT = 256
 
 
 def require_files(connected: int) -> None:
-    """Refuse a limit of open files that is too low for connections to so many ranks.
+    """Raise the limit of open files for connections to so many ranks; `UserError` if it cannot be.
 
-    For an upper bound, before any rank connects: gloo gives up only after minutes. Raises the soft
-    limit as far as the hard limit allows; `UserError` if that is too low.
+    Before any rank connects, as gloo gives up only after minutes.
     """
     needed = _FILES_OF_A_RANK + _FILES_PER_PEER * connected
     limit = _raised(resource.RLIMIT_NOFILE, needed)

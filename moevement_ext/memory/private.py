@@ -100,11 +100,7 @@ def _levels(root: Path, path: Path) -> list[Path]:
 
 
 def check_root(root: Path) -> None:
-    """Raise `ForeignFileError` unless `root` can hold files of this user alone.
-
-    Its group may write: it could rename what lies there, but every level below and every file must
-    be this user's.
-    """
+    """Raise `ForeignFileError` unless `root` can hold files of this user alone."""
     link = os.lstat(root)
     status = os.stat(root)
     for owner in (link.st_uid, status.st_uid):
@@ -112,6 +108,7 @@ def check_root(root: Path) -> None:
             raise ForeignFileError(f'{root} belongs to user {owner}: {_OWN}.')
     if not stat.S_ISDIR(status.st_mode):
         raise ForeignFileError(f'{root} is not a directory. {REMEDY}')
+    # A group may write: it can rename what lies here, which must be this user's to be used.
     if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
         raise ForeignFileError(
             f'{root} can be written by other users (mode {stat.filemode(status.st_mode)}), who '
@@ -120,11 +117,7 @@ def check_root(root: Path) -> None:
 
 
 def modes_ignored(made: os.stat_result) -> str | None:
-    """Why no file can be this user's alone, if the file that was `made` with mode 0600 is not.
-
-    So it is on file systems without modes or owners of their own (object stores, CIFS), and for
-    root on NFS.
-    """
+    """Why no file there can be this user's alone, if the one `made` with mode 0600 is not."""
     if made.st_uid == os.geteuid() and not made.st_mode & 0o077:
         return None
     return (

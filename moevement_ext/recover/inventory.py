@@ -214,5 +214,5 @@ def replacement_report(
         launched=launch_of(identity),
         committed=newest.iteration if newest is not None else NOWHERE,
         launch=own_launch(),
-        marks=marks_here(store),
+        marks=marks_here(),
     )

@@ -29,31 +29,19 @@ _RUN_ID = '--sparse-ckpt-run-id'
 def say(store: NodeStore, rank: Rank) -> None:
     """Name other runs with windows on rank 0's node that differ in few settings, by these.
 
-    Collective, when the run has no windows. Raises `UserError` with `--sparse-ckpt-strict` if a run
-    differs in its id alone, as jobs of a chain do that have the ids of Slurm. Its windows are not
-    taken over: it may live, on other nodes.
+    Collective, when the run has no windows. `UserError` with `--sparse-ckpt-strict` if one differs
+    in its id alone, as jobs of a chain with Slurm's ids do; it may live on other nodes.
     """
-    alone = _alone(store, rank) if rank.number == 0 and rank.config.run_id is None else ''
+    alone = ''
+    looks = rank.number == 0 and rank.config.run_id is None
+    with suppress(OSError):
+        for run_id in sorted(path.name for path in store.root.iterdir()) if looks else ():
+            with suppress(SparseCheckpointError, OSError):  # no run, or nothing of ours
+                if run_id != store.run_id:
+                    alone = _told(NodeStore(store.root, run_id, store.path.name), rank) or alone
     said = rank.exchange('other-runs', alone.encode())[0].decode()
     if said and rank.config.strict:
-        raise UserError(
-            f'--sparse-ckpt-strict: {said} To start over give the run its own {_RUN_ID}.'
-        )
-
-
-def _alone(store: NodeStore, rank: Rank) -> str:
-    """What is said of the last run that differs in its id alone; empty if none does."""
-    alone = ''
-    try:
-        others = sorted(path.name for path in store.root.iterdir() if path.name != store.run_id)
-    except OSError:
-        return ''
-    for run_id in others:
-        try:
-            alone = _look_at(NodeStore(store.root, run_id, store.path.name), rank) or alone
-        except (SparseCheckpointError, OSError):  # no run, or nothing of ours
-            continue
-    return alone
+        raise UserError(f'--sparse-ckpt-strict: {said} To start over give it its own {_RUN_ID}.')
 
 
 def of_other_names(
@@ -88,7 +76,8 @@ def _newest(other: NodeStore, store: NodeStore, identity: RankIdentity) -> int:
     return newest.name.start
 
 
-def _look_at(other: NodeStore, rank: Rank) -> str:
+def _told(other: NodeStore, rank: Rank) -> str:
+    """Name `other` in the log if it may be meant; returns the text if its id alone differs."""
     windows = other.scan()
     if not windows or is_held(other.holder_path(windows[0].holder) / 'lock'):
         return ''
@@ -100,8 +89,8 @@ def _look_at(other: NodeStore, rank: Rank) -> str:
     said = (
         f'nothing is found of the run {rank.run_id}; windows of {other.run_id}, from iteration '
         f'{header.start} on, are not used, as it differs in {told(differing) or "its id alone"}. '
-        f'To go on from them launch as that was'
+        'To go on from them launch as that was'
+        f'{"" if differing else f", with {_RUN_ID} {other.run_id}"}.'
     )
-    said += '.' if differing else f', with {_RUN_ID} {other.run_id}.'
     logger.warning('sparse checkpointing: %s', said)
     return '' if differing else said

@@ -81,8 +81,7 @@ def decide_recovery(
     if strangers:
         return WholeJob(
             f'the new process of rank {", ".join(map(str, strangers))} does not know the secret of '
-            'the job, which lies on the nodes that it began on: set MOEVEMENT_SECRET, the same on '
-            'all nodes, and a lost node costs no more than its stages'
+            'the job: set the same MOEVEMENT_SECRET on all nodes'
         )
     target = max(report.committed for report in survivors)
     if target == NOWHERE:

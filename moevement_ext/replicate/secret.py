@@ -15,11 +15,9 @@ import hashlib
 import hmac
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Protocol
-
-import msgspec
 
 from moevement_ext.config import ConfigurationError
 from moevement_ext.errors import HostMemoryError
@@ -34,19 +32,6 @@ VARIABLE = 'MOEVEMENT_SECRET'
 _LEAST_CHARACTERS = 16
 _MARK_BYTES = 8
 _FILE = 'secret'
-
-
-class UnknownSecretError(HostMemoryError):
-    """This replacement process does not have the other ranks' secret."""
-
-
-class _Marks(msgspec.Struct, frozen=True):
-    """Marks of the secrets of a rank."""
-
-    given: bytes
-    """Mark of the secret in its environment; empty without one."""
-    drawn: bytes
-    """Mark of the secret that this rank has generated and kept; empty without one."""
 
 
 class _SecretExchange(Protocol):
@@ -72,29 +57,34 @@ def agree(exchange: _SecretExchange, node: NodeStore, rank: int) -> bytes:
     """Agree on the secret of the job. Collective, except in a joining process.
 
     Raises:
-        ConfigurationError: ranks have different secrets, or only some ranks have one.
-        UnknownSecretError: this process does not have the job's secret.
+        ConfigurationError: this rank does not have rank 0's secret.
         HostMemoryError: rank 0 cannot keep a secret on this node; on all ranks.
     """
-    given = given_in(os.environ)
-    draws = given is None and rank == 0 and not exchange.joining
-    own = _Marks(b'' if given is None else mark(given), _drawn(node) if draws else b'')
-    decode = msgspec.msgpack.Decoder(_Marks).decode
-    found = [decode(item) for item in exchange('secrets', msgspec.msgpack.encode(own))]
-    if not exchange.joining:
-        _check_same([marks.given for marks in found])
-        if closed_between_nodes() is not None:
-            return new_secret()  # admits no other process
-    return _known_by(found[0].given or found[0].drawn, given, node)
+    secret = given_in(os.environ)
+    closed = closed_between_nodes() is not None
+    if secret is None and not closed and rank == 0 and not exchange.joining:
+        secret = _drawn(node)
+    wanted = exchange('secrets', b'' if secret is None else mark(secret))[0]
+    if closed and not wanted:
+        return new_secret()  # admits no other process
+    if not wanted and secret is None:
+        raise HostMemoryError(f'rank 0 cannot keep the secret of the job below {node.root}')
+    secret = secret or _kept(node)
+    if secret is None or mark(secret) != wanted:
+        raise ConfigurationError(
+            f'the secret of rank 0 is neither in {VARIABLE} of rank {rank} nor in '
+            f'{node.shared / _FILE}: give all nodes the same one (openssl rand -hex 32), or none.'
+        )
+    return secret
 
 
 def closed_between_nodes() -> str | None:
     """Why windows are not served between nodes, with the remedy; None if they are, or on one node.
 
-    By the environment of a worker. Without torchrun's variables, each rank counts as a node.
+    By the environment of a worker. Without torchrun each rank counts as a node.
     """
-    here, ranks = (int(os.environ.get(name, '1')) for name in ('LOCAL_WORLD_SIZE', 'WORLD_SIZE'))
-    if here >= ranks or given_in(os.environ) is not None:
+    nodes = os.environ.get('GROUP_WORLD_SIZE') or os.environ.get('WORLD_SIZE', '1')
+    if nodes == '1' or given_in(os.environ) is not None:
         return None
     return (
         f'{VARIABLE} is not set, so windows are not served between nodes: a failure restarts all '
@@ -103,9 +93,10 @@ def closed_between_nodes() -> str | None:
     )
 
 
-def marks_here(node: NodeStore) -> list[bytes]:
-    """Marks of the secrets available to a new process on this node."""
-    return [mark(secret) for secret in _here(given_in(os.environ), node)]
+def marks_here() -> list[bytes]:
+    """Mark of the secret given to this process, if there is one."""
+    given = given_in(os.environ)
+    return [] if given is None else [mark(given)]
 
 
 def given_in(environment: Mapping[str, str]) -> bytes | None:
@@ -130,42 +121,6 @@ def of_attempt(secret: bytes, salt: bytes) -> bytes:
     return hmac.digest(secret, b'attempt' + salt, 'sha256')
 
 
-def _check_same(given: list[bytes]) -> None:
-    if len(set(given)) == 1:
-        return
-    lacking = [rank for rank, mark in enumerate(given) if not mark]
-    if lacking:
-        problem = f'is set for some ranks, but not for {_few(lacking)}'
-    else:
-        others = [rank for rank, mark in enumerate(given) if mark != given[0]]
-        problem = f'of rank 0 is another than that of {_few(others)}'
-    raise ConfigurationError(
-        f'{VARIABLE} {problem}: give all nodes the same one (openssl rand -hex 32), or none.'
-    )
-
-
-def _few(ranks: Sequence[int]) -> str:
-    named = ', '.join(map(str, ranks[:8]))
-    return f'rank {named}' if len(ranks) == 1 else f'ranks {named}{", ..." * (len(ranks) > 8)}'
-
-
-def _known_by(wanted: bytes, given: bytes | None, node: NodeStore) -> bytes:
-    if not wanted:
-        raise HostMemoryError(f'rank 0 cannot keep the secret of the job below {node.root}')
-    for secret in _here(given, node):
-        if hmac.compare_digest(mark(secret), wanted):
-            return secret
-    raise UnknownSecretError(
-        f'the others know a secret of the job that is neither in {VARIABLE} nor in '
-        f'{node.shared / _FILE}'
-    )
-
-
-def _here(given: bytes | None, node: NodeStore) -> list[bytes]:
-    kept = _kept(node)
-    return [secret for secret in (given, kept) if secret is not None]
-
-
 def _kept(node: NodeStore) -> bytes | None:
     with suppress(HostMemoryError, OSError):
         private.check_directories(node.root, node.shared)
@@ -175,8 +130,8 @@ def _kept(node: NodeStore) -> bytes | None:
     return None
 
 
-def _drawn(node: NodeStore) -> bytes:
-    """Mark of a new secret, kept for all processes on this node; empty if it cannot be kept."""
+def _drawn(node: NodeStore) -> bytes | None:
+    """A new secret, kept for all processes on this node; None if it cannot be kept."""
     secret = new_secret()
     path = node.shared / f'{_FILE}-{os.getpid()}'
     try:
@@ -186,5 +141,5 @@ def _drawn(node: NodeStore) -> bytes:
         path.rename(node.shared / _FILE)
     except (HostMemoryError, OSError) as error:
         logger.warning('sparse checkpointing: the secret of the job cannot be kept: %s', error)
-        return b''
-    return mark(secret)
+        return None
+    return secret

@@ -25,7 +25,7 @@ from moevement_ext.membership.rank import Rank
 from moevement_ext.recover.relayout.stock import Stock
 from moevement_ext.replicate.client import ReplicaClient
 from moevement_ext.replicate.greeting import new_secret
-from moevement_ext.replicate.secret import VARIABLE, given_in, of_attempt
+from moevement_ext.replicate.secret import given_in, of_attempt
 
 logger = logging.getLogger(__name__)
 
@@ -145,15 +145,9 @@ def ask(rank: Rank, hosts: set[str]) -> Answers:
     found = _answers(Call(salt, sorted(hosts))) if rank.number == 0 else []
     encoded = rank.exchange('surplus', msgspec.msgpack.encode((salt, found)))[0]
     salt, answers = _ANSWERS.decode(encoded)
-    if secret is not None:
-        return Answers(answers, of_attempt(secret, salt))
-    if rank.number == 0 and any(answer.stock.seen for answer in answers):
-        logger.warning(
-            'windows in the memory of nodes of which no rank trains are not read: that needs '
-            '%s in the environment, the same on all nodes.',
-            VARIABLE,
-        )
-    return NO_ANSWERS
+    if secret is None:  # all ranks are on this node, and can read its windows
+        return NO_ANSWERS
+    return Answers(answers, of_attempt(secret, salt))
 
 
 def _answers(call: Call) -> list[SurplusAnswer]:

@@ -31,7 +31,8 @@ def agent(
         env: additional environment variables.
     """
     command = [sys.executable, '-m', module, *launch, 'pretrain_gpt.py', *flags]
-    environment = {**os.environ, 'CUDA_DEVICE_MAX_CONNECTIONS': '1', **env}
+    given = {'CUDA_DEVICE_MAX_CONNECTIONS': '1', 'MOEVEMENT_SECRET': 'that of all tests'}
+    environment = {**os.environ, **given, **env}
     with log.open('wb') as output:
         process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT

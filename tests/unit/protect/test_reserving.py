@@ -152,7 +152,7 @@ def test_running_job_of_the_same_name_keeps_its_secret(
     share: Any = None  # not needed before the refusal
     with pytest.raises(StoreInUseError, match='another job runs with the same'):
         reserve(rank, share, torch.device('cpu'), lambda reason: None)
-    assert secret.mark((running.shared / 'secret').read_bytes()) == theirs
+    assert (running.shared / 'secret').read_bytes() == theirs
     running.close()
 
 

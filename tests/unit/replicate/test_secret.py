@@ -15,7 +15,7 @@ from moevement_ext.membership import exchange
 from moevement_ext.membership.exchange import Exchange
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.replicate import secret
-from moevement_ext.replicate.secret import VARIABLE, UnknownSecretError, agree, mark, marks_here
+from moevement_ext.replicate.secret import VARIABLE, agree, mark, marks_here
 from tests.unit.memory.samples import tmpfs_directory
 from tests.unit.recover import threaded_job
 
@@ -30,46 +30,26 @@ def shm() -> Iterator[Path]:
 
 @pytest.fixture(autouse=True)
 def nothing_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (VARIABLE, 'WORLD_SIZE', 'LOCAL_WORLD_SIZE'):
+    for name in (VARIABLE, 'WORLD_SIZE', 'GROUP_WORLD_SIZE'):
         monkeypatch.delenv(name, raising=False)
 
 
 class Ranks(Exchange):
-    """Two ranks; the other one has what it is said to have in its environment."""
+    """Ranks of a job, whose rank 0 says first what it has."""
 
-    def __init__(self, store: TCPStore, rank: int, other: str, joining: bool = False) -> None:
+    def __init__(self, store: TCPStore, rank: int, joining: bool = False) -> None:
         super().__init__(store, joining)
-        self._store, self._rank, self._other = store, rank, other
+        self._store, self._rank = store, rank
 
     def __call__(self, name: str, own: bytes) -> list[bytes]:
         if not self.joining:
             exchange.leave(self._store, name, self._rank, own)
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setenv(VARIABLE, self._other)
-                exchange.leave(self._store, name, 1 - self._rank, _marks())
-        return exchange.left_by_all(self._store, name, range(2))
+        return exchange.left_by_all(self._store, name, [0])
 
     @staticmethod
     def from_first(own: bytes, ranks: Sequence[int], group: Any) -> bytes:
         """A process that reaches the store may sit between the ranks of a group."""
         raise AssertionError('a secret is sent over a process group')
-
-
-def _marks() -> bytes:
-    """What a rank but the first says that has this environment."""
-    said: list[bytes] = []
-
-    class Said(Exception):
-        pass
-
-    class Alone(Exchange):
-        def __call__(self, name: str, own: bytes) -> list[bytes]:
-            said.append(own)
-            raise Said
-
-    with pytest.raises(Said):
-        agree(Alone(), NodeStore(Path('/nowhere'), 'run', 'node'), 1)
-    return said[0]
 
 
 def store() -> TCPStore:
@@ -95,57 +75,57 @@ def test_given_secret_is_used_and_lets_any_node_join(
 ) -> None:
     monkeypatch.setenv(VARIABLE, GIVEN)
     result = store()
-    found = agree(Ranks(result, 0, GIVEN), NodeStore(shm, 'run', 'a'), 0)
-    elsewhere = NodeStore(shm, 'run', 'b')
-    assert agree(Ranks(result, 1, GIVEN, joining=True), elsewhere, 1) == found
-    assert marks_here(elsewhere) == [mark(found)]
+    for rank, joining in ((0, False), (1, False), (1, True)):
+        found = agree(Ranks(result, rank, joining), NodeStore(shm, 'run', f'node{rank}'), rank)
+        assert found == secret.given_in({VARIABLE: GIVEN}) and marks_here() == [mark(found)]
     assert not list(shm.rglob('*')), 'nothing is kept that need not be'
     assert not any(found in content or GIVEN.encode() in content for content in contents(result))
 
 
 def test_generated_secret_lies_on_the_only_node_and_is_never_sent(shm: Path) -> None:
-    result = store()
-    node = NodeStore(shm, 'run', 'a')
-    found = agree(Ranks(result, 0, ''), node, 0)
+    result, node = store(), NodeStore(shm, 'run', 'a')
+    found = agree(Ranks(result, 0), node, 0)
     assert not any(found in content for content in contents(result))
     [file] = [path for path in shm.rglob('*') if path.is_file()]
     assert file.stat().st_mode & 0o777 == 0o600 and file.read_bytes() == found
-    for rank in (0, 1):
-        assert agree(Ranks(result, rank, '', joining=True), node, rank) == found
-    assert marks_here(node) == [mark(found)]
-    with pytest.raises(UnknownSecretError, match=VARIABLE):
-        agree(Ranks(result, 0, '', joining=True), NodeStore(shm, 'run', 'b'), 0)
-    again = agree(Ranks(store(), 0, ''), node, 0)
+    assert agree(Ranks(result, 1), node, 1) == found
+    with pytest.raises(ConfigurationError, match=VARIABLE):
+        agree(Ranks(result, 1), NodeStore(shm, 'run', 'b'), 1)
+    again = agree(Ranks(store(), 0), node, 0)
     assert again != found, 'each attempt has its own'
-    with pytest.raises(UnknownSecretError):
-        agree(Ranks(result, 0, '', joining=True), node, 0)
+    with pytest.raises(ConfigurationError):
+        agree(Ranks(result, 1), node, 1)
 
 
-@pytest.mark.parametrize('here', ['1', None])
+@pytest.mark.parametrize(
+    'place', [{'GROUP_WORLD_SIZE': '2', 'WORLD_SIZE': '4'}, {'WORLD_SIZE': '2'}]
+)
 def test_nodes_without_a_given_secret_have_none_in_common(
-    shm: Path, monkeypatch: pytest.MonkeyPatch, here: str | None
+    shm: Path, monkeypatch: pytest.MonkeyPatch, place: dict[str, str]
 ) -> None:
-    monkeypatch.setenv('WORLD_SIZE', '2')
-    if here is not None:
-        monkeypatch.setenv('LOCAL_WORLD_SIZE', here)
+    assert secret.closed_between_nodes() is None
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
     reason = secret.closed_between_nodes()
     assert reason is not None and VARIABLE in reason and 'openssl rand -hex 32' in reason
-    node = NodeStore(shm, 'run', 'a')
-    first, second = (agree(Ranks(store(), rank, ''), node, rank) for rank in (0, 1))
-    assert first != second
+    result, node = store(), NodeStore(shm, 'run', 'a')
+    first, second = (agree(Ranks(result, rank), node, rank) for rank in (0, 1))
+    assert first != second and not list(shm.rglob('*'))
+    monkeypatch.setenv('GROUP_WORLD_SIZE', '1')
+    assert secret.closed_between_nodes() is None
+    monkeypatch.setenv('GROUP_WORLD_SIZE', '2')
     monkeypatch.setenv(VARIABLE, GIVEN)
     assert secret.closed_between_nodes() is None
-    assert agree(Ranks(store(), 0, GIVEN), node, 0) == secret.given_in({VARIABLE: GIVEN})
 
 
 def test_readable_or_foreign_file_is_no_secret(shm: Path) -> None:
     result, node = store(), NodeStore(shm, 'run', 'a')
-    agree(Ranks(result, 0, ''), node, 0)
+    agree(Ranks(result, 0), node, 0)
     file = node.shared / 'secret'
     for harm in (lambda: file.chmod(0o644), lambda: file.write_bytes(b'cut off')):
         harm()
-        with pytest.raises(UnknownSecretError):
-            agree(Ranks(result, 0, '', joining=True), node, 0)
+        with pytest.raises(ConfigurationError):
+            agree(Ranks(result, 1), node, 1)
         file.chmod(0o600)
 
 
@@ -154,28 +134,32 @@ def test_full_node_keeps_no_secret_and_says_so_on_all_ranks(
 ) -> None:
     (tmp_path / 'run').write_text('in the way')
     result, node = store(), NodeStore(tmp_path, 'run', 'a')
-    for joining in (False, True):
-        with pytest.raises(HostMemoryError, match='cannot keep the secret') as refusal:
-            agree(Ranks(result, 0, '', joining), node, 0)
-        assert not isinstance(refusal.value, UnknownSecretError), 'no restart helps'
+    for rank in (0, 1):
+        with pytest.raises(HostMemoryError, match='cannot keep the secret'):
+            agree(Ranks(result, rank), node, rank)
     assert 'cannot be kept' in caplog.text
 
 
 @pytest.mark.parametrize(
-    ('own', 'other', 'problem'),
+    ('first', 'own', 'problem'),
     [
-        (GIVEN, '', 'not for rank 1'),
-        ('', GIVEN, 'not for rank 0'),
-        (GIVEN, GIVEN[::-1], 'than that of rank 1'),
-        ('short', 'short', 'could be guessed'),
+        (GIVEN, GIVEN[::-1], 'of rank 0 is neither in'),
+        (GIVEN, '', 'of rank 0 is neither in'),
+        ('', GIVEN, 'of rank 0 is neither in'),
+        ('', 'short', 'could be guessed'),
     ],
 )
-def test_partial_or_weak_secret_is_refused(
-    shm: Path, monkeypatch: pytest.MonkeyPatch, own: str, other: str, problem: str
+def test_other_or_weak_secret_is_refused(
+    shm: Path, monkeypatch: pytest.MonkeyPatch, first: str, own: str, problem: str
 ) -> None:
+    """Without a launcher's store; with it, settings of all ranks are compared before."""
+    monkeypatch.setenv('WORLD_SIZE', '2')
+    result, node = store(), NodeStore(shm, 'run', 'a')
+    monkeypatch.setenv(VARIABLE, first)
+    agree(Ranks(result, 0), node, 0)
     monkeypatch.setenv(VARIABLE, own)
-    with pytest.raises(ConfigurationError, match=f'{VARIABLE}.*{problem}'):
-        agree(Ranks(store(), 0, other), NodeStore(shm, 'run', 'a'), 0)
+    with pytest.raises(ConfigurationError, match=problem):
+        agree(Ranks(result, 1), node, 1)
 
 
 def test_launchers_give_another_one_each_time_and_slurm_the_same_everywhere() -> None:
