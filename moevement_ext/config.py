@@ -246,8 +246,9 @@ class SparseCheckpointConfig:
     events: str | None = None
     """Directory for events as JSON lines, one file per rank."""
     metrics: int | None = None
-    """TCP port on each host that serves the metrics of all its ranks to Prometheus. (With
-    OTEL_EXPORTER_OTLP_ENDPOINT set, metrics are sent over OTLP.)"""
+    """TCP port that serves the metrics of the first rank of each host to Prometheus; those of the
+    others have the ports after it, in the order of LOCAL_RANK. (With OTEL_EXPORTER_OTLP_ENDPOINT
+    set, metrics are sent over OTLP.)"""
 
     def __post_init__(self) -> None:
         self._settle()

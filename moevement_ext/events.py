@@ -7,6 +7,7 @@ their own events (`launch/launcher_events.py`) to a separate file.
 
 import json
 import logging
+import math
 import os
 import re
 import threading
@@ -72,6 +73,11 @@ class LossLogged(Event, frozen=True, kw_only=True):
 
     loss: float | None
     """Mean over the log interval, as in the log; None: not finite, which JSON lacks."""
+
+    @property
+    def finite(self) -> int:
+        """1 if the loss is a finite number, else 0."""
+        return int(self.loss is not None and math.isfinite(self.loss))
 
 
 class Protected(Event, frozen=True, kw_only=True):

@@ -201,10 +201,7 @@ def remove_memory(roots: Sequence[str], run_id: str) -> None:
 
     Raises `LabError`, with the command to repeat, if a node cannot be reached.
     """
-    places = [
-        f'{shlex.quote(root)}/{part}{run_id}*' for root in roots for part in ('', '.metrics/')
-    ]
-    remove = f'rm -rf {" ".join(places)}'
+    remove = f'rm -rf {" ".join(f"{shlex.quote(root)}/{run_id}*" for root in roots)}'
     # All nodes delete the same directory of a shared disk; one of them may come too late.
     command = ['sh', '-c', f'{remove} || {remove}']
     if 'SLURM_JOB_NODELIST' in os.environ:

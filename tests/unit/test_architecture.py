@@ -55,6 +55,7 @@ MANY_CONSTRUCTOR_ARGUMENTS: set[str] = set()
 NEEDED_BY_NO_PRODUCT_CODE = {
     'Figures.replication_lag': 'read by its name for the metrics',
     'Figures.window_age': 'read by its name for the metrics',
+    'LossLogged.finite': 'read by its name for the metrics',
     'Recovered.by_scope': 'read by its name for the metrics',
     'InterruptibleStore.deleteKey': 'torch calls it: part of its Store interface',
     'InterruptibleStore.has_extended_api': 'torch calls it: part of its Store interface',

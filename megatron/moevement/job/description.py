@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The description of a job in its events, and the loss in upstream's log lines."""
 
+import math
 import re
 import sys
+from collections.abc import Container
 
 from megatron.moevement.facts import Counters, JobFacts, Settings
 from megatron.moevement.job import computing
 from megatron.moevement.job.compatibility.rule import number
 from moevement_ext.events import JobDescribed
 
-_LOSS = re.compile(r' lm loss: (\S+) \|')
+_LOSS_NAME = 'lm loss'
+_LOSS = re.compile(rf' {_LOSS_NAME}: (\S+) \|')
+_ITERATION = re.compile(r'\] iteration +\d+/')
 
 
 def describe(settings: Settings, facts: JobFacts, counters: Counters) -> JobDescribed:
@@ -44,7 +48,13 @@ def _model(settings: Settings) -> str:
     return ', '.join(words.format(value) for words, value in values if value)
 
 
-def logged_loss(line: str) -> float | None:
-    """The loss in a line of upstream's log, where it is a host number already; None if absent."""
+def logged_loss(line: str, sums: Container[str]) -> float | None:
+    """The loss in a line of upstream's log, where it is a host number already; None if absent.
+
+    `sums` has the names that upstream has summed up. Upstream leaves out a loss that is not a
+    number, so that its absence means NaN, unless all iterations so far were skipped.
+    """
     found = _LOSS.search(line)
-    return None if found is None else float(found[1])
+    if found is not None:
+        return float(found[1])
+    return math.nan if _LOSS_NAME in sums and _ITERATION.search(line) else None

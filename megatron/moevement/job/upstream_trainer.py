@@ -210,7 +210,7 @@ class UpstreamTrainer:
     def _note_loss(self, original: Callable[..., object], message: str) -> None:
         """Read the loss from upstream's log line, already a host number: no wait for the GPU."""
         original(message)
-        loss = logged_loss(message)
+        loss = logged_loss(message, self._logged_losses)
         if loss is not None:
             self._session.job.rank.events.emit(LossLogged(loss=loss))
 

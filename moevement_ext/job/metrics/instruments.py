@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping, Sized
 from typing import Any, NamedTuple
 
 from moevement_ext.events import (
-    DeviceProblem,
     Event,
     FailureDetected,
     Finished,
@@ -26,7 +25,7 @@ class Instrument(NamedTuple):
     name: str
     """Name in Prometheus style; the exporter appends `_total` to counters."""
     counts: bool
-    """True for a counter, which adds up over restarts of a rank; False for a gauge."""
+    """True for a counter, which begins at 0 in each process of a rank; False for a gauge."""
     help: str
     field: str | None = None
     """Field of an event or of `Figures` with the value, or values by label; None: 1."""
@@ -34,6 +33,10 @@ class Instrument(NamedTuple):
     """Event class with the field; None: `Figures`, if there is a field."""
     label: str | None = None
     """Label that distinguishes values of one rank; unless `field` has labels, also a field."""
+
+    @property
+    def reads_figures(self) -> bool:
+        return self.event is None and self.field is not None
 
     def values(self, source: object) -> Iterator[tuple[str | None, float]]:
         """Labels and values from one event or from figures; empty if unknown."""
@@ -55,7 +58,8 @@ def _state(name: str, help_: str, *taken: Any) -> Instrument:
 
 _AGE = 'Iterations since the start of the newest window that all ranks and holders have.'
 _LAG = 'Start of the newest own window minus that of the newest on all ranks and holders.'
-_LOSS = 'Loss that the trainer logged last, on the rank that logs.'
+_LOSS = 'Finite loss that the trainer logged last, on the rank that logs.'
+_FINITE = '1 if the loss that the trainer logged last is finite, else 0.'
 _LAYOUT = 'Ranks of the job by kind of parallelism, on rank 0.'
 _VERIFIED = 'Operators compared with captures after a recovery.'
 _DIFFERING = 'Operators, losses and gradient norms that differed after a recovery.'
@@ -67,7 +71,8 @@ INSTRUMENTS = (
     TARGET,
     FINISHED,
     _state('layout_ranks', _LAYOUT, 'layout', JobDescribed, 'kind'),
-    _state('loss', _LOSS, 'loss', LossLogged),
+    _state('loss', _LOSS, 'loss', LossLogged),  # the library drops values that are not finite
+    _state('loss_finite', _FINITE, 'finite', LossLogged),
     _state('window_iterations', 'Iterations per window in force.', 'window'),
     _state('window_age_iterations', _AGE, 'window_age'),
     _state('replication_lag_iterations', _LAG, 'replication_lag'),
@@ -92,5 +97,4 @@ INSTRUMENTS = (
     _sum('verified_operators', _VERIFIED, 'verified', Recovered),
     _sum('differing_operators', _DIFFERING, 'differing', Recovered),
     _sum('next_tier', 'Recoveries that abandoned a source.', None, NextTier, 'tier'),
-    _sum('device_problems', 'Faults of the GPU of this rank.', None, DeviceProblem, 'harm'),
 )

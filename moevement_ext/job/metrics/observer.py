@@ -1,29 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Converts events and statistics of this rank into metrics."""
 
-import asyncio
-import contextlib
 import logging
-import threading
-from collections.abc import Callable
-from pathlib import Path
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 from moevement_ext.config import ConfigurationError, node_name
-from moevement_ext.errors import HostMemoryError
-from moevement_ext.events import Event, LossLogged, WindowCommitted, WindowPersisted
-from moevement_ext.job.metrics import meter as meters
-from moevement_ext.job.metrics.host import Host
-from moevement_ext.job.metrics.instruments import FINISHED, INSTRUMENTS, TARGET
-from moevement_ext.job.metrics.meter import Meter
+from moevement_ext.events import Event, WindowCommitted
+from moevement_ext.job.metrics import readers
+from moevement_ext.job.metrics.instruments import FINISHED, INSTRUMENTS, TARGET, Instrument
 from moevement_ext.membership.rank import Rank
 from moevement_ext.protect.statistics import Figures
 
 logger = logging.getLogger(__name__)
-
-_PERIOD_S = 1.0
-# Events of fault-free training, published within a second. Other events are published at once, as
-# the process may end right after them.
-_ORDINARY = (LossLogged, WindowCommitted, WindowPersisted)
 
 
 def observe(rank: Rank) -> 'Observer | None':
@@ -32,110 +23,103 @@ def observe(rank: Rank) -> 'Observer | None':
     Raises `ConfigurationError` if the library of `--sparse-ckpt-metrics` is missing. A process
     that joins a running job only logs a warning.
     """
-    config, host, readers = rank.config, None, []
-    if config.metrics is not None:
+    port, chosen = None, []
+    if rank.config.metrics is not None:
         try:
-            host = Host(config.metrics, Path(config.dir), rank.run_id)
-            readers.append(host.reader)
-        except (ConfigurationError, HostMemoryError, OSError) as error:
+            port = readers.Port(rank.config.metrics + int(os.environ.get('LOCAL_RANK', '0')))
+            chosen.append(port.reader)
+        except ConfigurationError as error:
             # The library may be missing on this node only, and the job waits for this process.
-            if isinstance(error, ConfigurationError) and not rank.exchange.joining:
+            if not rank.exchange.joining:
                 raise
             logger.warning('no metrics for Prometheus: %s', error)
-    if meters.otlp_is_wanted():
+    if readers.otlp_is_wanted():
         try:
-            readers.append(meters.otlp())
+            chosen.append(readers.otlp())
         except ConfigurationError as error:  # the variables may be meant for other programs
             logger.warning('no metrics over OTLP: %s', error)
-    if not readers:
+    if not chosen:
         return None
     labels = {'run': rank.run_id, 'node': node_name(), 'rank': rank.number}
-    observer = Observer(Meter(labels, readers), host)
+    observer = Observer(labels, chosen, port)
     rank.events.listeners.append(observer.event)
     return observer
 
 
 class Observer:
-    """Records events of this rank, and once a second the statistics of its protection.
+    """Counts events of this rank; `readers` collect its figures when they need them. Any thread.
 
-    `host` serves the values of `meter` to Prometheus, if given. The training thread only counts
-    rare events; no error reaches training (invariant I6).
+    `labels` are those of all values. No error reaches training (invariant I6).
     """
 
-    def __init__(self, meter: Meter, host: Host | None = None) -> None:
-        self._meter = meter
-        self._host = host
-        self._before = Figures()
+    def __init__(
+        self, labels: dict[str, Any], readers: list[Any], port: readers.Port | None = None
+    ) -> None:
+        from opentelemetry.sdk.metrics import MeterProvider
+        from opentelemetry.sdk.resources import Resource
+
+        self._labels = labels
+        self._port = port
         self._figures: Callable[[], Figures] | None = None
-        for instrument in INSTRUMENTS:
-            if instrument.counts and instrument.label is None:
-                # The rate of a counter that begins at 1 would miss the first event.
-                meter.record(instrument, 0)
-        self._loop = asyncio.new_event_loop()
-        self._stopping = asyncio.Event()
-        self._thread = threading.Thread(target=self._run, name='metrics', daemon=True)
-        self._thread.start()
+        # By default a random id of the process, which begins new series in Prometheus.
+        instance = {'service.instance.id': f'{labels["run"]}/{labels["rank"]}'}
+        self._provider = MeterProvider(readers, Resource.create(instance))
+        meter = self._provider.get_meter('moevement')
+        self._record: dict[Instrument, Callable[..., None]] = {}
+        for one in INSTRUMENTS:
+            if one.reads_figures:
+                make: Any = meter.create_observable_gauge
+                if one.counts:
+                    make = meter.create_observable_counter
+                make(one.name, [partial(self._read, one)], description=one.help)
+            elif one.counts:
+                self._record[one] = meter.create_counter(one.name, description=one.help).add
+                if one.label is None:
+                    # The rate of a counter that begins at 1 would miss the first event.
+                    self._set(one, 0)
+            else:
+                self._record[one] = meter.create_gauge(one.name, description=one.help).set
+        if port is not None:
+            port.open()
 
     def event(self, event: Event) -> None:
         try:
-            for instrument in INSTRUMENTS:
-                if instrument.event is type(event):
-                    for label, value in instrument.values(event):
-                        self._meter.record(instrument, value, label)
-            if self._host is not None and not isinstance(event, _ORDINARY):
-                self._host.publish()
+            for one in self._record:
+                if one.event is type(event):
+                    for label, value in one.values(event):
+                        self._set(one, value, label)
+            if self._port is not None and isinstance(event, WindowCommitted):
+                self._port.open()
         except Exception:
             logger.exception('an event is missing in the metrics')
 
     def watch(self, figures: Callable[[], Figures], last_iteration: int) -> None:
-        """Record these figures once a second from now on, on the metrics thread."""
-        self._meter.record(TARGET, last_iteration)
-        self._meter.record(FINISHED, 0)
+        """Show these figures from now on; any thread calls `figures`."""
+        self._set(TARGET, last_iteration)
+        self._set(FINISHED, 0)
         self._figures = figures
 
     def close(self) -> None:
-        """Record the figures a last time and stop."""
-        with contextlib.suppress(RuntimeError):  # the loop has ended already
-            self._loop.call_soon_threadsafe(self._stopping.set)
-        self._thread.join()
+        """Send the last values over OTLP and stop."""
         try:
-            self._meter.close()
+            self._provider.shutdown()
+            if self._port is not None:
+                self._port.close()
         except Exception:
             logger.exception('the last metrics may be missing')
 
-    def _run(self) -> None:
-        try:
-            with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-                runner.run(self._again_and_again())
-        except Exception:
-            logger.exception('files of metrics may be left')
+    def _set(self, instrument: Instrument, value: float, label: str | None = None) -> None:
+        """Add the value to a counter; set a gauge to it."""
+        self._record[instrument](value, self._labelled(instrument, label))
 
-    async def _again_and_again(self) -> None:
-        stopping = False
-        while True:
-            try:
-                await self._show()
-            except Exception:
-                logger.exception('metrics')
-            if stopping:
-                break
-            with contextlib.suppress(TimeoutError):
-                stopping = await asyncio.wait_for(self._stopping.wait(), _PERIOD_S)
-        if self._host is not None:
-            self._host.close()
+    def _labelled(self, instrument: Instrument, label: str | None) -> dict[str, Any]:
+        return self._labels | ({} if instrument.label is None else {instrument.label: label})
 
-    async def _show(self) -> None:
-        if self._figures is not None:
-            self._look(self._figures())
-        if self._host is not None:
-            self._host.publish()
-            await self._host.answer()
+    def _read(self, instrument: Instrument, options: object) -> Iterator[Any]:
+        from opentelemetry.metrics import Observation
 
-    def _look(self, now: Figures) -> None:
-        before, self._before = self._before, now
-        for instrument in INSTRUMENTS:
-            if instrument.event is not None or instrument.field is None:
-                continue
-            for label, value in instrument.values(now):
-                earlier = getattr(before, instrument.field) if instrument.counts else 0
-                self._meter.record(instrument, value - earlier, label)
+        if self._figures is None and not instrument.counts:
+            return
+        figures = Figures() if self._figures is None else self._figures()
+        for label, value in instrument.values(figures):
+            yield Observation(value, self._labelled(instrument, label))

@@ -312,7 +312,7 @@ class Cluster:
     def _environment(self, rank: int, port: int, fail_at: str) -> dict[str, str]:
         return {
             'RANK': str(rank),
-            'LOCAL_RANK': '0',
+            'LOCAL_RANK': str(rank),  # all share the ports of this machine
             'WORLD_SIZE': str(self.ranks),
             'MASTER_ADDR': '127.0.0.1',
             'MASTER_PORT': str(port),

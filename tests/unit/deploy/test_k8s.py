@@ -170,13 +170,15 @@ def test_program_accepts_the_flags(jobset: dict[str, Any]) -> None:
     assert ranks % (parsed.pipeline_model_parallel_size * parsed.expert_model_parallel_size) == 0
 
 
-def test_pod_monitor_scrapes_the_metrics_port(jobset: dict[str, Any]) -> None:
+def test_pod_monitor_scrapes_the_port_of_each_rank(jobset: dict[str, Any]) -> None:
     monitor = yaml.safe_load((EXAMPLE.parent / 'podmonitor.yaml').read_text('utf-8'))
     (container,) = pod(jobset)['containers']
     (flag,) = (flag for flag in container['args'] if flag.startswith('--sparse-ckpt-metrics='))
-    (port,) = container['ports']
-    assert port == {'name': 'metrics', 'containerPort': int(flag.partition('=')[2])}
-    assert [one['port'] for one in monitor['spec']['podMetricsEndpoints']] == [port['name']]
+    workers = int(launched(jobset)[0].nproc_per_node)
+    first = int(flag.partition('=')[2])
+    ports = {one['name']: one['containerPort'] for one in container['ports']}
+    assert list(ports.values()) == [first + place for place in range(workers)]
+    assert [one['port'] for one in monitor['spec']['podMetricsEndpoints']] == list(ports)
     labels = job(jobset)['template']['metadata']['labels']
     assert monitor['spec']['selector']['matchLabels'].items() <= labels.items()
 

@@ -128,6 +128,22 @@ def test_every_alert_is_documented() -> None:
     assert explained == [rule['alert'] for rule in rules()]
 
 
+def documented() -> list[Any]:
+    """The configurations of Prometheus and of the collector in the page."""
+    page = (ROOT / 'docs' / 'metrics.md').read_text('utf-8')
+    return [yaml.safe_load(block) for block in re.findall(r'```yaml\n(.*?)```', page, re.DOTALL)]
+
+
+def test_documented_targets_are_the_ports_of_all_ranks() -> None:
+    prometheus, collector = documented()
+    [scraped] = prometheus['scrape_configs']
+    targets = [target for group in scraped['static_configs'] for target in group['targets']]
+    assert targets == [f'{node}:{9464 + place}' for node in ('n1', 'n2') for place in range(8)]
+    assert prometheus['rule_files'] == [RULES.name]
+    pipeline = collector['service']['pipelines']['metrics']
+    assert all(set(collector[part]) == set(pipeline[part]) for part in ('receivers', 'exporters'))
+
+
 @pytest.mark.skipif(shutil.which('promtool') is None, reason='no promtool (package prometheus)')
 @pytest.mark.parametrize('command', [('check', 'rules', 'alerts.yml'),
                                      ('test', 'rules', 'alerts_test.yml')])  # fmt: skip

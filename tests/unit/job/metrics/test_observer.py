@@ -1,144 +1,136 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversion of events into metrics, without an exporter."""
+"""Conversion of events and figures into metrics, as a reader of the real library collects them."""
 
-import threading
+import logging
+import math
 
 import pytest
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
-from moevement_ext.events import FailureDetected, Finished, JobDescribed, LossLogged, Recovered
-from moevement_ext.job.metrics import observer as metrics
-from moevement_ext.job.metrics.instruments import INSTRUMENTS, Instrument
+from moevement_ext.events import (
+    Event,
+    FailureDetected,
+    Finished,
+    JobDescribed,
+    LossLogged,
+    Recovered,
+)
+from moevement_ext.job.metrics.instruments import INSTRUMENTS
 from moevement_ext.job.metrics.observer import Observer
 from moevement_ext.protect.statistics import Figures
 
+LABELS = {'run': 'run', 'node': 'node0', 'rank': 3}
+Values = dict[str, float]
 
-class Noted:
-    """A meter that records all values."""
+
+class Observed:
+    """An observer, and what its reader collects."""
 
     def __init__(self) -> None:
-        self.added: list[tuple[str, float]] = []
-        self.values: dict[str, float] = {}
+        self._reader = InMemoryMetricReader()
+        self.observer = Observer(LABELS, [self._reader])
 
-    def record(self, instrument: Instrument, value: float, label: str | None = None) -> None:
-        if instrument.counts:
-            self.added.append((instrument.name + (f' {label}' if label else ''), value))
-        else:
-            self.values[instrument.name] = value
+    def values(self, *events: Event) -> Values:
+        """Values by name and further label, after these events."""
+        for event in events:
+            self.observer.event(event)
+        found: Values = {}
+        data = self._reader.get_metrics_data()
+        for metric in data.resource_metrics[0].scope_metrics[0].metrics:
+            for point in metric.data.data_points:
+                labels = {**point.attributes}
+                assert LABELS.items() <= labels.items()
+                further = [labels[name] for name in labels if name not in LABELS]
+                found[' '.join([metric.name.removeprefix('moevement_'), *further])] = point.value
+        return found
 
-    def close(self) -> None:
-        pass
+    def changed(self, *events: Event) -> Values:
+        """Values that differ from those of an observer without events."""
+        return dict(self.values(*events).items() - Observed().values().items())
 
 
-def seen(figures: Figures) -> Noted:
-    """Values after one or more readings of these figures."""
-    meter = Noted()
-    observer = Observer(meter)
-    observer.watch(lambda: figures, 500)
-    observer.close()
-    return meter
+def seen(figures: Figures) -> Values:
+    """Values that are read of these figures."""
+    observed = Observed()
+    observed.observer.watch(lambda: figures, 500)
+    return observed.values()
 
 
 def test_counters_start_at_zero() -> None:
-    meter = Noted()
-    observer = Observer(meter)
-    counters = [one.name for one in INSTRUMENTS if one.counts and one.label is None]
-    assert meter.added == [(name, 0) for name in counters]
-    meter.added.clear()
-    observer.event(FailureDetected(reason='rank 2'))
-    assert meter.added == [('moevement_failures_detected', 1)]
-    observer.close()
-    assert meter.values == {}
+    counters = [one for one in INSTRUMENTS if one.counts and one.label is None]
+    assert Observed().values() == {one.name.removeprefix('moevement_'): 0 for one in counters}
+    assert Observed().changed(FailureDetected(reason='rank 2')) == {'failures_detected': 1}
 
 
 def test_unknown_figures_have_no_value() -> None:
     for disk_bytes in (None, 7):
-        values = seen(Figures(iteration=3, disk_bytes=disk_bytes)).values
-        assert values['moevement_iteration'] == 3
-        assert values.get('moevement_disk_bytes') == disk_bytes
+        values = seen(Figures(iteration=3, disk_bytes=disk_bytes))
+        assert values['iteration'] == 3
+        assert values.get('disk_bytes') == disk_bytes
 
 
-def test_growing_figures_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Repeated readings, and the last one at the end, do not count twice."""
-    monkeypatch.setattr(metrics, '_PERIOD_S', 0.001)
-    meter, looks, enough = Noted(), [0], threading.Event()
+def test_figures_are_those_of_the_moment() -> None:
+    """They are sums already: repeated readings do not count twice."""
+    figures, observed = Figures(), Observed()
+    observed.observer.watch(lambda: figures, 500)
+    for _ in range(2):
+        figures = Figures(iterations=figures.iterations + 7, training_s=1.5)
+        assert observed.values()['iterations'] == observed.values()['iterations']
+    assert (observed.values()['iterations'], observed.values()['training_seconds']) == (14, 1.5)
 
-    def figures() -> Figures:
-        looks[0] += 1
-        if looks[0] == 3:
-            enough.set()
-        return Figures(iterations=7, training_s=1.5)
 
-    observer = Observer(meter)
-    observer.watch(figures, 500)
-    assert enough.wait(60.0)
-    observer.close()
-    added = meter.added
-    assert sum(amount for name, amount in added if name == 'moevement_iterations') == 7
-    assert sum(amount for name, amount in added if name == 'moevement_training_seconds') == 1.5
+def test_failing_figures_cost_their_values_only(caplog: pytest.LogCaptureFixture) -> None:
+    observed = Observed()
+    observed.observer.watch(lambda: Figures(**{'no such': 'figure'}), 500)
+    assert observed.values()['train_iterations'] == 500
+    assert 'no such' in caplog.text
 
 
 @pytest.mark.parametrize('scope', ['localized', 'whole-job'])
 def test_recovery_updates_all_its_counters(scope: str) -> None:
-    meter = Noted()
-    observer = Observer(meter)
-    meter.added.clear()
     done = {'replayed': 2, 'verified': 3, 'verified_at': 9, 'differing': ['a', 'b', 'c', 'd']}
     of_scope = {'scope': scope} if scope == 'localized' else {}
     seconds = {'find': 0.5, 'replay': 1.0}
-    observer.event(Recovered(**of_scope, **done, iterations=1, seconds=seconds))
-    observer.close()
-    parts = [
-        (f'recoveries {scope}', 1),
-        ('recovery_seconds find', 0.5),
-        ('recovery_seconds replay', 1.0),
-        ('replayed_iterations', 2),
-        ('verified_operators', 3),
-        ('differing_operators', 4),
-    ]
-    assert meter.added == [(f'moevement_{name}', amount) for name, amount in parts]
+    assert Observed().changed(Recovered(**of_scope, **done, iterations=1, seconds=seconds)) == {
+        f'recoveries {scope}': 1,
+        'recovery_seconds find': 0.5,
+        'recovery_seconds replay': 1.0,
+        'replayed_iterations': 2,
+        'verified_operators': 3,
+        'differing_operators': 4,
+    }
 
 
-def test_loss_gauge_shows_the_newest_logged_loss() -> None:
-    meter = Noted()
-    observer = Observer(meter)
-    for loss in (5.5, 5.25):
-        observer.event(LossLogged(loss=loss))
-    observer.close()
-    assert meter.values == {'moevement_loss': 5.25}
+@pytest.mark.parametrize('loss', [math.nan, math.inf, -math.inf, None])
+def test_loss_that_is_not_finite_is_shown(
+    loss: float | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The library drops such values, so that the gauge of the loss keeps the last finite one."""
+    observed = Observed()
+    with caplog.at_level(logging.ERROR):
+        for logged, finite in ((5.25, 1), (loss, 0), (5.25, 1)):
+            assert observed.changed(LossLogged(loss=logged)) == {
+                'loss': 5.25,
+                'loss_finite': finite,
+            }
 
 
 @pytest.mark.parametrize(('iteration', 'age'), [(12, 4), (0, 0)])
 def test_window_age_is_never_negative(iteration: int, age: int) -> None:
     """A joining rank receives the persisted window before its first iteration."""
-    values = seen(Figures(iteration=iteration, committed=iteration, persisted=8)).values
-    assert values['moevement_window_age_iterations'] == age
-    assert values['moevement_replication_lag_iterations'] == age
+    values = seen(Figures(iteration=iteration, committed=iteration, persisted=8))
+    assert values['window_age_iterations'] == age
+    assert values['replication_lag_iterations'] == age
 
 
 def test_finished_gauge_is_set_at_the_end_of_the_job() -> None:
-    meter = Noted()
-    observer = Observer(meter)
-    observer.watch(Figures, 500)
-    assert meter.values['moevement_train_iterations'] == 500
-    assert meter.values['moevement_finished'] == 0
-    observer.event(Finished(removed=True))
-    assert meter.values['moevement_finished'] == 1
-    observer.close()
+    observed = Observed()
+    observed.observer.watch(Figures, 500)
+    assert (observed.values()['train_iterations'], observed.values()['finished']) == (500, 0)
+    assert observed.values(Finished(removed=True))['finished'] == 1
 
 
 def test_layout_gauge_has_a_value_for_each_dimension() -> None:
-    values: dict[str | None, float] = {}
-
-    class ByKind(Noted):
-        def record(self, instrument: Instrument, value: float, label: str | None = None) -> None:
-            if instrument.name == 'moevement_layout_ranks':
-                values[label] = value
-
-    observer = Observer(ByKind())
-    observer.event(
-        JobDescribed(
-            train_iterations=1, model='', layout={'ranks': 4, 'expert': 2}, versions={}, command=[]
-        )
-    )
-    observer.close()
-    assert values == {'ranks': 4, 'expert': 2}
+    layout = {'ranks': 4, 'expert': 2}
+    described = JobDescribed(train_iterations=1, model='', layout=layout, versions={}, command=[])
+    assert Observed().changed(described) == {'layout_ranks ranks': 4, 'layout_ranks expert': 2}

@@ -15,7 +15,7 @@ from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
 
 from moevement_ext.config import SparseCheckpointConfig
 from moevement_ext.events import EventLog
-from moevement_ext.job.metrics import meter
+from moevement_ext.job.metrics import readers
 from moevement_ext.job.metrics.observer import observe
 from moevement_ext.membership.exchange import Exchange
 from moevement_ext.membership.rank import Rank
@@ -24,16 +24,25 @@ from moevement_ext.memory.window.name import RankIdentity
 pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
 
 RANK = """
-from moevement_ext.job.metrics import meter
-from moevement_ext.job.metrics.instruments import INSTRUMENTS
+import os
+from moevement_ext.events import Recovered
+from moevement_ext.job.metrics import readers
+from moevement_ext.job.metrics.observer import Observer
 
-of = {one.name: one for one in INSTRUMENTS}
-assert meter.otlp_is_wanted()
-recorder = meter.Meter({'run': 'run', 'node': 'node0', 'rank': 3}, [meter.otlp()])
-recorder.record(of['moevement_iteration'], 7)
-recorder.record(of['moevement_recovery_seconds'], 1.5, 'replay')
-recorder.record(of['moevement_recovery_seconds'], 0.5, 'replay')
-recorder.close()
+def count(seconds):
+    done = {'replayed': 2, 'verified': 3, 'verified_at': 9, 'differing': [], 'iterations': 1}
+    observer.event(Recovered(**done, seconds={'replay': seconds}))
+
+assert readers.otlp_is_wanted()
+observer = Observer({'run': 'run', 'node': 'node0', 'rank': 3}, [readers.otlp()])
+count(1.5)
+count(0.5)
+child = os.fork()
+if child == 0:  # such as a data loader
+    count(100.0)
+observer.close()
+if child != 0:
+    assert os.waitpid(child, 0)[1] == 0
 """
 
 
@@ -57,20 +66,26 @@ def endpoint() -> Iterator[tuple[str, list[bytes]]]:
     thread.join()
 
 
-def test_collector_receives_all_values(endpoint: tuple[str, list[bytes]]) -> None:
+def test_collector_receives_the_values_of_a_rank_and_not_of_its_forks(
+    endpoint: tuple[str, list[bytes]],
+) -> None:
+    """A fork has the counts of its parent, and a thread that sends."""
     address, requests = endpoint
     environment = {**os.environ, 'OTEL_EXPORTER_OTLP_ENDPOINT': address}
     subprocess.run([sys.executable, '-c', RANK], env=environment, check=True)
+    [request] = requests
+    [sent] = ExportMetricsServiceRequest.FromString(request).resource_metrics
+    instances = [one.value for one in sent.resource.attributes if one.key == 'service.instance.id']
+    assert [one.string_value for one in instances] == ['run/3'], 'of the rank, not of the process'
     found = {}
-    for request in requests:
-        sent = ExportMetricsServiceRequest.FromString(request)
-        for metric in sent.resource_metrics[0].scope_metrics[0].metrics:
-            for point in (*metric.gauge.data_points, *metric.sum.data_points):
-                attributes = {one.key: one.value for one in point.attributes}
-                assert attributes['rank'].int_value == 3
-                assert attributes['run'].string_value == 'run'
-                found[metric.name] = point.as_double or point.as_int
-    assert found == {'moevement_iteration': 7, 'moevement_recovery_seconds': 2.0}
+    for metric in sent.scope_metrics[0].metrics:
+        for point in (*metric.gauge.data_points, *metric.sum.data_points):
+            attributes = {one.key: one.value for one in point.attributes}
+            assert attributes['rank'].int_value == 3
+            assert attributes['run'].string_value == 'run'
+            found[metric.name] = point.as_double or point.as_int
+    assert found['moevement_recovery_seconds'] == 2.0
+    assert found['moevement_verified_operators'] == 6
 
 
 @pytest.fixture
@@ -127,4 +142,4 @@ def test_otlp_is_enabled_by_the_environment(
 ) -> None:
     for name, value in variables.items():
         environment.setenv(name, value)
-    assert meter.otlp_is_wanted() == wanted
+    assert readers.otlp_is_wanted() == wanted

@@ -176,11 +176,10 @@ exec "$@"
 
 
 def left_by(run_id: str, root: Path) -> Path:
-    """Window of one layout, and the directory of a metrics port."""
+    """Window of one layout."""
     window = root / f'{run_id}.0a1b2c3d' / 'node0' / '0' / '0' / 'window-4-plan.window'
-    for path in (window, root / '.metrics' / run_id / 'rank0'):
-        path.parent.mkdir(parents=True)
-        path.touch()
+    window.parent.mkdir(parents=True)
+    window.touch()
     return window
 
 
@@ -198,9 +197,8 @@ def test_windows_of_one_run_are_deleted_on_all_nodes(
     if in_slurm:
         monkeypatch.setenv('SLURM_JOB_NODELIST', 'n[1-2]')
     drill.remove_memory([str(root)], 'drill-12-disturbed')
-    assert sorted(path.name for path in root.iterdir()) == ['.metrics', 'run-7.0a1b2c3d']
-    assert other.exists() and (root / '.metrics' / 'run-7').exists()
-    assert not (root / '.metrics' / 'drill-12-disturbed').exists()
+    assert [path.name for path in root.iterdir()] == ['run-7.0a1b2c3d']
+    assert other.exists()
     asked = tmp_path / 'srun.asked'
     assert asked.exists() == in_slurm
     assert not in_slurm or '--ntasks-per-node=1' in asked.read_text().split()

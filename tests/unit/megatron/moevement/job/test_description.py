@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The description that a job reports."""
 
+import inspect
+import math
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +12,8 @@ import pytest
 from megatron.moevement.seams import cpu_device
 
 cpu_device.install()
+
+from megatron.training import training  # noqa: E402
 
 from megatron.moevement.job.description import describe, logged_loss  # noqa: E402
 from megatron.moevement.job.upstream_trainer import UpstreamTrainer  # noqa: E402
@@ -45,6 +49,23 @@ def test_loss_is_read_from_the_line_that_upstream_logs() -> None:
     assert emitted == [LossLogged(loss=4.25)] and len(printed) == 2
 
 
-@pytest.mark.parametrize('line', ['', ' validation loss at iteration 4 | lm loss value: 3.0E+00 |'])
-def test_other_lines_have_no_loss(line: str) -> None:
-    assert logged_loss(line) is None
+def without_loss(loss: float) -> str:
+    """Upstream's line of a loss that is not at least 0; the real condition is in its source."""
+    assert 'if avg >= 0.0:' in inspect.getsource(training.training_log)
+    return iteration_line(3, 1.0, loss).replace(f'lm loss: {loss:.6E} | ', '')
+
+
+@pytest.mark.parametrize(
+    ('line', 'summed', 'finite'),
+    [
+        (iteration_line(3, 1.0, loss=math.inf), True, 0),
+        (without_loss(math.nan), True, 0),
+        (without_loss(math.nan), False, None),  # all iterations so far were skipped
+        ('', True, None),
+        (' validation loss at iteration 4 | lm loss value: 3.0E+00 |', True, None),
+        (iteration_line(3, 1.0, loss=4.25), True, 1),
+    ],
+)
+def test_diverged_loss_is_no_missing_loss(line: str, summed: bool, finite: int | None) -> None:
+    loss = logged_loss(line, {'lm loss'} if summed else set())
+    assert finite == (None if loss is None else LossLogged(loss=loss).finite)
