@@ -279,12 +279,12 @@ class NextTier(Event, frozen=True, kw_only=True):
 
 
 class DeviceProblem(Event, frozen=True, kw_only=True):
-    """The GPU of this rank has a fault."""
+    """The GPU of this rank is unusable before a reset, a reboot of its node, or a repair."""
 
     device: str
     """UUID of the GPU."""
-    harm: str
-    """`noted`, `worn`, `process` or `device`, in ascending severity."""
+    harm: str = 'device'
+    """Always `device`; files of earlier versions also have `noted`, `worn` and `process`."""
     what: str
 
 

@@ -16,8 +16,8 @@ import torch
 
 from moevement_ext.events import DeviceProblem, EventLog
 from moevement_ext.system import affinity, nvml
-from moevement_ext.system.device_judging import Finding, Harm
 from moevement_ext.system.device_watch import DeviceWatch
+from moevement_ext.system.nvml import Finding
 
 logger = logging.getLogger(__name__)
 
@@ -50,8 +50,7 @@ def bind() -> None:
 def watch(events: EventLog, lose: Callable[[str], None]) -> DeviceWatch | None:
     """Start watching the GPU; None without a GPU or without NVML. Training thread.
 
-    `lose` is called on the watching thread with the fault, when the process has lost its data on
-    the device; it ends the process.
+    `lose` is called on the watching thread with the fault; it ends the process.
     """
     source = _own()
     if source is None:
@@ -69,9 +68,6 @@ def _own() -> nvml.Nvml | None:
 
 
 def _act(events: EventLog, lose: Callable[[str], None], finding: Finding) -> None:
-    harm = finding.harm
-    events.emit(DeviceProblem(device=finding.device, harm=harm.name.lower(), what=finding.what))
-    if harm > Harm.NOTED:
-        logger.warning('sparse checkpointing: GPU %s', finding)
-    if harm >= Harm.PROCESS:
-        lose(finding.what)
+    events.emit(DeviceProblem(device=finding.device, what=finding.what))
+    logger.warning('sparse checkpointing: GPU %s', finding)
+    lose(finding.what)

@@ -26,7 +26,6 @@ from moevement_ext.replicate.connection import Connection
 from moevement_ext.replicate.greeting import introduce
 from moevement_ext.replicate.secret import variables_of
 from moevement_ext.system import nvml
-from moevement_ext.system.device_judging import Finding, Harm
 from moevement_ext.system.device_watch import DeviceWatch
 from moevement_ext.system.exit_signal import ASKING
 from moevement_ext.system.name_lookups import ask_again_soon
@@ -45,7 +44,7 @@ class Devices:
 
     def __init__(self, source: nvml.Nvml | None) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK)
-        self._found: queue.SimpleQueue[Finding] = queue.SimpleQueue()
+        self._found: queue.SimpleQueue[nvml.Finding] = queue.SimpleQueue()
         self._watch = None if source is None else DeviceWatch(source, self._add)
         if self._watch is not None:
             self._watch.look()
@@ -59,12 +58,11 @@ class Devices:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.fd)
         found = [self._found.get() for _ in range(self._found.qsize())]
-        return [messages.DevicesFail(f'GPU {one}', one.harm < Harm.DEVICE) for one in found]
+        return [messages.DevicesFail(f'GPU {one}') for one in found]
 
-    def _add(self, finding: Finding) -> None:
-        if finding.harm >= Harm.WORN:
-            self._found.put(finding)
-            os.eventfd_write(self.fd, 1)
+    def _add(self, finding: nvml.Finding) -> None:
+        self._found.put(finding)
+        os.eventfd_write(self.fd, 1)
 
 
 class Agent:
@@ -133,7 +131,7 @@ def connect(
         raise ConnectionError(refused)
     link = Link(sock, messages.FROM_SUPERVISOR)
     trouble = '; '.join(one.trouble for one in devices)
-    link.send(messages.Here(host, trouble, all(one.usable for one in devices)))
+    link.send(messages.Here(host, trouble))
     return link
 
 

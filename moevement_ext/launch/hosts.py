@@ -186,24 +186,21 @@ class SlurmStarter:
             node.connected(link)
             self._report(NodeReady(here.host))
             if here.trouble:
-                self._note(node, here.trouble, here.usable)
+                self._lose_devices(node, here.trouble)
 
     def _act(self, node: Node, message: messages.FromAgent) -> None:
         match message:
             case messages.Happened(line):
                 for event in decode(line):
                     self._report(event)
-            case messages.DevicesFail(trouble, usable):
-                self._note(node, trouble, usable)
+            case messages.DevicesFail(trouble):
+                self._lose_devices(node, trouble)
             case _:
                 self._children.act(message)
 
-    def _note(self, node: Node, trouble: str, usable: bool) -> None:
-        self._report(DevicesFailing(node.host, trouble, usable))
-        if usable:
-            node.worn = True
-        else:
-            node.give_up(trouble)
+    def _lose_devices(self, node: Node, trouble: str) -> None:
+        self._report(DevicesFailing(node.host, trouble))
+        node.give_up(trouble)
 
     def _lost(self, node: Node, why: str) -> None:
         self._report(NodeLost(node.host, node.seat, why))
@@ -237,14 +234,14 @@ class SlurmStarter:
                     node.send(self._reserve)
 
     def _take(self, seat: int) -> bool:
-        spares = [node for node in self._nodes.values() if node.is_spare]
-        for node in sorted(spares, key=lambda spare: spare.worn):  # sound hosts first
-            node.seat = seat
-            self._report(NodeSeated(node.host, seat))
-            if node.is_hot or self._spares:
-                node.send(messages.KeepSpares(self._spares))
-            return True
-        return False
+        node = next((one for one in self._nodes.values() if one.is_spare), None)
+        if node is None:
+            return False
+        node.seat = seat
+        self._report(NodeSeated(node.host, seat))
+        if node.is_hot or self._spares:
+            node.send(messages.KeepSpares(self._spares))
+        return True
 
     def _look_for_another(self, seat: int) -> None:
         absent = [node for node in self._nodes.values() if node.link is None]

@@ -219,15 +219,15 @@ class NodeMissing(Event, frozen=True):
 
 
 class DevicesFailing(Event, frozen=True):
-    """A device of a host is faulty."""
+    """A device of a host is unusable."""
 
     host: str
     trouble: str
-    usable: bool
+    usable: bool = False
+    """Always false; files of earlier versions also have true."""
 
     def __str__(self) -> str:
-        what = 'stays usable' if self.usable else 'gets no more ranks'
-        return f'host {self.host} {what}: {self.trouble}'
+        return f'host {self.host} gets no more ranks: {self.trouble}'
 
 
 class JobRecovered(Event, frozen=True):

@@ -27,16 +27,12 @@ class Here(msgspec.Struct, frozen=True, tag=True):
     host: str
     trouble: str = ''
     """Faults of the node's devices; empty: none known."""
-    usable: bool = True
-    """The devices are usable in spite of the faults."""
 
 
 class DevicesFail(msgspec.Struct, frozen=True, tag=True):
     """A device of the node has a new fault."""
 
     trouble: str
-    usable: bool
-    """The device is usable in spite of the fault."""
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):

@@ -32,7 +32,6 @@ class Node:
         is_hot: the agent has the order to keep hot spares.
         tried: start of the last step here, in seconds of the monotonic clock.
         why: reason why the host has no agent.
-        worn: a device of the host has a fault, but is usable.
         broken: the fault of an unusable device, or the reason why the host was given up. Remains
             set for the rest of the job, as no message reports a repair.
     """
@@ -51,7 +50,6 @@ class Node:
         self.is_hot = False
         self.tried = 0.0
         self.why = 'not started yet'
-        self.worn = False
         self.broken = ''
         self._loop = loop
         self._step: Step | None = None

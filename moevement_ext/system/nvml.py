@@ -7,33 +7,33 @@ This module neither needs CUDA nor creates a context on a device.
 import importlib
 import logging
 import os
-import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
-
-from moevement_ext.system.device_judging import Finding, Harm, of_xid
+from typing import Any, NamedTuple
 
 logger = logging.getLogger(__name__)
 
-_RESET = (Harm.DEVICE, 'a reset of the GPU')
-_REBOOT = (Harm.DEVICE, 'a reboot of the node')
-# Recovery actions that the driver requests for a device.
+_RESET = 'the driver asks for a reset of the GPU'
+_REBOOT = 'the driver asks for a reboot of the node'
+# Recovery actions that end the use of a device; others wait for the end of its work.
 _ACTIONS = {
-    'NVML_GPU_RECOVERY_ACTION_NONE': None,
     'NVML_GPU_RECOVERY_ACTION_GPU_RESET': _RESET,
     'NVML_GPU_RECOVERY_ACTION_BUS_RESET': _RESET,
     'NVML_GPU_RECOVERY_ACTION_NODE_REBOOT': _REBOOT,
     'NVML_GPU_RECOVERY_ACTION_SYSTEM_REBOOT': _REBOOT,
-    'NVML_GPU_RECOVERY_ACTION_DRAIN_P2P': (Harm.WORN, 'an end of peer-to-peer traffic'),
-    'NVML_GPU_RECOVERY_ACTION_DRAIN_AND_RESET': (
-        Harm.WORN,
-        'a reset of the GPU once its work is done',
-    ),
 }
-_OTHER = (Harm.WORN, 'an action unknown here')
-# Xid that accompanies another one; the recovery action of the device must be read again.
-_ACTION_CHANGED = 154
+_NO_ROW_LEFT = 'a faulty row of its memory could not be replaced'
 _OF_NO_USE = ('NVML_ERROR_GPU_IS_LOST', 'NVML_ERROR_RESET_REQUIRED')
+
+
+class Finding(NamedTuple):
+    """A fault of a device, which no process can use before a reset or a repair."""
+
+    device: str
+    """UUID."""
+    what: str
+
+    def __str__(self) -> str:
+        return f'{self.device}: {self.what}'
 
 
 class Nvml:
@@ -42,66 +42,43 @@ class Nvml:
     def __init__(self, library: Any, handles: Mapping[str, Any]) -> None:
         self._nvml = library
         self._handles = dict(handles)
-        self._events = library.nvmlEventSetCreate()
-        self._hears = False
-        for device, handle in self._handles.items():
-            self._listen_to(device, handle)
-
-    def wait(self, timeout_s: float) -> list[Finding] | None:
-        """Wait at most `timeout_s` for an Xid and return its fault, if any; None: no Xid."""
-        if not self._hears:
-            time.sleep(timeout_s)
-            return None
-        try:
-            event = self._nvml.nvmlEventSetWait_v2(self._events, int(timeout_s * 1000))
-        except self._nvml.NVMLError as error:
-            if self._says(error, 'NVML_ERROR_TIMEOUT'):
-                return None
-            # The error does not name the lost device; the next reading shows it.
-            logger.warning('errors of the GPUs are no longer listened for: %s', error)
-            self._hears = False
-            return None
-        device = self._nvml.nvmlDeviceGetUUID(event.device)
-        xid = int(event.eventData)
-        return [] if xid == _ACTION_CHANGED else [of_xid(device, xid)]
+        self._known: set[Finding] | None = None
 
     def read(self) -> list[Finding]:
-        """Lasting faults, at most one of each device."""
-        found = (self._read(device, handle) for device, handle in self._handles.items())
-        return [finding for finding in found if finding is not None]
+        """Lasting faults, at most one of each device.
 
-    def _listen_to(self, device: str, handle: Any) -> None:
-        xids = self._nvml.nvmlEventTypeXidCriticalError
-        try:
-            self._nvml.nvmlDeviceRegisterEvents(handle, xids, self._events)
-            self._hears = True
-        except self._nvml.NVMLError as error:
-            logger.warning('GPU %s does not report errors as they happen: %s', device, error)
+        A row without a replacement that the first call finds is left out: a device works with it
+        until the driver requests a reset, and a worker that it ended may be started there again.
+        """
+        read = (self._read(device, handle) for device, handle in self._handles.items())
+        found = [finding for finding in read if finding is not None]
+        if self._known is None:
+            self._known = {finding for finding in found if finding.what == _NO_ROW_LEFT}
+        return [finding for finding in found if finding not in self._known]
 
     def _read(self, device: str, handle: Any) -> Finding | None:
         nvml = self._nvml
         try:
-            # This query fails if the device is lost; the query of the action may still succeed.
+            # This query fails if the device is lost; the others may still succeed.
             self._told(lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM))
-            requested = self._action(handle)
+            fault = self._action(handle)
+            rows = self._told(lambda: nvml.nvmlDeviceGetRemappedRows(handle))
         except nvml.NVMLError as error:
-            if self._says(error, 'NVML_ERROR_GPU_IS_LOST'):
-                return Finding(device, Harm.DEVICE, 'the driver does not reach it')
-            requested = _RESET
-        if requested is None:
-            return None
-        harm, action = requested
-        return Finding(device, harm, f'the driver asks for {action}')
+            lost = self._says(error, 'NVML_ERROR_GPU_IS_LOST')
+            return Finding(device, 'the driver does not reach it' if lost else _RESET)
+        if fault is None and rows is not None and rows[3]:
+            fault = _NO_ROW_LEFT
+        return None if fault is None else Finding(device, fault)
 
-    def _action(self, handle: Any) -> tuple[Harm, str] | None:
-        """The recovery action that the driver requests, with its harm; None if there is none."""
+    def _action(self, handle: Any) -> str | None:
+        """The recovery action that the driver requests now; None if there is none."""
         nvml = self._nvml
         field = getattr(nvml, 'NVML_FI_DEV_GET_GPU_RECOVERY_ACTION', 0)
         values = self._told(lambda: nvml.nvmlDeviceGetFieldValues(handle, [field]))
         if values is None or values[0].nvmlReturn != nvml.NVML_SUCCESS:
             return None  # missing in this device, driver or library
         known = {getattr(nvml, name, None): action for name, action in _ACTIONS.items()}
-        return known.get(int(values[0].value.uiVal), _OTHER)
+        return known.get(int(values[0].value.uiVal))
 
     def _told[T](self, read: Callable[[], T]) -> T | None:
         try:

@@ -140,7 +140,7 @@ def test_worker_with_a_lost_device_exits_and_is_replaced(
     assert code == 0, output[-5000:]
     assert differences(reference(*flags), read_digest(job)) == []
     assert 'ended with exit status 76' in output
-    assert 'rank 2 replaces itself: its GPU is lost: Xid 79' in output
+    assert 'rank 2 replaces itself: its GPU is lost: the driver does not reach it' in output
     (problem,) = job.events_of(DeviceProblem, rank=2)
     assert (problem.device, problem.harm) == ('GPU-2', 'device')
     recovered = [job.events_of(Recovered, rank) for rank in range(job.ranks)]

@@ -165,8 +165,8 @@ _VERIFIED = {'verified': 3, 'verified_at': 39, 'differing': ['layers.1.expert.0'
             ',"reason":"no log","tier":"the whole job"',
         ),
         (
-            events.DeviceProblem(device='GPU-1', harm='worn', what='Xid 63'),
-            ',"device":"GPU-1","harm":"worn","what":"Xid 63"',
+            events.DeviceProblem(device='GPU-1', what='lost'),
+            ',"device":"GPU-1","harm":"device","what":"lost"',
         ),
         (events.Finished(removed=True), ',"removed":true'),
     ],

@@ -47,7 +47,7 @@ def problems(events: Sequence[Event], ranks: int, failures: int, kinds: Sequence
 def devices(events: Sequence[Event]) -> list[str]:
     """GPU problems, each once; they do not fail the drill."""
     found = (
-        f'rank {event.rank}: GPU {event.device}: {event.what} ({event.harm})'
+        f'rank {event.rank}: GPU {event.device}: {event.what}'
         for event in kind_of(events, DeviceProblem)
     )
     return list(dict.fromkeys(found))

@@ -16,7 +16,7 @@ from moevement_ext.faults import Phase
 from moevement_ext.job import own_device
 from moevement_ext.job.localized_mode import LocalizedMode
 from moevement_ext.membership.rendezvous import launcher_store
-from moevement_ext.system.device_judging import Finding, of_xid
+from moevement_ext.system.nvml import Finding
 from tests.distributed.probes import holding
 
 
@@ -101,12 +101,9 @@ def rank_1_steps_when_the_others_have() -> None:
 class _Device:
     """One that is lost in iteration 8; only the driver notices."""
 
-    def wait(self, timeout_s: float) -> list[Finding] | None:
-        time.sleep(0.01)
-        return [of_xid('GPU-2', 79)] if faults._iteration >= 8 else None
-
     def read(self) -> list[Finding]:
-        return []
+        lost = [Finding('GPU-2', 'the driver does not reach it')]
+        return lost if faults._iteration >= 8 else []
 
 
 def device_of_rank_2_is_lost() -> None:

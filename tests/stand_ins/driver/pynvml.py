@@ -3,14 +3,12 @@
 
 `MOEVEMENT_TEST_DEVICES` names a folder with a file `<UUID>.json` for each device, in the order of
 their names: what it tells, by the name of the function or field; `lost` if the driver does not
-reach it, `forbidden` if it belongs to another job. Each line appended to `<UUID>.xids` is an Xid
-that happens then. Without the variable there is no driver. Only what
-`moevement_ext/system/nvml.py` uses is here.
+reach it, `forbidden` if it belongs to another job. Without the variable there is no driver. Only
+what `moevement_ext/system/nvml.py` uses is here.
 """
 
 import json
 import os
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +16,6 @@ NVML_SUCCESS = 0
 NVML_ERROR_NOT_SUPPORTED = 3
 NVML_ERROR_NO_PERMISSION = 4
 NVML_ERROR_NOT_FOUND = 6
-NVML_ERROR_TIMEOUT = 10
 NVML_ERROR_LIBRARY_NOT_FOUND = 12
 NVML_ERROR_GPU_IS_LOST = 15
 NVML_ERROR_RESET_REQUIRED = 16
@@ -31,7 +28,6 @@ NVML_GPU_RECOVERY_ACTION_BUS_RESET = 6
 NVML_GPU_RECOVERY_ACTION_SYSTEM_REBOOT = 7
 NVML_FI_DEV_GET_GPU_RECOVERY_ACTION = 230
 NVML_CLOCK_SM = 1
-nvmlEventTypeXidCriticalError = 8
 
 
 class NVMLError(Exception):
@@ -77,34 +73,13 @@ def nvmlDeviceGetFieldValues(device: Path, fields: list[int]) -> list[SimpleName
     return [_action(device)]
 
 
-def nvmlEventSetCreate() -> dict[Path, int]:
-    return {}
-
-
-def nvmlDeviceRegisterEvents(device: Path, kinds: int, events: dict[Path, int]) -> None:
-    assert kinds == nvmlEventTypeXidCriticalError
-    _of(device, None)
-    events[device] = len(_xids(device))
-
-
-def nvmlEventSetWait_v2(events: dict[Path, int], timeout_ms: int) -> SimpleNamespace:
-    deadline = time.monotonic() + timeout_ms / 1000
-    while time.monotonic() < deadline:
-        for device, seen in events.items():
-            for xid in _xids(device)[seen:]:
-                events[device] += 1
-                return SimpleNamespace(device=device, eventData=xid)
-        time.sleep(0.01)
-    raise NVMLError(NVML_ERROR_TIMEOUT)
+def nvmlDeviceGetRemappedRows(device: Path) -> tuple[int, int, int, int]:
+    """Corrected, uncorrected, pending; whether a replacement failed."""
+    return 0, 1, 0, _of(device, 'no_row_left')
 
 
 def _files() -> list[Path]:
     return sorted(Path(os.environ['MOEVEMENT_TEST_DEVICES']).glob('*.json'))
-
-
-def _xids(device: Path) -> list[int]:
-    file = device.with_suffix('.xids')
-    return [int(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
 def _of(device: Path, name: str | None):  # type: ignore[no-untyped-def]

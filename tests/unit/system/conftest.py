@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 DRIVER = Path(__file__).parents[2] / 'stand_ins' / 'driver'
-SOUND = {'clock': 1980, 'action': 0}
+SOUND = {'clock': 1980, 'action': 0, 'no_row_left': 0}
 
 
 class Devices:
@@ -21,11 +21,6 @@ class Devices:
         new = self._folder / f'{device}.new'
         new.write_text(json.dumps(told))
         new.rename(self._folder / f'{device}.json')
-
-    def fail(self, device: str, xid: int) -> None:
-        """Inject an Xid error."""
-        with (self._folder / f'{device}.xids').open('a') as file:
-            file.write(f'{xid}\n')
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from moevement_ext.system import nvml
-from moevement_ext.system.device_judging import Finding, Harm, of_xid
+from moevement_ext.system.nvml import Finding
 from tests.unit.system.conftest import Devices
 
 A, B = 'GPU-a1', 'GPU-b2'
@@ -37,29 +37,35 @@ def test_unknown_device_disables_the_watch(devices: Devices) -> None:
     assert nvml.of_one(A) is None
 
 
-def test_all_devices_are_read(devices: Devices) -> None:
-    devices.set(A)
-    devices.set(B, action=4)
-    requested = 'the driver asks for a reset of the GPU once its work is done'
-    assert read(nvml.of_this_node()) == [Finding(B, Harm.WORN, requested)]
-
-
 @pytest.mark.parametrize(
-    ('number', 'harm', 'action'),
-    [(1, Harm.DEVICE, 'a reset of the GPU'), (2, Harm.DEVICE, 'a reboot of the node'),
-     (3, Harm.WORN, 'an end of peer-to-peer traffic'), (5, Harm.WORN, 'an action unknown here'),
-     (6, Harm.DEVICE, 'a reset of the GPU'), (7, Harm.DEVICE, 'a reboot of the node')],
+    ('number', 'action'),
+    [(1, 'a reset of the GPU'), (2, 'a reboot of the node'), (6, 'a reset of the GPU'),
+     (7, 'a reboot of the node'), (0, None), (3, None), (4, None), (5, None)],
 )  # fmt: skip
-def test_recovery_action_codes_are_mapped(
-    number: int, harm: Harm, action: str, devices: Devices
+def test_actions_that_end_the_use_of_a_device_are_faults(
+    number: int, action: str | None, devices: Devices
 ) -> None:
-    devices.set(A, action=number)
-    assert read(nvml.of_one(A)) == [Finding(A, harm, f'the driver asks for {action}')]
+    """Not those that wait until its work is done."""
+    devices.set(A)
+    devices.set(B, action=number)
+    asked = Finding(B, f'the driver asks for {action}')
+    assert read(nvml.of_this_node()) == ([] if action is None else [asked])
+
+
+def test_failed_replacement_of_a_row_is_a_fault_unless_known_before(devices: Devices) -> None:
+    """A process that starts on the device again would otherwise end again and again."""
+    devices.set(A)
+    source = nvml.of_this_node()
+    assert read(source) == []
+    devices.set(A, no_row_left=1)
+    for _ in range(2):
+        assert read(source) == [Finding(A, 'a faulty row of its memory could not be replaced')]
+    assert read(nvml.of_this_node()) == []
 
 
 def test_unsupported_values_are_no_faults(devices: Devices) -> None:
     """As with a consumer GPU or an older driver."""
-    devices.set(A, clock=None, action=None)
+    devices.set(A, clock=None, action=None, no_row_left=None)
     assert read(nvml.of_one(A)) == []
 
 
@@ -67,39 +73,20 @@ def test_lost_device_is_read_as_lost(devices: Devices) -> None:
     devices.set(A)
     source = nvml.of_this_node()
     devices.set(A, lost=True)
-    assert read(source) == [Finding(A, Harm.DEVICE, LOST)]
+    assert read(source) == [Finding(A, LOST)]
     devices.set(A, reset=True)
-    assert read(source) == [Finding(A, Harm.DEVICE, 'the driver asks for a reset of the GPU')]
-
-
-def test_errors_are_received_as_they_happen(devices: Devices) -> None:
-    devices.set(A)
-    devices.set(B)
-    devices.fail(B, 13)
-    source = nvml.of_this_node()
-    assert source is not None
-    assert source.wait(0.05) is None
-    devices.fail(B, 79)
-    assert source.wait(20.0) == [of_xid(B, 79)]
-    assert source.wait(0.05) is None
+    assert read(source) == [Finding(A, 'the driver asks for a reset of the GPU')]
 
 
 def test_source_of_one_device_ignores_others(devices: Devices) -> None:
     devices.set(A)
     devices.set(B, lost=True)
-    source = nvml.of_one(A)
-    assert source is not None
-    devices.fail(B, 79)
-    assert source.wait(0.05) is None
-    assert source.read() == []
+    assert read(nvml.of_one(A)) == []
 
 
 def test_device_lost_at_the_start_is_read_as_lost(devices: Devices) -> None:
     devices.set(A, lost=True)
-    source = nvml.of_this_node()
-    assert source is not None
-    assert source.wait(0.01) is None
-    assert source.read() == [Finding(A, Harm.DEVICE, LOST)]
+    assert read(nvml.of_this_node()) == [Finding(A, LOST)]
 
 
 def test_devices_of_other_jobs_are_not_read(devices: Devices) -> None:

@@ -67,9 +67,9 @@ def test_incomplete_recovery_fails_the_drill(
 
 
 def test_gpu_problem_is_reported_once_and_does_not_fail_the_drill() -> None:
-    worn = DeviceProblem(rank=1, device='GPU-7', harm='worn', what='an NVLink was trained again')
-    events = [*GOOD, worn, worn]
-    assert devices(events) == ['rank 1: GPU GPU-7: an NVLink was trained again (worn)']
+    lost = DeviceProblem(rank=1, device='GPU-7', what='the driver does not reach it')
+    events = [*GOOD, lost, lost]
+    assert devices(events) == ['rank 1: GPU GPU-7: the driver does not reach it']
     assert problems(events, 2, 2, []) == []
 
 
