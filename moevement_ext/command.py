@@ -47,7 +47,6 @@ PROGRAMS = {
     ),
     'prepare-data': _Subcommand('tools.prepare_data', 'make data for the trainer from text'),
     'check': _Subcommand('tools.check', 'whether a job can be protected, and how it recovers'),
-    'node-check': _Subcommand('tools.node_check', 'memory and links of the nodes of a job'),
     'plan': _Subcommand(
         'tools.plan', 'window, memory and times of a job, before there is a cluster'
     ),

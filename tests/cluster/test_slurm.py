@@ -304,17 +304,6 @@ def test_drill(slurm: Slurm, cluster: Make) -> None:
     assert f'host {NODES[1]}, node 1 of the job, is lost' in log.read_text()
 
 
-@pytest.mark.thorough
-def test_nccl_check_reaches_all_nodes(slurm: Slurm, tmp_path: Path) -> None:
-    """Emulated nodes share a machine and differ in speed, so only their presence is tested."""
-    log = tmp_path / 'slurm.log'
-    number = slurm.submit('slurm_nccl_check.sbatch', log=log, sbatch=('--nodes=3',))
-    ended(slurm, number, log)
-    printed = log.read_text()
-    assert '3 nodes, 3 ranks: ' in printed
-    assert all(name in printed for name in NODES[:3])
-
-
 def iterations(log: str) -> list[int]:
     return [int(found) for found in re.findall(r'iteration +(\d+)/.*\| lm loss: ', log)]
 

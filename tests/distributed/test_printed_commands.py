@@ -75,8 +75,6 @@ ELSEWHERE = {
     rf'{_PYTHON}tools\.gpu_check\.': 'started by scripts/gpu_check.sh with what that has made',
     rf'{_PYTHON}tools\.bench\.overhead --precision .* 300$': 'a GPU',
     rf'{_PYTHON}moevement_ext\.launch\.shared_gpu': 'a GPU, and the launcher',
-    r'(\.venv/bin/)?torchrun .*tools\.node_check':
-        'nodes with memory for such jobs; tests/distributed/test_node_check.py',
     r'.*scripts/local_cluster\.py .*(loop\.py$)': 'tests/distributed/test_pages.py',
     r'.*scripts/local_cluster\.py .*pretrain_gpt\.py': 'tests/distributed/test_launchers.py',
     r'torchrun .* --sparse-ckpt-elastic': 'tests/distributed/test_elastic.py',

@@ -279,18 +279,6 @@ def test_slurm_drill_uses_flags_that_exist(flags: tuple[str, ...], tmp_path: Pat
     assert not flags or command[end + 1 :] == list(flags)
 
 
-def test_slurm_check_uses_flags_that_exist(tmp_path: Path) -> None:
-    from tools.node_check import _parser
-
-    srun = slurm_command('slurm_nccl_check.sbatch', tmp_path, '--num-layers', '4')
-    assert '--ntasks-per-node=8' in srun
-    command = srun[srun.index('-m') :]
-    assert command[:2] == ['-m', 'tools.node_check']
-    end = command.index('--')
-    assert _parser().parse_args(command[2:end]).spare_nodes == 1
-    assert command[end + 1 :] == ['--num-layers', '4']
-
-
 def test_slurm_from_here_runs_the_batch_script_in_an_allocation(tmp_path: Path) -> None:
     salloc = slurm_command('slurm_from_here.sh', tmp_path, '--nodes=9', '--', '--num-layers', '4')
     program = salloc.index('bash')

@@ -48,7 +48,7 @@ def submit(script: str, folder: Path, **variables: str) -> subprocess.CompletedP
     )  # fmt: skip
 
 
-@pytest.mark.parametrize('script', [*TRAINING, 'slurm_drill.sbatch', 'slurm_nccl_check.sbatch'])
+@pytest.mark.parametrize('script', [*TRAINING, 'slurm_drill.sbatch'])
 def test_submission_outside_a_checkout_is_refused(script: str, elsewhere: Path) -> None:
     result = submit(script, elsewhere)
     assert result.returncode == 2
@@ -120,16 +120,6 @@ def test_agents_run_in_a_container_image(
     assert '--nodelist=n1' in asked and [flag for flag in asked if 'container' in flag] == flags
 
 
-def test_nccl_check_runs_in_a_container_image(elsewhere: Path) -> None:
-    result = submit(
-        'slurm_nccl_check.sbatch', elsewhere, MOEVEMENT_HOME=str(ROOT), STEP_FLAGS=PYXIS,
-        AGENT_PYTHON='python3',
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr
-    asked = (elsewhere.parent / 'bin' / 'srun.asked').read_text().splitlines()
-    assert asked[asked.index('-m') - 1] == 'python3' and PYXIS.split()[0] in asked
-
-
 def test_words_in_quotes_stay_together(elsewhere: Path) -> None:
     """The launcher splits these variables in the same way."""
     home = str(ROOT)
@@ -137,18 +127,6 @@ def test_words_in_quotes_stay_together(elsewhere: Path) -> None:
     drill = submit('slurm_drill.sbatch', elsewhere, MOEVEMENT_HOME=home, **given)
     words = drill.stdout.splitlines()
     assert words[words.index('--text') + 1 :][:2] == ['two words', '--'], drill.stderr
-    submit('slurm_nccl_check.sbatch', elsewhere, MOEVEMENT_HOME=home, **given)
-    asked = (elsewhere.parent / 'bin' / 'srun.asked').read_text().splitlines()
-    assert asked[asked.index('-m') - 2 :][:2] == ['my image.sif', 'python']
-
-
-def test_nccl_check_runs_a_python_whose_path_has_a_space(elsewhere: Path) -> None:
-    python = str(elsewhere / 'python')
-    script = 'slurm_nccl_check.sbatch'
-    result = submit(script, elsewhere, MOEVEMENT_HOME=str(ROOT), PYTHON=python)
-    assert result.returncode == 0, result.stderr
-    asked = (elsewhere.parent / 'bin' / 'srun.asked').read_text().splitlines()
-    assert asked[asked.index('-m') - 1] == python
 
 
 @pytest.mark.parametrize(
