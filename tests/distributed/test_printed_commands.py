@@ -40,8 +40,7 @@ RUNS = {
     rf'{_PYTHON}tools\.check ': r'protected: yes; localized: yes: a failure is recovered only .*',
     rf'{_PYTHON}tools\.compare --quick': r'.*',
     rf'{_PYTHON}tools\.compare_digests ': r'equal: 1 digests of 1 ranks after iteration 4',
-    rf'{_PYTHON}tools\.plan .*--to-layout': r'Moves: .*',
-    rf'{_PYTHON}tools\.plan (?!.*--to-layout)':
+    rf'{_PYTHON}tools\.plan ':
         rf'{_TABLE}|{_JSON}|Not part of a plan: .*|Warning: .*|--.*\.|',
     rf'{_PYTHON}tools\.placement ': _TABLE,
     rf'{_PYTHON}tools\.plot_run ': r'run\.png',

@@ -15,7 +15,6 @@ from tests.unit.printed_commands import ROOT, printed
 OF_A_CHECKOUT = {
     'tools.compatibility': 'writes a page of the documents',
     'tools.flags': 'the same',
-    'tools.plan.table': 'the same',
     'tools.gpu_check': 'runs tests; scripts/gpu_check.sh',
     'tools.gpu_check.copy_probe': 'a process of it',
     'tools.gpu_check.stages': 'the same',
@@ -70,7 +69,7 @@ def test_in_a_checkout_the_help_is_of_the_module(capsys: pytest.CaptureFixture[s
         ('.venv/bin/python scripts/local_cluster.py', 'moevement launch'),
         ('(python -m moevement_ext.store).', '(moevement store).'),
         ('python -m moevement_ext.store.torchrun', 'moevement torchrun'),
-        ('python -m tools.plan.table', 'python -m tools.plan.table'),
+        ('python -m tools.flags --write', 'python -m tools.flags --write'),
         ('a line with python -m\n  tools.check', 'a line with moevement\n  check'),
         ('tools.plan computes it', 'tools.plan computes it'),
     ],

@@ -5,7 +5,6 @@ r"""Plans sparse checkpointing for a model on a cluster: its costs and its benef
     python -m tools.plan --model job.json --cluster a100 --iteration-time 2.9 --mtbf 3600 --json
     python -m tools.plan --cluster h100 --gpus 64 --mfu 0.3 -- \
         --num-layers 32 --hidden-size 4096 ...
-    python -m tools.plan --model deepseek-v3 --mfu 0.35 --to-layout gpus=1024,pipeline=8
     python -m tools.plan --operators operators.json --budget-bytes 4e9 --json
 
 After `--` follow flags of Megatron and of sparse checkpointing, as for training. With --operators
@@ -48,21 +47,12 @@ from tools.plan.layout import PRECISIONS
 from tools.plan.planning import (
     FailureRate,
     Job,
-    JobPlan,
     ProtectionSettings,
     iteration_seconds,
     plan_job,
 )
 from tools.plan.presets import CLUSTERS, GIGA, GPU_HOURS_PER_FAILURE, PRESETS, Cluster, mtbf_s
 from tools.plan.report import as_json, infeasible, print_plan
-from tools.plan.side_by_side import (
-    FORM,
-    both_as_json,
-    other_layout,
-    print_both,
-    why_not,
-    with_layout,
-)
 from tools.simulate.fields import FieldError
 
 PRINTED = 'paper'
@@ -149,8 +139,6 @@ def _add_job_flags(parser: argparse.ArgumentParser) -> None:
         Flag('--cluster', f'a file or one of {", ".join(CLUSTERS)} (default: h100)',
              default='h100', metavar='NAME|FILE'),
         Flag('--gpus', 'GPUs of the job (default: those of the model)', at_least(1)),
-        Flag('--to-layout', 'a second one, side by side: what moves if it picks the windows up',
-             metavar=FORM),
     )  # fmt: skip
     add_flags(
         group.add_mutually_exclusive_group(),
@@ -286,27 +274,11 @@ def _run_operators(args: argparse.Namespace, console: Console, problems: Console
 def _run_job(args: argparse.Namespace, megatron: MegatronFlags, console: Console) -> int:
     job = job_from(args, megatron)
     plan = plan_job(job)
-    if args.to_layout:
-        layout = other_layout(args.to_layout, job.layout)
-        return _run_both(plan, plan_job(with_layout(job, layout, args.mfu)), args, megatron)
     if args.json:
         print_json(as_json(plan, megatron.unused))
     else:
         print_plan(plan, console, megatron.unused)
     reason = infeasible(plan)
-    if reason:
-        raise ValueError(reason)
-    return 0
-
-
-def _run_both(
-    before: JobPlan, after: JobPlan, args: argparse.Namespace, megatron: MegatronFlags
-) -> int:
-    if args.json:
-        print_json(both_as_json(before, after, megatron.unused))
-    else:
-        print_both(before, after, Console())
-    reason = why_not(before, after)
     if reason:
         raise ValueError(reason)
     return 0

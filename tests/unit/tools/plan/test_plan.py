@@ -437,34 +437,3 @@ def test_python_without_the_packages_prints_a_remedy(tool):
     assert done.returncode == 1
     [line] = done.stderr.splitlines()
     assert 'scripts/setup_env.sh' in line and done.stdout == ''
-
-
-SMALLER = '--to-layout', 'gpus=2,pipeline=1'
-FOUR = '--gpus', 4, '--iteration-time', 1
-
-
-def test_two_layouts_stand_side_by_side(capsys, cluster):
-    job = ('--cluster', cluster, *FOUR, *SMALLER, '--', *MEGATRON)
-    found = as_json(capsys, *job)
-    assert [found[side]['gpus'] for side in ('from', 'to')] == [4, 2]
-    assert found['to']['iteration_s'] == 2
-    assert 0 < found['moved']['remote_bytes'] < found['moved']['state_bytes']
-    status, out, _ = run(capsys, *job)
-    assert status == 0
-    assert '2, 1, 1, 2, 2' in out and '1, 1, 1, 2, 2' in out and 'Moves: of ' in out
-    assert 'A window of 3 is replayed in the new layout' in out
-
-
-@pytest.mark.parametrize(
-    ('layout', 'said'),
-    [
-        ('nodes=3', 'give gpus=N,pipeline=N,expert=N,chunks=N, or some of them'),
-        ('gpus=two', 'give gpus=N'),
-        ('gpus=2,expert=4', 'must divide the 1 ranks of a stage'),
-    ],
-)
-def test_malformed_second_layout_is_refused_in_one_line(capsys, cluster, layout, said):
-    job = ('--cluster', cluster, *FOUR, '--to-layout', layout, '--', *MEGATRON)
-    status, out, err = run(capsys, *job)
-    assert (status, out) == (2, '')
-    assert said in err and err.count('\n') == 1

@@ -161,6 +161,16 @@ def test_unsent_bytes_wait_in_the_file_of_their_window(name):
         assert (left <= plan.budgets.link_bytes).all(), 'sent before the next window begins'
 
 
+@pytest.mark.parametrize('cluster', CLUSTERS)
+@pytest.mark.parametrize('name', PRESETS)
+def test_all_presets_have_a_plan_with_the_defaults(name, cluster):
+    job = preset_job(name, cluster)
+    assert report.infeasible(plan_job(job)) is None
+    small = dataclasses.replace(job.cluster, host_memory_bytes=1e9)
+    why = report.infeasible(plan_job(dataclasses.replace(job, cluster=small)))
+    assert 'but a node has 0.93 GiB' in str(why)
+
+
 def preset_job(name, cluster, mfu=0.35):
     preset = PRESETS[name]
     of = preset.model, preset.layout, preset.batch, CLUSTERS[cluster]
