@@ -6,15 +6,13 @@ r"""Computes costs and benefits of fault-tolerance systems, by closed formulas a
     python -m tools.simulate --system gemini --profile run.json --gpus 4096 \
         --gpu-hours-per-failure 30000
     python -m tools.simulate sweep --over mtbf --values 300,600,1800,7200 --systems gemini,ours ...
-    python -m tools.simulate timeline --trace failures.csv --systems gemini,ours \
-        --plot goodput.png ...
     python -m tools.simulate profile runs/events -o run.json
     python -m tools.simulate --system ours --profile runs/events --mtbf 0.5x
     python -m tools.simulate iteration --profile train.log
     python -m tools.simulate paper
 
 ETTR is the share of wall-clock time in iterations that are kept. Semantics, formulas and systems:
-docs/simulator.md. `sweep`, `timeline`, `profile`, `iteration` and `paper` have their own --help.
+docs/simulator.md. `sweep`, `profile`, `iteration` and `paper` have their own --help.
 
 Exit status: 0 done, 2 a flag or file breaks a rule, or a plan is infeasible.
 """
@@ -40,8 +38,7 @@ from tools.simulate.runs import Run
 from tools.simulate.systems import SYSTEMS, System
 
 SUBCOMMANDS = {
-    'sweep': 'sweep', 'timeline': 'timeline', 'profile': 'run_profile', 'iteration': 'iteration',
-    'paper': 'paper.__main__',
+    'sweep': 'sweep', 'profile': 'run_profile', 'iteration': 'iteration', 'paper': 'paper.__main__',
 }  # fmt: skip
 
 

@@ -171,10 +171,10 @@ class Scenario:
         """Build a system. Raises FieldError, InfeasiblePlan."""
         return build(name, self.options, self.profile)
 
-    def simulate(self, system: System, *, whole_jobs: bool = False) -> Estimate:
-        """With `whole_jobs` each history is a job from its start. Raises FieldError."""
+    def simulate(self, system: System) -> Estimate:
+        """Raises FieldError."""
         # The length of a job matters if costs change or failures bunch.
-        whole_jobs |= system.name in PARTIAL_SYSTEMS or not isinstance(self.process, Renewal)
+        whole_jobs = system.name in PARTIAL_SYSTEMS or not isinstance(self.process, Renewal)
         return simulate(
             system.run or system.costs,
             self.process,

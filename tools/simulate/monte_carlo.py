@@ -50,19 +50,11 @@ class Spares:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The first history: a path of (seconds, useful seconds kept) and its failures."""
+    """The first history: a path of (seconds, useful seconds kept)."""
 
     seconds: np.ndarray
     useful_s: np.ndarray
     """Kept useful seconds until each time; same length as `seconds`."""
-    failures: np.ndarray
-    """Times of failures, in seconds."""
-
-    def goodput(self, bins: int) -> tuple[np.ndarray, np.ndarray]:
-        """Centres of `bins` equal spans (seconds), and the useful share of each."""
-        edges = np.linspace(0, self.seconds[-1], bins + 1)
-        useful = np.interp(edges, self.seconds, self.useful_s)
-        return (edges[1:] + edges[:-1]) / 2, np.diff(useful) / np.diff(edges)
 
 
 @dataclass(frozen=True)
@@ -208,7 +200,6 @@ class _Histories:
         if self.failures:
             lost_s = float((wall - self.useful / self.run.efficiency).sum()) / self.failures
         seconds, useful_s = (np.array(values) for values in zip(*self.path, strict=True))
-        times = self.drawn.times[0]
         return Estimate(
             ettr=ettr,
             ci95=(max(0.0, ettr - half), min(1.0, ettr + half)),
@@ -217,7 +208,7 @@ class _Histories:
             lost_s=lost_s,
             struck_again=self.struck_again / max(1, self.failures),
             waited_s=self.waited_s / max(1, self.failures),
-            timeline=Timeline(seconds, useful_s, times[times < math.inf]),
+            timeline=Timeline(seconds, useful_s),
             run=self.run,
         )
 

@@ -230,7 +230,7 @@ def names_of(parser: argparse.ArgumentParser, text: str) -> list[str]:
 
 
 def add_output_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the output flags of sweeps and timelines, and all flags of a scenario."""
+    """Add the output flags, and all flags of a scenario."""
     parser.add_argument('--plot', type=Path, metavar='FILE', help='image to write')
     parser.add_argument('--json', action='store_true', help='print JSON instead of a table')
     flags.add_scenario_flags(parser)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""tools/simulate.py: its answers as JSON, sweeps, timelines, and what it says to bad input."""
+"""tools/simulate.py: its answers as JSON, sweeps, and what it says to bad input."""
 
 import json
 import math
@@ -14,7 +14,7 @@ import pytest
 from matplotlib import pyplot
 
 from tools.simulate import __main__ as simulate
-from tools.simulate import sweep, timeline
+from tools.simulate import sweep
 
 ROOT = Path(__file__).resolve().parents[4]
 PROFILE = str(ROOT / 'docs' / 'assets' / 'simulate-profile.json')
@@ -259,36 +259,19 @@ def test_a_sweep_over_rates_needs_a_profile(capsys: pytest.CaptureFixture[str]) 
     assert '--profile is missing' in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    'command',
-    [
-        'sweep --over mtbf --values 600 --systems ours',
-        'timeline --mtbf 600 --job-hours 1 --systems ours',
-    ],
-)
 @pytest.mark.parametrize(('name', 'problem'), [('x.xyz', 'xyz'), ('file/x.png', 'file')])
 def test_a_plot_that_cannot_be_written_is_named(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str, name: str, problem: str
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str, problem: str
 ) -> None:
     (tmp_path / 'file').touch()
     target = tmp_path / name
     with pytest.raises(SystemExit) as raised:
-        simulate.main([*command.split(), '--profile', PROFILE, '--plot', str(target)])
+        command = 'sweep --over mtbf --values 600 --systems ours'.split()
+        simulate.main([*command, '--profile', PROFILE, '--plot', str(target)])
     assert raised.value.code == 2
     printed = capsys.readouterr().err.splitlines()[-1]
     assert f'--plot {target}: ' in printed and problem in printed
     assert sorted(path.name for path in tmp_path.iterdir()) == ['file']
-
-
-def test_timeline_shows_each_failure_of_a_trace(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    target = tmp_path / 'timeline.png'
-    argv = ['timeline', '--trace', TRACE, '--systems', 'checkfreq,ours', '--profile', PROFILE]
-    found = answer(capsys, [*argv, '--bins', '12', '--json', '--plot', str(target)])
-    assert len(found['ours']['goodput']) == 12 and len(found['ours']['failures']) == 24
-    assert sum(found['checkfreq']['goodput']) < sum(found['ours']['goodput'])
-    assert target.read_bytes().startswith(b'\x89PNG')
 
 
 @pytest.fixture
@@ -301,8 +284,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
         found.append(pyplot.subplots(**subplots)[1])
         yield found[-1]
 
-    for drawing in (sweep, timeline):
-        monkeypatch.setattr(drawing, 'picture', keep)
+    monkeypatch.setattr(sweep, 'picture', keep)
     yield found
     pyplot.close('all')
 
@@ -318,26 +300,6 @@ def test_a_sweep_is_drawn_with_names_and_durations_that_people_use(drawn: list[A
     assert texts(axes.get_xticklabels()) == ['5 min', '1 h'], 'one label in the place of two'
     assert texts(axes.get_legend().get_texts()) == ['Gemini', 'this implementation']
     assert axes.get_title(loc='left') == 'ETTR by MTBF'
-
-
-def test_a_timeline_begins_with_the_job_and_shows_differences(
-    drawn: list[Any], tmp_path: Path
-) -> None:
-    trace = tmp_path / 'trace.csv'
-    trace.write_text('time,node,event\n3600,a,failure\n9000,b,failure\n18000,a,failure\n')
-    argv = ['timeline', '--trace', str(trace), '--systems', 'gemini,ours', '--profile', PROFILE]
-    assert simulate.main([*argv, '--plot', 'picture.png']) == 0
-    (axes,) = drawn
-    (failures,) = [line for line in axes.get_lines() if line.get_label() == 'failure']
-    assert failures.get_xdata().tolist() == [3600, 9000, 18000]
-    assert axes.get_xlim()[0] == 0 and texts(axes.get_xticklabels())[:2] == ['0', '1 h']
-    assert axes.get_ylim()[0] > 0.5
-
-
-def test_timeline_needs_a_length(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        simulate.main(['timeline', '--mtbf', '600', '--systems', 'ours', '--profile', PROFILE])
-    assert '--job-hours is missing' in capsys.readouterr().err
 
 
 def test_simulator_runs_as_a_module() -> None:
