@@ -66,9 +66,6 @@ PROGRAMS = {
     'bench-overhead': _Subcommand(
         'tools.bench.overhead', 'cost of protection per iteration, or of narrow formats'
     ),
-    'bench-host-memory': _Subcommand(
-        'tools.bench.host_memory', 'host memory of protection, by kind'
-    ),
     'bench-recovery': _Subcommand('tools.bench.recovery', 'duration of a recovery'),
     'bench-spare-node': _Subcommand(
         'tools.bench.spare_node', 'time until a job trains again after a lost node'

@@ -98,7 +98,6 @@ ELSEWHERE = {
 _SHORTER = {
     'tools.bench.regroup': '--cycles 20 --warm-up 5',
     'tools.bench.overhead': '--rounds 1 --iterations 8 --warm-up 2',
-    'tools.bench.host_memory': '--iterations 8 --windows 1',
     'tools.bench.recovery': '--rounds 1',
     'tools.bench.spare_node': '--rounds 1 --gib 0.1',
     'tools.compare': '--rows none,localized --iterations 32 --interval 4',

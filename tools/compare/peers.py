@@ -29,7 +29,6 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from tools.bench.host_memory import LOG, files_by_kind
 from tools.compare import peer_program, peer_rows, running
 from tools.compare.peer_rows import CANNOT, PEERS, PLAIN, PLAIN_DATA, RANKS, SITE, PeerRow
 from tools.lab import four_ranks, tables
@@ -118,11 +117,24 @@ class _Ran:
             _wait(job, number)
             self.samples.append(spent([pid for pid in job.pids() if pid]))
         self.memory = memory_bytes([pid for pid in job.pids() if pid])
-        kinds = files_by_kind(memory)
-        self.logs = kinds.pop(LOG, 0)
-        self.tmpfs = sum(kinds.values())
+        self.logs, self.tmpfs = file_bytes(memory)
         self.killed = job.send([_VICTIM], signal.SIGKILL) if kill else None
         return self.killed or self.samples[-1].time
+
+
+def file_bytes(root: Path) -> tuple[int, int]:
+    """Bytes of the logs of a run, and of its other files; a file renamed meanwhile is left out."""
+    logs = others = 0
+    for path in root.rglob('*'):
+        try:
+            nbytes = 512 * path.stat().st_blocks if path.is_file() else 0
+        except OSError:
+            continue
+        if path.name == 'upstream-log':
+            logs += nbytes
+        else:
+            others += nbytes
+    return logs, others
 
 
 def _wait(job: Job, number: int) -> None:
