@@ -49,6 +49,7 @@ from moevement_ext.memory.disk import DiskWindows
 from moevement_ext.memory.mapped import forget_prepared_maps
 from moevement_ext.memory.sizing import NOTHING_LOGGED
 from moevement_ext.memory.window.name import WindowName
+from moevement_ext.memory.window.refused import UnreadableWindow
 from moevement_ext.memory.window.slot import SlotHeader
 from moevement_ext.plan.strategy.choice import disk_only
 from moevement_ext.protect.planner import Planner
@@ -239,7 +240,7 @@ class Job:
         start = -1 if self._restart is None else self._restart.conversion.window.start
         try:
             self._disk.set_aside_after(start, self.rank.identity)
-        except OSError as error:
+        except (OSError, UnreadableWindow) as error:
             self.rank.events.reduced(f'windows on disk: {error}')
         kept = (window.name for window in predecessor.on_disk if window.start <= start)
         self._on_disk = next(kept, None)

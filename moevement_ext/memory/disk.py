@@ -29,9 +29,10 @@ from moevement_ext.memory.node_store import require_directory_name
 from moevement_ext.memory.window.expected import Expected
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.file_names import committed_in, committed_name, writing_name
+from moevement_ext.memory.window.listing import names_in
 from moevement_ext.memory.window.name import RankIdentity, StoredWindow, WindowName
 from moevement_ext.memory.window.reader import CHUNK_BYTES, Advance, WindowReader, at_full_speed
-from moevement_ext.memory.window.refused import RefusedWindow, UnreadableWindow
+from moevement_ext.memory.window.refused import RefusedWindow, UnreadableWindow, unopened
 from moevement_ext.memory.window.slot import SlotHeader
 
 logger = logging.getLogger(__name__)
@@ -56,8 +57,8 @@ def require_mounted(root: Path) -> None:
 
 def require_writable(root: Path) -> None:
     """Check as `DiskWindows` does, with a `UserError`, but create nothing."""
-    require_mounted(root)
     with _refused(root):
+        require_mounted(root)
         reason = private.modes_ignored(probe(root))
         if reason is not None:
             raise private.ForeignFileError(reason)
@@ -87,16 +88,19 @@ def directory_of(root: Path, run_id: str, rank: int) -> Path:
 
 
 def stored_in(directory: Path, rank: int) -> list[StoredWindow]:
-    """The committed windows of a rank by file name, newest first."""
+    """The committed windows of a rank by file name, newest first; errors as of `names_in`."""
     return sorted(committed_in(directory, rank, rank), reverse=True)
 
 
 def complete_in(directory: Path) -> int:
-    """Start of the newest window that all ranks had on disk, by a rank's directory; -1 if none."""
+    """Start of the newest window that all ranks had on disk, or -1; errors as of `names_in`."""
+    path = directory / _COMPLETE
     try:
-        return int((directory / _COMPLETE).read_text())
-    except (OSError, ValueError):
+        return int(path.read_text())
+    except (FileNotFoundError, ValueError):
         return -1
+    except OSError as error:
+        raise unopened(path, error) from error
 
 
 class DiskWindows:
@@ -121,8 +125,8 @@ class DiskWindows:
         self._is_locked = False  # or the file system has no locks
         self.forget_other_layouts: Callable[[], None] = lambda: None
         self.path = directory_of(root, run_id, rank)
-        require_mounted(root)
         with _refused(root):
+            require_mounted(root)
             private.make_directories(root, self.path)
             with suppress(OSError):  # a window is lost with a name above it
                 for level in (self.path.parent, root):
@@ -229,7 +233,7 @@ class DiskWindows:
 
     def noted_complete(self) -> bool:
         """True if `note_complete` was ever called, even with -1."""
-        return (self.path / _COMPLETE).exists()
+        return _COMPLETE in names_in(self.path)
 
     def newest_complete(self) -> int:
         """The last start passed to `note_complete`; -1 if there is none."""
@@ -255,12 +259,18 @@ class DiskWindows:
         Windows of an earlier history that begin after iteration `past`, which the job has
         reached, stay.
         """
-        newer = [path for path in self.path.glob('*.window') if _start_of(path) >= past]
+        try:
+            files = [self.path / name for name in names_in(self.path) if name.endswith('.window')]
+        except UnreadableWindow as refusal:
+            logger.warning('windows there are kept: %s', refusal)
+            self.close()
+            return
+        newer = [path for path in files if _start_of(path) >= past]
         if newer:
             logger.warning(
                 '%s of an earlier attempt of the job are kept', [str(path) for path in newer]
             )
-            for path in self.path.glob('*.window'):
+            for path in files:
                 if path not in newer:
                     path.unlink(missing_ok=True)
             self.close()

@@ -19,7 +19,9 @@ from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory import private
 from moevement_ext.memory.holder_lock import HolderLock, StoreInUseError, is_held, taken
 from moevement_ext.memory.window.file_names import COMMITTED, committed_in
+from moevement_ext.memory.window.listing import names_in
 from moevement_ext.memory.window.name import StoredWindow
+from moevement_ext.memory.window.refused import UnreadableWindow
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +96,7 @@ class NodeStore:
         """List the committed windows of all holders on this node, newest first.
 
         Reads only file names; loading verifies the content. Skips directories that are not
-        this user's.
+        this user's. Raises `UnreadableWindow` if a directory cannot be listed now.
         """
         return self._scan('')
 
@@ -107,9 +109,11 @@ class NodeStore:
             private.check_directories(self.root, self.path)
         except FileNotFoundError:
             return []
-        except (HostMemoryError, OSError) as error:
+        except HostMemoryError as error:
             logger.warning('windows of earlier processes are not used: %s', error)
             return []
+        except OSError as error:
+            raise UnreadableWindow(f'{self.path}: cannot be listed: {error.strerror}') from error
         found = [
             window
             for holder, holder_path in _numbered(self.path)
@@ -142,24 +146,26 @@ class NodeStore:
     ) -> None:
         """Delete files of `holder`, locked by this object, for owners not in `kept` or `stubs`."""
         for kind, owners in (('', kept), (STUB, stubs)):
-            for owner, path in _numbered(self.holder_path(holder), kind):
-                if owner not in owners:
-                    shutil.rmtree(path, ignore_errors=True)
+            with suppress(UnreadableWindow):
+                for owner, path in _numbered(self.holder_path(holder), kind):
+                    if owner not in owners:
+                        shutil.rmtree(path, ignore_errors=True)
 
     def remove_holders_but(self, kept: Collection[int]) -> None:
         """Delete the files of holders that are not in `kept` and have no live process.
 
         A process that starts meanwhile is locked out only for the duration of a rename.
         """
-        for holder, path in _numbered(self.path):
-            if holder in kept:
-                continue
-            with suppress(OSError, StoreInUseError, HostMemoryError):
-                lock = HolderLock(path / 'lock')
-                try:
-                    path.rename(path.with_name(f'{FORMER}{holder}-{os.getpid()}'))
-                finally:
-                    lock.release()
+        with suppress(UnreadableWindow):
+            for holder, path in _numbered(self.path):
+                if holder in kept:
+                    continue
+                with suppress(OSError, StoreInUseError, HostMemoryError):
+                    lock = HolderLock(path / 'lock')
+                    try:
+                        path.rename(path.with_name(f'{FORMER}{holder}-{os.getpid()}'))
+                    finally:
+                        lock.release()
         for path in self.path.glob(f'{FORMER}*'):
             shutil.rmtree(path, ignore_errors=True)
 
@@ -174,7 +180,10 @@ class NodeStore:
         self._remove_empty()
 
     def _remove_empty(self) -> None:
-        if any(_numbered(self.path)):  # a later rank of the node needs the secret
+        try:
+            if any(_numbered(self.path)):  # a later rank of the node needs the secret
+                return
+        except UnreadableWindow:
             return
         shutil.rmtree(self.shared, ignore_errors=True)
         shutil.rmtree(self.reserved, ignore_errors=True)
@@ -207,12 +216,8 @@ def require_directory_name(flag: str, part: str) -> None:
 
 
 def _numbered(path: Path, kind: str = '') -> Iterator[tuple[int, Path]]:
-    """Yield the subdirectories named `kind` and a rank; none if `path` is missing or unreadable."""
-    try:
-        entries = sorted(path.iterdir())
-    except OSError:
-        return
-    for entry in entries:
-        number = entry.name.removeprefix(kind)
-        if entry.name == kind + number and number.isdecimal() and entry.is_dir():
-            yield int(number), entry
+    """Yield the entries named `kind` and a rank; errors as of `names_in`."""
+    for name in names_in(path):
+        number = name.removeprefix(kind)
+        if name == kind + number and number.isdecimal():
+            yield int(number), path / name

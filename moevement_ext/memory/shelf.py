@@ -6,12 +6,11 @@ overwrites no window of an earlier layout before all of its ranks have their own
 """
 
 import logging
-import os
 import re
 import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import msgspec
@@ -23,13 +22,14 @@ from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.expected import Expected, damaged
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.file_names import committed_in
+from moevement_ext.memory.window.listing import TRIES, names_in, patiently
 from moevement_ext.memory.window.name import Count, StoredWindow, Window
 from moevement_ext.memory.window.reader import WindowReader
 from moevement_ext.memory.window.refused import (
-    CorruptWindow,
     RefusedWindow,
-    TruncatedWindow,
-    UnknownVersion,
+    UnreadableWindow,
+    joined,
+    not_read,
 )
 from moevement_ext.memory.window.slot import Record, SlotHeader
 from moevement_ext.memory.window.twin import TwinWindow, twin_windows
@@ -59,13 +59,9 @@ def base_of(run_id: str) -> str:
 
 
 def directories_of(root: Path, run: str) -> list[str]:
-    """Directories of a run, sorted; the one without a layout digest, if any, comes first."""
-    try:
-        names = os.listdir(root)
-    except OSError:
-        return []
+    """Directories of a run, first the one without a layout digest; errors as of `names_in`."""
     of_run = re.compile(re.escape(run) + f'(?:{LAYOUT_SUFFIX.pattern})?')
-    return sorted(name for name in names if of_run.fullmatch(name))
+    return [name for name in names_in(root) if of_run.fullmatch(name)]
 
 
 def left_by_elastic(store: NodeStore) -> list[str]:
@@ -111,14 +107,14 @@ class Copy:
 
 
 def read_any(copies: Iterable[Copy], slot: int, index: int) -> memoryview:
-    """Verified bytes of record `index`; `RefusedWindow` without an undamaged copy."""
+    """Verified bytes of record `index`; the error of `joined` without an undamaged copy."""
     refusals = []
     for copy in copies:
         try:
             return copy.read(slot, index)
         except RefusedWindow as refusal:
-            refusals.append(str(refusal))
-    raise RefusedWindow('; '.join(refusals))
+            refusals.append(refusal)
+    raise joined(refusals)
 
 
 class Shelf:
@@ -127,9 +123,8 @@ class Shelf:
     Any thread. Only the `remove*` methods write. `store` is the one of this layout.
 
     Attributes:
-        unread: reasons why `look` skipped windows that are not damaged, by run: another release may
-            read them, or a disk may answer again. The value of a reason is the newest start of a
-            window that certainly is another release's, else -1.
+        unread: starts of windows that `look` skipped, though they may be whole, by run and reason
+            (see `refused.not_read`).
     """
 
     def __init__(self, store: NodeStore, disk: Path | None) -> None:
@@ -146,33 +141,31 @@ class Shelf:
         found = {name for root in roots for name in directories_of(root, base_of(own))}
         return sorted(found - {own})
 
-    def look(self, run: str) -> Iterator[tuple[Part, SlotHeader]]:
-        """Yield the whole windows of a layout with the header of slot 0; reads no payloads.
+    def look(self, run: str) -> list[tuple[Part, SlotHeader]]:
+        """The whole windows of a layout with the header of slot 0; reads no payloads.
 
         Raises `StoreInUseError` if a live job uses that layout.
         """
         store = NodeStore(self._store.root, run, self._node)
-        on_disk = () if self._disk is None else (self._disk / run).glob('rank*/lock')
-        for lock in (*store.path.glob('*/lock'), *on_disk):
-            wait_until_free(lock, 'a job of another layout')
-        told = set()
-        unread = self.unread[run] = dict[str, int]()
-        for stored, from_disk, opened in self._stored(store, run):
-            try:
-                headers = opened(stored.path).headers
-            except (CorruptWindow, TruncatedWindow) as refusal:
-                logger.warning('refused: %s', refusal)
-                continue
-            except RefusedWindow as refusal:
-                reason, start = str(refusal), -1
-                if isinstance(refusal, UnknownVersion):
-                    start = stored.name.start
-                unread[reason] = max(start, unread.get(reason, -1))
-                continue
-            part = Part(run, Window(stored.name, headers[0].window), stored.owner, from_disk)
-            if part not in told:
-                told.add(part)
-                yield part, headers[0]
+        places = [store.path] if self._disk is None else [store.path, self._disk / run]
+        found, skipped = dict[Part, SlotHeader](), self.unread.setdefault(run, {})
+        skipped.clear()
+        try:
+            for directory in (place / name for place in places for name in names_in(place)):
+                wait_until_free(directory / 'lock', 'a job of another layout')
+            for stored, from_disk, opened in self._stored(store, run):
+                try:
+                    tries = 1 if skipped else TRIES  # one file has waited for all
+                    headers = patiently(partial(opened, stored.path), tries).headers
+                except RefusedWindow as refusal:
+                    logger.warning('refused: %s', refusal)
+                    skipped |= not_read(refusal, stored.name.start)
+                    continue
+                part = Part(run, Window(stored.name, headers[0].window), stored.owner, from_disk)
+                found.setdefault(part, headers[0])
+        except UnreadableWindow as refusal:
+            skipped |= not_read(refusal)
+        return [*found.items()]
 
     def headers(self, part: Part) -> list[SlotHeader]:
         """Headers of a part, slot 0 first; `RefusedWindow` if it is missing or damaged."""
@@ -215,10 +208,10 @@ class Shelf:
                 try:
                     copies.append(opened(stored.path))
                 except RefusedWindow as refusal:
-                    refusals.append(str(refusal))
+                    refusals.append(refusal)
         if not copies:
             missing = f'window {part.window.start} of rank {part.owner} is not here'
-            raise RefusedWindow('; '.join(refusals) or missing)
+            raise joined(refusals, missing)
         return copies
 
     def _stored(
@@ -226,12 +219,10 @@ class Shelf:
     ) -> Iterator[tuple[StoredWindow, bool, Callable[[Path], Copy]]]:
         yield from ((stored, False, _mapped) for stored in store.scan())
         yield from ((stored, False, copy_at_twin) for stored in twin_windows(store.scan_stubs()))
-        if self._disk is None or not (self._disk / run).is_dir():
-            return
-        for path in sorted((self._disk / run).iterdir()):
-            match = _RANK.fullmatch(path.name)
-            if match is not None:
-                owner = int(match[1])
+        for name in () if self._disk is None else names_in(self._disk / run):
+            match = _RANK.fullmatch(name)
+            if match is not None and self._disk is not None:
+                owner, path = int(match[1]), self._disk / run / name
                 yield from (
                     (stored, True, copy_in_file) for stored in committed_in(path, owner, owner)
                 )

@@ -25,6 +25,7 @@ from moevement_ext.memory.window.agreed import MAX_GIVEN_UP, NOTHING_AGREED, Agr
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.memory.window.name import RankIdentity, WindowName
+from moevement_ext.memory.window.refused import UNKNOWN, UnreadableWindow
 from moevement_ext.protect.persistence import PersistenceTracker
 from moevement_ext.protect.statistics import CaptureStatistics
 from moevement_ext.replicate.host_memory import HostMemory
@@ -78,7 +79,10 @@ class DiskTier:
         self._pending: WindowName | None = None  # being copied, or copied on this rank only
         self._agreed = self._settled = NOTHING_AGREED
         self._complete = [] if settings.complete is None else [settings.complete]
-        self._newest = max((window.name.start for window in disk.stored()), default=-1)
+        try:
+            self._newest = max((window.name.start for window in disk.stored()), default=-1)
+        except UnreadableWindow:
+            self._newest = UNKNOWN
         self._back_to: int | None = None  # later windows must be set aside
         self._rollbacks: deque[tuple[int, threading.Event]] = deque()
         self._last: WindowName | None = None  # if set, no other window is copied

@@ -17,6 +17,7 @@ from moevement_ext.errors import UserError
 from moevement_ext.memory.window.name import HeldWindow, Window
 
 FLAG = '--sparse-ckpt-forget'
+MEMORY, DISK = '--sparse-ckpt-dir', '--sparse-ckpt-disk'
 _NAMED = 8
 
 
@@ -26,13 +27,15 @@ class Traces(msgspec.Struct, frozen=True):
     node: str
     newest_complete: int
     """Start of the newest window known to this rank as complete on all ranks; -1 if none."""
-    past: bool
-    """Window files (even refused) or a ledger exist: missing windows were deleted on purpose."""
+    past: list[str]
+    """Places of windows, `MEMORY` and `DISK`, in which this rank had windows: files (even refused)
+    or a record of complete ones. What is missing beside them was deleted on purpose. One place does
+    not tell this of another: the memory of a node lives while its disk is not mounted."""
     renamed: dict[str, int] = {}
     """If nothing is found: newest start of a window of this run on the machine, by the name that
     the machine had (see `other_runs.of_other_names`)."""
     unread: dict[str, int] = {}
-    """Newest start of a window that is not read, but may be whole, by reason and remedy."""
+    """Starts of windows that are not read, but may be whole, by reason (see `refused.not_read`)."""
 
 
 def refuse_to_forget(
@@ -60,16 +63,18 @@ def refuse_to_forget(
         owners.setdefault(part.window, set()).add(part.owner)
     nearest = max(owners, key=lambda window: (len(owners[window]), window))
     without = [rank for rank in range(len(traces)) if rank not in owners[nearest]]
-    absent = [rank for rank in without if not traces[rank].past]
+    places = {place for trace in traces for place in trace.past} or {MEMORY}
+    lacking = {rank: places.difference(traces[rank].past) for rank in without}
+    absent = [rank for rank in without if lacking[rank]]
     if not absent:
         return
-    places = f'--sparse-ckpt-dir {config.dir}'
-    if config.disk is not None:
-        places += f' or --sparse-ckpt-disk {config.disk}'
+    given = {MEMORY: config.dir, DISK: config.disk}
+    empty = {f'{place} {given[place]}' for rank in absent for place in lacking[rank]}
+    where = ' or '.join(sorted(empty))
     most = len(owners[nearest])
     starts = sorted({window.start for window in owners if len(owners[window]) == most})
     raise UserError(
-        f'all ranks had window {known}, and none is complete now: nothing is in {places} of '
+        f'all ranks had window {known}, and none is complete now: nothing is in {where} of '
         f'{_named(absent, traces)}; {_named(sorted(owners[nearest]), traces)} have '
         f'windows {", ".join(map(str, starts))}. Mount what is not mounted there, or give all '
         f'nodes the same directories, and start again; {FLAG} goes on from '
@@ -82,8 +87,8 @@ def _refuse_unread(traces: Sequence[Traces], dense_iteration: int) -> None:
         for reason, start in trace.unread.items():
             if start >= max(dense_iteration, 0):
                 raise UserError(
-                    f'the node {trace.node} has window {start} of this run, {reason}; {FLAG} goes '
-                    f'on from {tier_of(dense_iteration)}, and deletes such windows.'
+                    f'the node {trace.node} {reason}; {FLAG} goes on from '
+                    f'{tier_of(dense_iteration)}, and deletes such windows.'
                 )
 
 

@@ -24,7 +24,7 @@ from moevement_ext.recover.verdict import Verdict, WholeJob
 logger = logging.getLogger(__name__)
 
 MOST = 4
-"""One more than the tries before an older window (see `sources.TRIES`)."""
+"""One more than the tries before an older window (see `listing.TRIES`)."""
 
 MOST_WITHOUT_MEMORY = 2
 """Lower, as unused GPU memory is freed before each recovery: only a new process can free more."""

@@ -18,21 +18,21 @@ from moevement_ext.memory.deaths import Death
 from moevement_ext.memory.disk import DiskWindows, stored_in
 from moevement_ext.memory.ledger import Ledger
 from moevement_ext.memory.node_store import NodeStore
-from moevement_ext.memory.private import REMEDY
 from moevement_ext.memory.window.expected import Expected
 from moevement_ext.memory.window.file import WindowFile
+from moevement_ext.memory.window.listing import TRIES, patiently
 from moevement_ext.memory.window.name import HeldWindow, RankIdentity, StoredWindow, Window
 from moevement_ext.memory.window.reader import WindowReader
 from moevement_ext.memory.window.refused import (
     OtherSettings,
     RefusedWindow,
-    UnknownVersion,
     UnreadableWindow,
+    not_read,
 )
 from moevement_ext.memory.window.settings import digest_of, encode
 from moevement_ext.memory.window.twin import TwinWindow, twin_windows
 from moevement_ext.recover import other_runs
-from moevement_ext.recover.absence import Traces
+from moevement_ext.recover.absence import DISK, MEMORY, Traces
 from moevement_ext.replicate.secret import marks_here
 
 logger = logging.getLogger(__name__)
@@ -88,18 +88,25 @@ class _Found:
 
     def in_memory(self, store: NodeStore) -> Self:
         """Examine the committed windows of all ranks on this node."""
-        for stored in store.scan():
+        for stored in self._listed(store.scan):
             self._look(stored, WindowFile.open)
-        for stored in twin_windows(store.scan_stubs()):
+        for stored in self._listed(lambda: twin_windows(store.scan_stubs())):
             self._look(stored, TwinWindow.open)
         return self._told()
 
     def on_disk(self, directory: Path) -> Self:
-        """Examine this rank's windows on disk; a failing file system counts as empty."""
-        for stored in stored_in(directory, self._identity.rank):
+        """Examine this rank's windows on disk."""
+        for stored in self._listed(lambda: stored_in(directory, self._identity.rank)):
             with ExitStack() as opened:
                 self._look(stored, lambda path: opened.enter_context(WindowReader(path)))
         return self._told()
+
+    def _listed(self, found: Callable[[], list[StoredWindow]]) -> list[StoredWindow]:
+        try:
+            return found()
+        except UnreadableWindow as refusal:
+            self.unread |= not_read(refusal)
+            return []
 
     def _look(
         self,
@@ -108,24 +115,18 @@ class _Found:
     ) -> None:
         own = Expected.of(self._identity, stored.name)._replace(owner=stored.owner)
         try:
-            headers = opened(stored.path).verify_identity(own)
+            tries = 1 if self.unread else TRIES  # one file has waited for all
+            headers = patiently(lambda: opened(stored.path).verify_identity(own), tries)
         except RefusedWindow as refusal:
             reason = str(refusal).removeprefix(f'{stored.path}: ')
             self._refused.setdefault(reason, []).append(stored.path)
             if isinstance(refusal, OtherSettings):
                 self.other_settings.add(reason)
             if stored.name.start > max(self.unread.values(), default=-1):
-                self._note_unread(refusal, stored.name.start)
+                self.unread |= not_read(refusal, stored.name.start)
             return
         self.windows.add(HeldWindow(Window(stored.name, headers[0].window), stored.owner))
         self.doubtful.update(own.differs(headers[0]).doubtful)
-
-    def _note_unread(self, refusal: RefusedWindow, start: int) -> None:
-        if isinstance(refusal, UnknownVersion):
-            self.unread[f'in another format ({refusal}): start the job with that release'] = start
-        elif isinstance(refusal, UnreadableWindow):
-            reason = str(refusal).removesuffix(f'. {REMEDY}')
-            self.unread[f'and {reason}: mend that (chmod 600, one name), and start again'] = start
 
     def _told(self) -> Self:
         for reason, paths in self._refused.items():
@@ -166,10 +167,15 @@ def take_stock(
         memory.in_memory(store)
     if disk is not None:
         on_disk.on_disk(disk.path)
+    unread = memory.unread | on_disk.unread
+    try:
+        traces = _traces(store, disk, identity, disk_only, layouts, unread)
+    except UnreadableWindow as refusal:
+        traces = Traces(node_name(), -1, [], unread=unread | not_read(refusal))
     return Inventory(
         sorted(memory.windows),
         sorted(on_disk.windows, reverse=True),
-        _traces(store, disk, identity, layouts, memory.unread | on_disk.unread),
+        traces,
         sorted(memory.other_settings | on_disk.other_settings),
         sorted(memory.doubtful | on_disk.doubtful),
         digest_of(identity.settings),
@@ -180,17 +186,19 @@ def _traces(
     store: NodeStore,
     disk: DiskWindows | None,
     identity: RankIdentity,
+    disk_only: bool,
     layouts: Collection[str],
     unread: dict[str, int],
 ) -> Traces:
     complete = Ledger.read_complete(store.ledger_path(identity.rank), identity)
     told = -1 if complete is None else complete
-    past = complete is not None or any(window.owner == identity.rank for window in store.scan())
+    in_memory = complete is not None or any(held.owner == identity.rank for held in store.scan())
+    on_disk = disk is not None and (bool(disk.stored()) or disk.noted_complete())
     if disk is not None:
-        past |= bool(disk.stored()) or disk.noted_complete()
         told = max(told, disk.newest_complete())
+    past = [MEMORY] * (in_memory and not disk_only) + [DISK] * on_disk
     here = (NodeStore(store.root, run, store.path.name) for run in {store.run_id, *layouts})
-    found = past or any(node.scan() for node in here)
+    found = in_memory or on_disk or any(node.scan() for node in here)
     renamed = {} if found else other_runs.of_other_names(store, identity, layouts)
     return Traces(node_name(), told, past, renamed, unread)
 

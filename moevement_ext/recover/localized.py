@@ -23,6 +23,7 @@ from moevement_ext.membership.rank import Rank
 from moevement_ext.membership.rendezvous import RoundEnded
 from moevement_ext.membership.report import NOWHERE, Report
 from moevement_ext.membership.store_loss import StoreLost
+from moevement_ext.memory.window.listing import TRIES
 from moevement_ext.memory.window.name import Window
 from moevement_ext.protect.protection import Protection
 from moevement_ext.recover.fruitless import Fruitless
@@ -31,7 +32,6 @@ from moevement_ext.recover.outage import Outage, Phases
 from moevement_ext.recover.own_report import OwnReport, handovers
 from moevement_ext.recover.rank_state import RankState, Running
 from moevement_ext.recover.reconnection import connected_with, exchange_addresses
-from moevement_ext.recover.sources import TRIES
 from moevement_ext.recover.stage_replay import StageReplay
 from moevement_ext.recover.summary import recovered_line
 from moevement_ext.recover.trainer import Start, Trainer

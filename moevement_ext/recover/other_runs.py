@@ -7,7 +7,7 @@ silently train from the start. So would a run whose node has another name than b
 
 import logging
 from collections.abc import Collection
-from contextlib import suppress
+from functools import partial
 
 from moevement_ext.errors import SparseCheckpointError, UserError
 from moevement_ext.membership.rank import Rank
@@ -15,8 +15,10 @@ from moevement_ext.memory.holder_lock import is_held
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.expected import Expected
 from moevement_ext.memory.window.file import WindowFile
+from moevement_ext.memory.window.listing import names_in, patiently
 from moevement_ext.memory.window.name import RankIdentity
 from moevement_ext.memory.window.placed import of_same_training
+from moevement_ext.memory.window.refused import UnreadableWindow
 from moevement_ext.memory.window.settings import told
 
 logger = logging.getLogger(__name__)
@@ -50,16 +52,20 @@ def of_other_names(
     """Newest start of a window of this run here, by an earlier name of this machine.
 
     Excludes emulated nodes with live processes. `layouts` are directories of other layouts, of
-    which windows of the same training count.
+    which windows of the same training count. Raises `UnreadableWindow` if that is unknown now.
     """
     found = dict[str, int]()
     for run in {store.run_id, *layouts}:
-        with suppress(OSError):
-            for path in sorted((store.root / run).iterdir()):
-                if path.name != store.path.name:
-                    with suppress(SparseCheckpointError, OSError):
-                        newest = _newest(NodeStore(store.root, run, path.name), store, identity)
-                        found[path.name] = max(newest, found.get(path.name, newest))
+        for name in names_in(store.root / run):
+            if name != store.path.name:
+                try:
+                    other = NodeStore(store.root, run, name)
+                    newest = patiently(partial(_newest, other, store, identity))
+                except UnreadableWindow:
+                    raise
+                except SparseCheckpointError:
+                    continue
+                found[name] = max(newest, found.get(name, newest))
     return {name: start for name, start in found.items() if start >= 0}
 
 

@@ -33,13 +33,8 @@ Arrived = Callable[[WindowFile, SlotHeader], None]
 
 DISK = 'disk'
 
-TRIES = 3
-"""Attempts per unresponsive replica holder or disk, before an older window is taken."""
-_FAILURES = (RefusedWindow, PeerLost, PeerRefused, HostMemoryError)
-
-
-class HolderLost(RefusedWindow):
-    """No source delivered the window, but a silent holder may answer at the next attempt."""
+_PASSING = (UnreadableWindow, PeerLost, HostMemoryError)
+_FAILURES = (RefusedWindow, PeerRefused, *_PASSING)
 
 
 class VerifiedWindow:
@@ -75,8 +70,7 @@ def verified_window(
 
     Raises:
         RefusedWindow: no source has it whole and undamaged; the message has all reasons.
-        HolderLost: as RefusedWindow, but a holder did not answer.
-        UnreadableWindow: as RefusedWindow, but the disk may return it at the next attempt.
+        UnreadableWindow: as RefusedWindow, but a source may return it at the next attempt.
     """
     reasons: list[str] = []
     kind: type[RefusedWindow] = RefusedWindow
@@ -86,10 +80,8 @@ def verified_window(
         except _FAILURES as error:
             logger.warning('refused: window %d from %s: %s', candidate.start, where, error)
             reasons.append(f'{where}: {error}')
-            if isinstance(error, UnreadableWindow):
+            if isinstance(error, _PASSING):
                 kind = UnreadableWindow
-            elif isinstance(error, PeerLost) and kind is RefusedWindow:
-                kind = HolderLost
             before_next()
     raise kind(f'window {candidate.start}: ' + ('; '.join(reasons) or 'no holder'))
 

@@ -28,13 +28,14 @@ from moevement_ext.membership.rank import Rank
 from moevement_ext.membership.report import Report
 from moevement_ext.memory.ledger import LedgerEntry
 from moevement_ext.memory.upstream_log.record import CorruptLog, Direction
-from moevement_ext.memory.window.refused import RefusedWindow
+from moevement_ext.memory.window.listing import TRIES
+from moevement_ext.memory.window.refused import RefusedWindow, UnreadableWindow
 from moevement_ext.protect.protection import Protection
 from moevement_ext.recover.conversion import Conversion
 from moevement_ext.recover.inventory import candidates
 from moevement_ext.recover.outage import Phases
 from moevement_ext.recover.rank_state import RankState
-from moevement_ext.recover.sources import TRIES, ArrivingWindow, HolderLost, make_room
+from moevement_ext.recover.sources import ArrivingWindow, make_room
 from moevement_ext.recover.trainer import Received, Trainer
 from moevement_ext.recover.verdict import Localized
 from moevement_ext.recover.verification import Verification
@@ -182,7 +183,7 @@ class StageReplay:
             )
             with self._waiting_for(source):
                 self._replay(Conversion(source), verdict, iterate, position, phases)
-        except (HolderLost, PeerLost) as error:
+        except (UnreadableWindow, PeerLost) as error:
             raise _SourceLost(f'window {verdict.window.start}: {error}') from error
         except _DAMAGES as error:
             raise _WindowRefused(f'window {verdict.window.start}: {error}') from error

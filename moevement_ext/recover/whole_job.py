@@ -6,8 +6,8 @@ a replica, the windows on disk, the dense checkpoint, the start.
 """
 
 import logging
-import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -24,6 +24,7 @@ from moevement_ext.memory.ledger import Ledger
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.shelf import base_of, directories_of, left_by_elastic
 from moevement_ext.memory.window.file import WindowFile
+from moevement_ext.memory.window.listing import patiently
 from moevement_ext.memory.window.name import HeldWindow, Window, WindowName
 from moevement_ext.memory.window.refused import RefusedWindow, UnreadableWindow
 from moevement_ext.memory.window.settings import told
@@ -34,21 +35,12 @@ from moevement_ext.recover import launched_alike, other_runs
 from moevement_ext.recover.absence import FLAG, refuse_to_forget, tier_of
 from moevement_ext.recover.conversion import Conversion
 from moevement_ext.recover.inventory import Inventory, candidates, take_stock
-from moevement_ext.recover.sources import (
-    TRIES,
-    HolderLost,
-    VerifiedWindow,
-    make_room,
-    verified_window,
-)
+from moevement_ext.recover.sources import VerifiedWindow, make_room, verified_window
 from moevement_ext.replicate.host_memory import HostMemory
 from moevement_ext.system.leaving import end_at_once
 
 logger = logging.getLogger(__name__)
 
-
-# Before a window that could not be read is read again.
-_READ_AGAIN_S = 2.0
 
 _INVENTORY = msgspec.msgpack.Decoder(Inventory)
 
@@ -85,9 +77,11 @@ def find(
     (see `launched_alike.check`), or no window is complete any more, and some ranks have none.
     """
     searches = rank.config.elastic != OFF and elsewhere < 0
-    layouts = directories_of(store.root, base_of(store.run_id)) if searches else []
+    layouts, left = [], []
+    with suppress(UnreadableWindow):  # `relayout.found.find` refuses that, or nothing there changes
+        layouts = directories_of(store.root, base_of(store.run_id)) if searches else []
+        left = left_by_elastic(store) if rank.config.elastic == OFF else []
     stock = take_stock(store, disk, rank.identity, disk_only(rank.config), layouts)
-    left = left_by_elastic(store) if rank.config.elastic == OFF else []
     found_here = msgspec.structs.replace(
         stock, deaths=deaths.noted(store.shared), refused=[*stock.refused, *left]
     )
@@ -157,7 +151,7 @@ def obtain(
     """Obtain the newest window that is whole and undamaged on all ranks. Collective.
 
     `check` raises RefusedWindow for a slot of another model. None: continue with the next tier.
-    Raises `UserError` on all ranks if no window is left, as a disk or a holder could not be read.
+    Raises `UserError` on all ranks if no window is left, since a source could not be read.
     """
     unread: list[str] = []
     for candidate in predecessor.candidates:
@@ -180,8 +174,8 @@ def _stop_if_unread(unread: Sequence[str], rank: Rank) -> None:
     told = [f'rank {number}: {item.decode()}' for number, item in enumerate(said) if item]
     if told and not rank.config.forget:
         raise UserError(
-            f'no window could be read on all ranks: {told[0]}. Mend that and start again; '
-            f'{FLAG} goes on without the windows.'
+            f'no window could be read on all ranks: {told[0]}. Mend that and start again; {FLAG} '
+            'goes on without the windows.'
         )
 
 
@@ -216,25 +210,21 @@ def _verified(
     check: Callable[[SlotHeader], None],
     unread: list[str],
 ) -> tuple[WindowFile, str] | None:
-    """The window and its source, or None; adds errors that may be transient to `unread`."""
-    for _ in range(TRIES):
-        try:
-            inventories = predecessor.inventories
-            file, source = verified_window(memory, candidate, inventories, rank.identity)
-            for slot in file.slots():
-                check(file.header(slot))
-            return file, source
-        except HolderLost as lost:  # all ranks are new and alive, so only a connection was lost
-            logger.warning('fetching again: %s', lost)
-            unread.append(str(lost))
-        except UnreadableWindow as refusal:  # a disk may be slow, as all ranks read at once
-            logger.warning('read again: %s', refusal)
-            unread.append(str(refusal))
-            time.sleep(_READ_AGAIN_S)
-        except RefusedWindow as refusal:
-            logger.warning('refused: %s', refusal)
-            break
-    return None
+    """The window and its source, or None; adds an error that may be transient to `unread`."""
+
+    def look() -> tuple[WindowFile, str]:
+        inventories = predecessor.inventories
+        file, source = verified_window(memory, candidate, inventories, rank.identity)
+        for slot in file.slots():
+            check(file.header(slot))
+        return file, source
+
+    try:
+        return patiently(look)  # holders live, as all ranks are new
+    except RefusedWindow as refusal:
+        logger.warning('refused: %s', refusal)
+        unread += [str(refusal)] * isinstance(refusal, UnreadableWindow)
+        return None
 
 
 def start_the_whole_job_again(rank: Rank, reason: str) -> NoReturn:

@@ -15,7 +15,7 @@ from moevement_ext.memory.window.agreed import NOTHING_AGREED, Agreed
 from moevement_ext.memory.window.expected import Expected
 from moevement_ext.memory.window.file import SlotBlob, WindowFile
 from moevement_ext.memory.window.name import WindowName
-from moevement_ext.memory.window.refused import OtherBytes, RefusedWindow
+from moevement_ext.memory.window.refused import OtherBytes, RefusedWindow, UnreadableWindow
 from moevement_ext.memory.window.slot import SlotHeader, decode_frame, frame_checksum
 from moevement_ext.memory.window.twin import OwnParts, owner_header, stub_of, stub_window_bytes
 from moevement_ext.replicate import greeting
@@ -68,7 +68,8 @@ class ReplicaClient:
     The client trusts no message before the peer has proved that it belongs to the job, and a
     peer's message alone never decides the size of an allocation. Every method raises `PeerLost`
     with the address when the peer does not answer in time, and `PeerRefused` with the peer's
-    reason. All requests are safe to repeat.
+    reason, or `UnreadableWindow` if the peer cannot read its files now. All requests are safe to
+    repeat.
 
     Args:
         address: host and port of the peer's `ReplicaServer`.
@@ -364,7 +365,7 @@ def _expect[Expected: Reply](connection: Connection, expected: type[Expected]) -
 def _reply(connection: Connection) -> Reply:
     reply = connection.receive_reply()
     if isinstance(reply, Refused):
-        raise PeerRefused(reply.reason)
+        raise (UnreadableWindow if reply.unread else PeerRefused)(reply.reason)
     return reply
 
 

@@ -9,7 +9,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -30,7 +30,7 @@ from moevement_ext.memory.upstream_log.log import UpstreamLog
 from moevement_ext.memory.window.file import FileTooSmall, WindowFile
 from moevement_ext.memory.window.generations import FileSize, OwnerWindows
 from moevement_ext.memory.window.name import Window, WindowName
-from moevement_ext.memory.window.refused import RefusedWindow
+from moevement_ext.memory.window.refused import RefusedWindow, UnreadableWindow
 from moevement_ext.memory.window.slot import SlotHeader
 from moevement_ext.memory.witness import Witness
 from moevement_ext.plan.strategy.choice import disk_only
@@ -400,9 +400,10 @@ class HostMemory:
         self.windows.discard(name)
         for inbox in self._inboxes.values():
             inbox.windows.discard(name)
-        for stored in (*self.store.scan(), *self.store.scan_stubs()):
-            if stored.name == name and stored.holder not in self.plan.ranks:
-                stored.path.unlink(missing_ok=True)
+        with suppress(UnreadableWindow):  # copies of former holders alone make no whole window
+            for stored in (*self.store.scan(), *self.store.scan_stubs()):
+                if stored.name == name and stored.holder not in self.plan.ranks:
+                    stored.path.unlink(missing_ok=True)
 
     def forget_former_places(self) -> None:
         """Free memory that earlier starts of the job kept here for ranks now on other nodes.
@@ -431,10 +432,10 @@ class HostMemory:
             self.log.close()
         if hasattr(self, 'ledger'):
             self.ledger.close()
-        if any(window.holder == self.rank for window in self.store.scan()):
-            self.store.close()
-        else:
-            self.store.remove_rank(self.rank)
+        with suppress(UnreadableWindow):
+            if not any(window.holder == self.rank for window in self.store.scan()):
+                self.store.remove_rank(self.rank)
+        self.store.close()
 
     def close(self, remove: bool) -> None:
         """Stop serving; with `remove` (a clean exit) delete this rank's files."""

@@ -136,6 +136,8 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     """Answer: not done, and why."""
 
     reason: str
+    unread: bool = False
+    """A file or directory there cannot be read now: ask again."""
 
 
 class WindowHead(msgspec.Struct, frozen=True, tag=True):

@@ -26,7 +26,7 @@ from moevement_ext.memory.upstream_log.record import LogGap
 from moevement_ext.memory.window.expected import Expected
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.name import StoredWindow
-from moevement_ext.memory.window.refused import RefusedWindow
+from moevement_ext.memory.window.refused import RefusedWindow, UnreadableWindow, joined
 from moevement_ext.memory.window.slot import SlotHeader, encode_frame
 from moevement_ext.memory.window.twin import TwinWindow, base_path, twin_windows
 from moevement_ext.replicate import greeting
@@ -226,7 +226,8 @@ class ReplicaServer:
                 case _:
                     raise ConnectionError(f'{type(request).__name__} is not expected here')
         except _REFUSALS as refusal:
-            reply = Refused(f'{type(refusal).__name__}: {refusal}')
+            unread = isinstance(refusal, UnreadableWindow)
+            reply = Refused(f'{type(refusal).__name__}: {refusal}', unread)
         connection.send(reply)
 
     def _send_record(self, connection: Connection, request: FetchLog) -> None:
@@ -290,20 +291,19 @@ class ReplicaServer:
     def _open_whole(self, request: FetchWindow) -> _Served:
         """The first undamaged copy of any holder on this node."""
         expected = Expected(owner=request.owner, name=request.window)
-        refusals: list[str] = []
-        stubs = twin_windows(self._store.scan_stubs())
-        kinds: list[tuple[list[StoredWindow], _Opened]]
-        kinds = [(self._store.scan(), _open_file), (stubs, _open_twin)]
-        copies = [(found, opened) for stored, opened in kinds for found in stored]
+        refusals: list[RefusedWindow] = []
+        copies: list[tuple[StoredWindow, _Opened]]
+        copies = [(found, _open_file) for found in self._store.scan()]
+        copies += [(found, _open_twin) for found in twin_windows(self._store.scan_stubs())]
         for found, opened in copies:
             if (found.owner, found.name) != (request.owner, request.window):
                 continue
             try:
                 return opened(found.path, expected)
             except RefusedWindow as refusal:
-                refusals.append(str(refusal))
+                refusals.append(refusal)
         missing = f'window {request.window} of rank {request.owner} is not on this node'
-        raise RefusedWindow('; '.join(refusals) or missing)
+        raise joined(refusals, missing)
 
 
 def _send_ranges(

@@ -13,13 +13,13 @@ r"""Lists, verifies, deletes, exports and tries windows in host memory and on di
 DIR is a directory of `--sparse-ckpt-dir` or `--sparse-ckpt-disk`, or one below it. Host memory is
 that of this node. `list` reads headers; `verify` also reads payloads, and compares every checksum.
 `prune` lists files to delete, and deletes them with --yes: windows and logs of runs without a live
-process on this node, except windows that are complete on the ranks seen on this node (on disk, the
-newest of them). `export` launches a run that has ended once more, with the command after `--`: the
-run converts its newest window, trains one iteration and saves Megatron's own checkpoint, which
-another layout can load as far as upstream's loader allows. The windows that it reads stay; `prune`
-deletes them. With --offline this process makes the checkpoint, on a CPU, from files of all ranks
-below DIR; windows must have one slot. `check` reports for each window whether a job with the flags
-after `--` would resume from it, in its layout or another one, and starts nothing.
+process on this node, except undamaged windows in memory, and on disk the newest that are complete
+on the ranks seen there. `export` launches a run that has ended once more, with the command after
+`--`: the run converts its newest window, trains one iteration and saves Megatron's own checkpoint,
+which another layout can load as far as upstream's loader allows. The windows that it reads stay;
+`prune` deletes them. With --offline this process makes the checkpoint, on a CPU, from files of all
+ranks below DIR; windows must have one slot. `check` reports for each window whether a job with the
+flags after `--` would resume from it, in its layout or another one, and starts nothing.
 
 Exit status: 0 done, 1 a window is damaged, there is none to verify, the export failed or no window
 would be taken, 2 the directory or a window cannot be read by this user.
@@ -37,6 +37,7 @@ from rich.box import HEAVY_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from moevement_ext.memory.window.refused import UnreadableWindow
 from tools.lab.arguments import Parser, at_least, split_at_end
 from tools.lab.errors import LabError
 from tools.lab.figures import print_json
@@ -62,6 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         return _run(args)
+    except UnreadableWindow as refusal:
+        print(f'windows: {refusal}; run as the user of the job', file=sys.stderr)
+        return 2
     except OSError as error:
         where = error.filename or args.directory
         print(f'windows: {where}: {error.strerror}; run as the user of the job', file=sys.stderr)

@@ -19,8 +19,8 @@ def prunable(found: Sequence[Found], live: Sequence[str], keep: int) -> list[Pat
         found: all windows below the directory.
         live: runs with windows of live processes, which stay untouched.
         keep: number of windows per run to keep, among those that all its ranks here have; 0: delete
-            all windows of a finished run. Unless 0, all of these windows stay in memory, and on
-            disk also the window that all ranks had, as ranks elsewhere may lack newer ones.
+            all windows of a finished run. Unless 0, all undamaged windows stay in memory, as ranks
+            elsewhere may have the rest, and on disk also the window that all ranks had.
     """
     whole = complete(found)
     unread = {one.run for one in found if one.foreign and keep}  # a newer window may be complete
@@ -70,13 +70,11 @@ def _may_go(one: Found, whole: Sequence[str], keep: int) -> bool:
         return False
     if one.tier == DISK and one.state == 'being written':
         return False  # a job may use the file; its next attempt deletes leftovers
+    if one.tier != DISK:
+        return not one.sound
     if one.window not in whole or one.state != 'committed':
         return True
-    return (
-        one.tier == DISK
-        and one.window not in whole[:keep]
-        and one.start != complete_in(one.path.parent)
-    )
+    return one.window not in whole[:keep] and one.start != complete_in(one.path.parent)
 
 
 def _holder(one: Found) -> Path:

@@ -11,10 +11,10 @@ Commit is a rename; a file gets another name *before* its first byte is overwrit
 alone shows a restarted process, or any reader, whether a file can be trusted.
 """
 
-import os
 import re
 from pathlib import Path
 
+from moevement_ext.memory.window.listing import names_in
 from moevement_ext.memory.window.name import StoredWindow, WindowName
 
 COMMITTED = 'window-*.window'
@@ -44,12 +44,8 @@ def committed_name(name: WindowName) -> str:
 
 
 def committed_in(directory: Path, holder: int, owner: int) -> list[StoredWindow]:
-    """List the committed windows in the directory of an owner; none if it cannot be read."""
-    try:
-        names = os.listdir(directory)
-    except OSError:
-        return []
-    matches = [match for match in map(_COMMITTED.fullmatch, names) if match]
+    """List the committed windows in the directory of an owner; errors as of `names_in`."""
+    matches = [match for match in map(_COMMITTED.fullmatch, names_in(directory)) if match]
     return [
         StoredWindow(holder, owner, WindowName(int(match[1]), match[2]), directory / match[0])
         for match in matches

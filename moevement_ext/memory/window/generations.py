@@ -22,7 +22,7 @@ from moevement_ext.memory.window.file_names import (
     writing_name,
 )
 from moevement_ext.memory.window.name import StoredWindow, WindowName
-from moevement_ext.memory.window.refused import RefusedWindow, TruncatedWindow
+from moevement_ext.memory.window.refused import RefusedWindow, TruncatedWindow, UnreadableWindow
 from moevement_ext.memory.window.slot import SlotHeader
 
 logger = logging.getLogger(__name__)
@@ -390,7 +390,11 @@ class OwnerWindows:
         return [file for file in self._files if self._fits(file)]
 
     def _adopt(self) -> None:
-        for found in committed_in(self.path, self.holder, self.owner):
+        try:
+            committed = committed_in(self.path, self.holder, self.owner)
+        except UnreadableWindow as refusal:
+            raise HostMemoryError(str(refusal)) from refusal
+        for found in committed:
             try:
                 file = WindowFile.open(found.path, writable=True, room=self._room_of(found.path))
                 if file.name != found.name:

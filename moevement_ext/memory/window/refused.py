@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reasons to refuse a window (invariant I7): one type per reason, one line per message."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from moevement_ext.errors import SparseCheckpointError
+from moevement_ext.memory.private import REMEDY
+
+UNKNOWN = 2**62
+"""Start of windows in a directory that cannot be listed: they may be newer than all others."""
 
 
 class RefusedWindow(SparseCheckpointError):
@@ -11,7 +16,7 @@ class RefusedWindow(SparseCheckpointError):
 
 
 class UnreadableWindow(RefusedWindow):
-    """A file that cannot be opened or read now; its window may be whole."""
+    """A file, directory or holder that cannot be read now; its window may be whole."""
 
 
 class TruncatedWindow(RefusedWindow):
@@ -44,3 +49,23 @@ def unopened(path: Path, error: OSError | SparseCheckpointError) -> RefusedWindo
         return UnreadableWindow(str(error))
     kind = RefusedWindow if isinstance(error, FileNotFoundError) else UnreadableWindow
     return kind(f'{path}: cannot be opened: {error.strerror}')
+
+
+def joined(refusals: Sequence[RefusedWindow], nothing: str = '') -> RefusedWindow:
+    """One error about all copies of a window; `nothing` is its message without any copy."""
+    unread = any(isinstance(refusal, UnreadableWindow) for refusal in refusals)
+    kind = UnreadableWindow if unread else RefusedWindow
+    return kind('; '.join(map(str, refusals)) or nothing)
+
+
+def not_read(refusal: RefusedWindow, start: int = UNKNOWN) -> dict[str, int]:
+    """The start of a window that may be whole, by the reason and remedy; else empty."""
+    if isinstance(refusal, UnknownVersion):
+        why = f'in another format ({refusal}): start the job with that release'
+    elif isinstance(refusal, UnreadableWindow):
+        reason = str(refusal).removesuffix(f'. {REMEDY}')
+        why = f'and {reason}: mend that (chmod 600, one name), and start again'
+    else:
+        return {}
+    window = 'may have newer windows' if start == UNKNOWN else f'has window {start}'
+    return {f'{window} of this run, {why}': start}

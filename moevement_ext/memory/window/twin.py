@@ -17,6 +17,7 @@ import msgspec
 from moevement_ext.memory.window.expected import Expected, check_whole
 from moevement_ext.memory.window.file import SlotBlob, WindowFile
 from moevement_ext.memory.window.format import window_capacity
+from moevement_ext.memory.window.listing import names_in
 from moevement_ext.memory.window.name import StoredWindow
 from moevement_ext.memory.window.refused import CorruptWindow, OtherBytes, RefusedWindow
 from moevement_ext.memory.window.slot import (
@@ -142,8 +143,8 @@ def base_path(stub: Path) -> Path:
 
 
 def twin_windows(found: list[StoredWindow]) -> list[StoredWindow]:
-    """Return the stubs whose base exists."""
-    return [stored for stored in found if base_path(stored.path).exists()]
+    """Return the stubs whose base exists; errors as of `names_in`."""
+    return [it for it in found if it.path.name in names_in(base_path(it.path).parent)]
 
 
 def _stub_header(header: SlotHeader, records: list[Record], frame: bytes) -> SlotHeader:

@@ -7,7 +7,7 @@ from itertools import batched
 
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory.shelf import Part, Shelf
-from moevement_ext.memory.window.refused import CorruptWindow, RefusedWindow
+from moevement_ext.memory.window.refused import CorruptWindow, RefusedWindow, UnreadableWindow
 from moevement_ext.memory.window.slot import SlotHeader
 from moevement_ext.recover.relayout.index import Portion
 from moevement_ext.replicate.client import PeerLost, PeerRefused, ReplicaClient
@@ -66,7 +66,7 @@ class Fetcher:
 
         Raises:
             CorruptWindow: every copy is damaged.
-            PeerLost, HostMemoryError: a holder may have an undamaged copy.
+            UnreadableWindow, PeerLost, HostMemoryError: a holder may have an undamaged copy.
         """
 
         def read(number: int, part: Part) -> None:
@@ -78,13 +78,14 @@ class Fetcher:
         self._from_any(owner, f'slot {slot}', read)
 
     def _from_any[Read](self, owner: int, what: str, read: Callable[[int, Part], Read]) -> Read:
-        passing: PeerLost | HostMemoryError | None = None
+        passing: UnreadableWindow | PeerLost | HostMemoryError | None = None
         for number, part in self._sources(owner):
             try:
                 return read(number, part)
             except (RefusedWindow, PeerRefused, PeerLost, HostMemoryError) as error:
-                _warn(owner, number, error)
-                if isinstance(error, PeerLost | HostMemoryError):
+                said = 'refused: part of rank %d of another layout, from rank %d: %s'
+                logger.warning(said, owner, number, error)
+                if isinstance(error, UnreadableWindow | PeerLost | HostMemoryError):
                     passing = error
         if passing is not None:
             raise passing
@@ -125,9 +126,3 @@ class Fetcher:
         if number not in self._clients:
             self._clients[number] = self._client(number)
         return self._clients[number]
-
-
-def _warn(owner: int, number: int, error: Exception) -> None:
-    logger.warning(
-        'refused: part of rank %d of another layout, from rank %d: %s', owner, number, error
-    )

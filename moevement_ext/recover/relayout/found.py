@@ -50,7 +50,7 @@ class Elsewhere:
     torn: list[Candidate] = field(default_factory=list)
     """Windows that lack some owners' parts; empty if there are candidates."""
     unread: dict[str, int] = field(default_factory=dict)
-    """Newest start of another release's windows after the dense checkpoint, by the reason."""
+    """Starts of windows after the dense checkpoint that are not read, by the reason."""
     beside: surplus.Answers = surplus.NO_ANSWERS
     """Answers of surplus ranks; their numbers follow those of this layout."""
 
@@ -98,13 +98,17 @@ def find(rank: Rank, shelf: Shelf, dense_iteration: int, last_iteration: int | N
         for reason, start in stock.unread.items()
         if start >= dense_iteration
     }
+    newer = everything[: everything.index(whole[0])] if whole and rank.number == 0 else []
+    for one in newer:  # of nodes that may be back later
+        missing = f'no node here has the parts of ranks {some(one.missing)}'
+        logger.warning('window %d of %s is not used: %s', one.window.start, one.layout, missing)
     return Elsewhere(whole, stock.runs, [] if whole else everything, unread, beside)
 
 
 def require_parts(elsewhere: Elsewhere, own: int) -> None:
     """Refuse to start over while parts of newer windows are missing, with `NodesMissing`.
 
-    Raises `UserError` if newer windows are of another release.
+    Raises `UserError` if newer windows are of another release, or cannot be read now.
 
     `own` is the newest dense iteration in windows of this layout, -1 if there is none. Incomplete
     windows that are dense there, or at most one window later, are remains of a layout that this one
@@ -113,8 +117,7 @@ def require_parts(elsewhere: Elsewhere, own: int) -> None:
     for reason, start in elsewhere.unread.items():
         if start > max(own, elsewhere.dense_at):
             raise UserError(
-                f'--sparse-ckpt-elastic: window {start} of this run in another layout has another '
-                f'format ({reason}): start the job with that release; --sparse-ckpt-forget goes on '
+                f'--sparse-ckpt-elastic: another layout {reason}; --sparse-ckpt-forget goes on '
                 'without it.'
             )
     newer = [one for one in elsewhere.torn if one.window.dense_at > _replaced_up_to(own, one)]

@@ -11,7 +11,8 @@ from moevement_ext.events import Relaid
 from moevement_ext.membership.rank import Rank
 from moevement_ext.memory.shelf import Shelf
 from moevement_ext.memory.window.file import WindowFile
-from moevement_ext.memory.window.refused import CorruptWindow, RefusedWindow
+from moevement_ext.memory.window.listing import patiently
+from moevement_ext.memory.window.refused import CorruptWindow, RefusedWindow, UnreadableWindow
 from moevement_ext.recover.conversion import Conversion
 from moevement_ext.recover.relayout import surplus
 from moevement_ext.recover.relayout.fetching import Fetcher
@@ -21,8 +22,8 @@ from moevement_ext.recover.relayout.found import (
     require_exact,
 )
 from moevement_ext.recover.relayout.relaid import RelaidWindow
-from moevement_ext.recover.sources import TRIES, VerifiedWindow, make_room
-from moevement_ext.replicate.client import PeerLost, ReplicaClient
+from moevement_ext.recover.sources import VerifiedWindow, make_room
+from moevement_ext.replicate.client import PeerLost, PeerRefused, ReplicaClient
 from moevement_ext.replicate.host_memory import HostMemory
 
 logger = logging.getLogger(__name__)
@@ -114,18 +115,20 @@ class PickingUp:
 
     def _relaid(self, candidate: Candidate) -> tuple[WindowFile | None, str]:
         """This rank's part, committed in its memory, or the reason why there is none."""
-        reason = ''
-        for _ in range(TRIES):
+
+        def look() -> WindowFile:
             try:
-                return self._assembled(candidate), ''
-            except (RefusedWindow, HostMemoryError, PeerLost) as error:
-                logger.warning(
-                    'refused: window %d of %s: %s', candidate.window.start, candidate.run, error
-                )
-                reason = _DAMAGED if isinstance(error, CorruptWindow) else str(error)
-                if not isinstance(error, PeerLost):  # all ranks are new: a connection was lost
-                    break
-        return None, reason
+                return self._assembled(candidate)
+            except PeerLost as lost:  # all ranks are new: only a connection is lost
+                raise UnreadableWindow(str(lost)) from lost
+
+        try:
+            return patiently(look), ''
+        except (RefusedWindow, HostMemoryError, PeerRefused) as error:
+            logger.warning(
+                'refused: window %d of %s: %s', candidate.window.start, candidate.run, error
+            )
+            return None, _DAMAGED if isinstance(error, CorruptWindow) else str(error)
 
     def _assembled(self, candidate: Candidate) -> WindowFile:
         began = time.perf_counter()

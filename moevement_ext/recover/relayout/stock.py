@@ -10,6 +10,7 @@ from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.shelf import Part, Shelf
 from moevement_ext.memory.window.name import RankIdentity
 from moevement_ext.memory.window.placed import Placed, of_same_training
+from moevement_ext.memory.window.refused import UnreadableWindow, not_read
 from moevement_ext.memory.window.settings import RunSettings, decode, differences, told
 from moevement_ext.memory.window.slot import SlotHeader
 from moevement_ext.plan.strategy.choice import disk_only
@@ -55,8 +56,12 @@ def take_stock(identity: RankIdentity, config: SparseCheckpointConfig, shelf: Sh
     if placed is None:
         return Stock([], [], host=host_identity())
     seen, runs, refused, unread = [], [], set[str](), dict[str, int]()
-    for run in shelf.runs():
-        parts = list(shelf.look(run))
+    try:
+        found = shelf.runs()
+    except UnreadableWindow as refusal:
+        return Stock([], [], host=host_identity(), unread=not_read(refusal))
+    for run in found:
+        parts = shelf.look(run)
         ours = [one for one in parts if of_same_training(one[1].placed, placed)]
         skipped = shelf.unread.get(run, {})
         unread |= skipped

@@ -15,7 +15,7 @@ from moevement_ext.memory.ledger import Ledger
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.memory.window.name import HeldWindow, RankIdentity, Window
-from moevement_ext.recover.absence import Traces, refuse_to_forget
+from moevement_ext.recover.absence import DISK, MEMORY, Traces, refuse_to_forget
 from moevement_ext.recover.inventory import take_stock
 from tests.unit.memory.samples import (
     RUN,
@@ -38,7 +38,10 @@ def held(start: int, *owners: int) -> list[HeldWindow]:
 
 
 def traces(*known: int, files: tuple[int, ...] = ()) -> list[Traces]:
-    return [Traces(f'node{rank}', start, rank in files) for rank, start in enumerate(known)]
+    return [
+        Traces(f'node{rank}', start, [DISK] if rank in files else [])
+        for rank, start in enumerate(known)
+    ]
 
 
 def refusal(*arguments: object) -> str:
@@ -59,7 +62,7 @@ def test_refusal_names_ranks_without_windows_and_the_windows_of_others() -> None
 
 def test_first_window_counts() -> None:
     assert 'had window 0' in refusal(held(0, 0), traces(0, -1), -1, CONFIG)
-    renamed = [Traces('pod-7', -1, False, {'pod-1': 0})]
+    renamed = [Traces('pod-7', -1, [], {'pod-1': 0})]
     assert 'has window 0' in refusal([], renamed, -1, CONFIG)
 
 
@@ -96,7 +99,7 @@ def test_harmless_absence_is_not_refused(
 
 
 def test_former_name_of_a_node_is_reported() -> None:
-    renamed = [Traces('pod-7', -1, False, {'pod-1': 24}), Traces('pod-8', -1, False, {})]
+    renamed = [Traces('pod-7', -1, [], {'pod-1': 24}), Traces('pod-8', -1, [], {})]
     said = refusal([], renamed, -1, SparseCheckpointConfig())
     assert 'pod-7' in said and 'has window 24 of this run' in said
     assert 'MOEVEMENT_NODE=pod-1' in said and 'goes on from the start without them' in said
@@ -104,7 +107,7 @@ def test_former_name_of_a_node_is_reported() -> None:
     refuse_to_forget([], renamed, 25, CONFIG)
     refuse_to_forget([], renamed, -1, SparseCheckpointConfig(forget=True))
     assert said == refusal(held(24, 1), renamed, -1, SparseCheckpointConfig())
-    emulated = [renamed[0], Traces('pod-1', -1, False)]
+    emulated = [renamed[0], Traces('pod-1', -1, [])]
     refuse_to_forget([], emulated, -1, CONFIG)
 
 
@@ -130,7 +133,7 @@ def test_windows_of_another_release_are_not_trained_over(
         file.seek(8)  # behind the magic
         file.write((1).to_bytes(4, 'little'))
     stock = take_stock(store, disk, IDENTITY)
-    others = Traces('node1', -1, False)
+    others = Traces('node1', -1, [])
     said = refusal([], [others, stock.traces], 6, CONFIG)
     assert f'{node_name()} has window 6 of this run' in said and 'format version 1' in said
     assert 'start the job with that release; --sparse-ckpt-forget' in said
@@ -161,7 +164,7 @@ def test_window_that_cannot_be_read_now_is_not_trained_over(
 
         monkeypatch.setattr(os, 'preadv', failing)
     found = take_stock(store, disk, IDENTITY).traces
-    said = refusal(held(6, 1), [found, Traces('node1', 6, True)], -1, CONFIG)
+    said = refusal(held(6, 1), [found, Traces('node1', 6, [MEMORY])], -1, CONFIG)
     assert f'{node_name()} has window 6 of this run' in said and why in said
     assert 'window-6-plan1.window' in said and 'chmod 600' in said and 'or remove it' not in said
     refuse_to_forget(held(6, 1), [found], 7, CONFIG)

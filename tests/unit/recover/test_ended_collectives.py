@@ -13,11 +13,11 @@ from moevement_ext.job import job as job_module
 from moevement_ext.job.job import Job
 from moevement_ext.membership.rendezvous import RoundEnded
 from moevement_ext.membership.report import NOWHERE, Report
+from moevement_ext.memory.window.listing import TRIES
 from moevement_ext.memory.window.name import Window, WindowName
 from moevement_ext.recover.localized import LocalizedRecovery
 from moevement_ext.recover.outage import Phases
 from moevement_ext.recover.rank_state import RankState
-from moevement_ext.recover.sources import TRIES
 from moevement_ext.recover.stage_replay import StageReplay
 from moevement_ext.recover.trainer import Start
 from moevement_ext.recover.verdict import Localized

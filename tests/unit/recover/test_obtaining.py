@@ -13,12 +13,13 @@ import pytest
 from moevement_ext.config import SparseCheckpointConfig
 from moevement_ext.errors import UserError
 from moevement_ext.memory.disk import DiskWindows
+from moevement_ext.memory.window import listing
 from moevement_ext.memory.window.file import WindowFile
+from moevement_ext.memory.window.listing import TRIES
 from moevement_ext.memory.window.name import RankIdentity, Window
 from moevement_ext.memory.window.refused import RefusedWindow
 from moevement_ext.recover import whole_job
 from moevement_ext.recover.conversion import Conversion
-from moevement_ext.recover.sources import TRIES
 from moevement_ext.recover.whole_job import Predecessor, obtain
 from moevement_ext.replicate.client import PeerLost
 from tests.unit.memory.samples import RUN, TOPOLOGY, WINDOW, digest, named, tmpfs_directory
@@ -117,13 +118,16 @@ def test_windows_after_the_obtained_one_are_dropped(obtaining: Obtaining) -> Non
     assert [window.name for window in windows.committed()] == [named(0)]
 
 
-def test_silent_holder_is_given_up(obtaining: Obtaining) -> None:
-    """By name: its window may be read at the next start, so that none begins without it."""
+def test_window_of_a_silent_holder_is_given_up_only_when_told(
+    obtaining: Obtaining, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listing, 'READ_AGAIN_S', 0.0)
     obtaining.lost = 10 * TRIES
-    with pytest.raises(UserError, match=r'rank 1: the connection is lost.*--sparse-ckpt-forget'):
+    with pytest.raises(UserError, match='rank 1: the connection is lost.*--sparse-ckpt-forget'):
         obtaining.obtain()
     assert obtaining.asked == TRIES
     assert obtaining.obtain(forget=True) is None
+    assert len(obtaining.told) == 1
 
 
 def test_refused_window_is_not_requested_again(obtaining: Obtaining) -> None:
@@ -136,7 +140,7 @@ def test_failing_reads_of_a_disk_do_not_start_the_job_over(
     failing: int, obtaining: Obtaining, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As when all ranks read one network file system at once."""
-    monkeypatch.setattr(whole_job, '_READ_AGAIN_S', 0.0)
+    monkeypatch.setattr(listing, 'READ_AGAIN_S', 0.0)
     job, memory = obtaining.job, obtaining.memory
     obtaining.lost = 100
     memory.disk = DiskWindows(tmp_path, 'run1', 0)

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """A rank of two puts its part of a window together that four ranks have left on two nodes."""
 
+import errno
+import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import numpy as np
@@ -19,13 +22,14 @@ from moevement_ext.errors import HostMemoryError, UserError
 from moevement_ext.job.other_layouts import OtherLayouts
 from moevement_ext.memory.holder_lock import StoreInUseError
 from moevement_ext.memory.node_store import NodeStore
-from moevement_ext.memory.shelf import Shelf, base_of, directories_of, left_by_elastic
+from moevement_ext.memory.shelf import Shelf, base_of, directories_of, left_by_elastic, read_any
+from moevement_ext.memory.window import listing
 from moevement_ext.memory.window.expected import Expected
 from moevement_ext.memory.window.file import FileTooSmall, WindowFile
 from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.memory.window.name import RankIdentity, Window, WindowName
 from moevement_ext.memory.window.placed import Layout, Placed, Seat
-from moevement_ext.memory.window.refused import RefusedWindow
+from moevement_ext.memory.window.refused import CorruptWindow, RefusedWindow, UnreadableWindow
 from moevement_ext.memory.window.slot import (
     FORMAT_VERSION,
     SlotContext,
@@ -243,7 +247,11 @@ def test_a_record_that_is_damaged_everywhere_is_named(
 
 
 def obtained(
-    made: Job, shm: Path, fail: Callable[[], object] = lambda: None, **given: Any
+    made: Job,
+    shm: Path,
+    fail: Callable[[], object] = lambda: None,
+    elsewhere: Elsewhere | None = None,
+    **given: Any,
 ) -> Conversion | None:
     """What rank 0 of two goes on from; `fail` is called whenever it begins to write its part."""
 
@@ -277,7 +285,7 @@ def obtained(
     )
     operators = SimpleNamespace(slices={name: slices(name, 0, 2) for name in ('one', 'two')})
     picking: Any = PickingUp
-    elsewhere = Elsewhere([made.found()], [OLD])
+    elsewhere = elsewhere or Elsewhere([made.found()], [OLD])
     picker = picking(rank, made.shelves[0], elsewhere, memory, operators, Relaying())
     try:
         source: Conversion | None = picker.obtain()
@@ -289,13 +297,20 @@ def obtained(
 
 @pytest.mark.parametrize(
     'failure',
-    [RefusedWindow('a scale for each shard'), HostMemoryError('9 GB'), PeerLost('no answer')],
+    [
+        RefusedWindow('a scale for each shard'),
+        UnreadableWindow('no answer'),
+        HostMemoryError('9 GB'),
+        PeerLost('no answer'),
+        PeerRefused('not served'),
+    ],
     ids=repr,
 )
 def test_a_whole_window_that_this_start_cannot_take_is_not_given_up(
-    failure: Exception, job: Callable[..., Job], shm: Path
+    failure: Exception, job: Callable[..., Job], shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A job that starts over would delete it."""
+    monkeypatch.setattr(listing, 'READ_AGAIN_S', 0.0)
 
     def fail() -> None:
         raise failure
@@ -315,7 +330,45 @@ def test_damaged_window_is_no_reason_to_stop(job: Callable[..., Job], shm: Path)
     assert obtained(made, shm) is None
 
 
-def test_lost_connection_is_tried_again(job: Callable[..., Job], shm: Path) -> None:
+def test_damaged_copy_does_not_speak_for_one_that_cannot_be_read() -> None:
+    def copy(error: Exception) -> Any:
+        return SimpleNamespace(read=Mock(side_effect=error))
+
+    copies = [copy(CorruptWindow('damaged')), copy(UnreadableWindow('no answer'))]
+    with pytest.raises(UnreadableWindow, match='damaged; no answer'):
+        read_any(copies, 0, 0)
+    with pytest.raises(RefusedWindow) as refused:
+        read_any(copies[:1], 0, 0)
+    assert not isinstance(refused.value, UnreadableWindow)
+
+
+@pytest.mark.parametrize('node', ['a', 'b'])
+@pytest.mark.parametrize('passes', [True, False])
+def test_copy_that_cannot_be_opened_now_is_not_damaged(
+    passes: bool, node: str, job: Callable[..., Job], shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 itself cannot open it, or rank 1, which it asks."""
+    monkeypatch.setattr(listing, 'READ_AGAIN_S', 0.0)
+    made, really, failures = job(), os.open, iter(range(1 if passes else 10**6))
+
+    def opened(path: Any, *others: Any, **named: Any) -> int:
+        place = shm / OLD / node
+        if Path(path).is_relative_to(place) and 'window-' in str(path) and next(failures, 9) != 9:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
+        return really(path, *others, **named)
+
+    made.found()
+    with monkeypatch.context() as patch:
+        elsewhere = Elsewhere([made.found()], [OLD])
+        patch.setattr(os, 'open', opened)
+        with nullcontext() if passes else pytest.raises(UserError, match='Too many open files'):
+            assert obtained(made, shm, elsewhere=elsewhere) is not None
+
+
+def test_lost_connection_is_tried_again(
+    job: Callable[..., Job], shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listing, 'READ_AGAIN_S', 0.0)
     failures = [PeerLost('no answer')] * 2
 
     def fail() -> None:
@@ -403,8 +456,12 @@ def test_removal_deletes_other_layouts_and_keeps_the_own_one(shm: Path) -> None:
     assert [path.name for path in shm.iterdir()] == [NEW]
 
 
-def test_a_process_that_joined_late_frees_other_layouts_too(shm: Path) -> None:
-    """As the first of its node: the one before it, which had found them, is dead."""
+@pytest.mark.parametrize('joined', [True, False])
+def test_a_process_that_joined_late_frees_other_layouts_too(joined: bool, shm: Path) -> None:
+    """As the first of its node: the one before it, which had found them, is dead.
+
+    One that has searched at the start frees only what it was allowed to free then.
+    """
     leave(shm, {node_name(): [(0, 0)]})
     rank: Any = SimpleNamespace(
         number=1,
@@ -415,9 +472,11 @@ def test_a_process_that_joined_late_frees_other_layouts_too(shm: Path) -> None:
     memory: Any = SimpleNamespace(
         server=SimpleNamespace(serve_shelf=lambda shelf: None), first_on_node=lambda: True
     )
-    OtherLayouts(rank).keep_until_replaced(memory, None)
+    layouts = OtherLayouts(rank)
+    layouts._elsewhere = layouts._elsewhere if joined else Elsewhere([], [])
+    layouts.keep_until_replaced(memory, None)
     memory.forget_other_layouts()
-    assert not (shm / OLD).exists()
+    assert (shm / OLD).exists() != joined
 
 
 def test_run_has_one_directory_per_layout(shm: Path) -> None:

@@ -168,7 +168,8 @@ def test_windows_of_the_earlier_layout_of_a_live_job_are_kept(
 def test_prune_keeps_the_window_that_all_nodes_have(
     root: Path, run: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """All workers were killed when a window was whole on some nodes only."""
+    """All workers were killed when a window was whole on some nodes only, as far as this one sees:
+    another node may have a replica of the missing part."""
     other = NodeStore(root, 'run1', 'node1')
     owners = [OwnerWindows(other, rank, rank, capacity()) for rank in (2, 3)]
     for windows in owners:
@@ -178,12 +179,13 @@ def test_prune_keeps_the_window_that_all_nodes_have(
     other.close()
     before = run.files()
     assert main(['prune', str(other.path), '--keep', '1']) == 0
-    assert 'would delete: 2 files' in capsys.readouterr().out  # a free one, and that of iteration 3
+    assert 'would delete: 1 file' in capsys.readouterr().out  # a free one
     for node in run.store.path, other.path:
         assert main(['prune', str(node), '--keep', '1', '--yes']) == 0
     assert run.files() == before
     left = {str(path.relative_to(other.path)) for path in other.path.rglob('*.window')}
-    assert left == {f'{rank}/{rank}/window-0-{PLAN}.window' for rank in (2, 3)}
+    of_both = {f'{rank}/{rank}/window-0-{PLAN}.window' for rank in (2, 3)}
+    assert left == of_both | {f'2/2/window-3-{PLAN}.window'}
 
 
 def test_prune_keeps_all_where_no_window_is_complete(root: Path, run: Run) -> None:

@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Windows that cannot be listed or read now are not absent: tried again, then refused by name.
+
+Real directories; the file system fails below one of them.
+"""
+
+import errno
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from moevement_ext.config import SparseCheckpointConfig
+from moevement_ext.errors import HostMemoryError, UserError
+from moevement_ext.memory.disk import DiskWindows
+from moevement_ext.memory.ledger import Ledger
+from moevement_ext.memory.node_store import NodeStore
+from moevement_ext.memory.shelf import Shelf
+from moevement_ext.memory.window import listing
+from moevement_ext.memory.window.generations import OwnerWindows
+from moevement_ext.memory.window.listing import TRIES
+from moevement_ext.memory.window.name import RankIdentity
+from moevement_ext.memory.window.placed import Layout
+from moevement_ext.memory.window.refused import UnreadableWindow
+from moevement_ext.recover import inventory, whole_job
+from moevement_ext.recover.absence import refuse_to_forget
+from moevement_ext.recover.relayout import stock
+from moevement_ext.recover.relayout.found import Elsewhere, merged, require_parts
+from tests.unit.memory.samples import (
+    RUN,
+    TOPOLOGY,
+    capacity,
+    commit,
+    identity_of,
+    make_file,
+    named,
+    tmpfs_directory,
+)
+from tests.unit.recover.relayout import test_relaid as relaid
+from tests.unit.recover.test_obtaining import Alone
+from tests.unit.recover.test_sources import replicate
+from tests.unit.replicate.test_host_memory import CANDIDATE, Job
+
+pytestmark = pytest.mark.timeout(300)
+
+FOR_EVER = 10**6
+IDENTITY = identity_of(0)
+CONFIG = SparseCheckpointConfig()
+Decide = Callable[[], bool]
+"""True: a window is gone on from; False: the job starts over."""
+
+
+class Failing:
+    """The next `left` calls that list, or open a window, below a directory fail."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.below, self.call, self.number, self.left = Path('/none'), '', 0, 0
+        for call in ('listdir', 'open'):
+            monkeypatch.setattr(os, call, self._instead(call, getattr(os, call)))
+        monkeypatch.setattr(listing, 'READ_AGAIN_S', 0.0)
+
+    def _instead(self, call: str, really: Callable[..., Any]) -> Callable[..., Any]:
+        def instead(path: Any = '.', *others: Any, **named: Any) -> Any:
+            hit = self.left and call == self.call and Path(path).is_relative_to(self.below)
+            if hit and (call == 'listdir' or Path(path).name.startswith('window-')):
+                self.left -= 1
+                raise OSError(self.number, os.strerror(self.number), str(path))
+            return really(path, *others, **named)
+
+        return instead
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> Failing:
+    return Failing(monkeypatch)
+
+
+@pytest.fixture
+def shm() -> Iterator[Path]:
+    with tmpfs_directory() as path:
+        yield path
+
+
+def of_stock(store: NodeStore, disk: DiskWindows | None = None) -> bool:
+    found = inventory.take_stock(store, disk, IDENTITY)
+    held = [*found.memory, *found.disk]
+    if inventory.candidates(held, 1) or 'before' in found.traces.renamed:
+        return True
+    refuse_to_forget(held, [found.traces], -1, CONFIG)
+    return False
+
+
+def in_own_memory(shm: Path, disk: Path) -> tuple[Path, Decide]:
+    store = NodeStore(shm, 'run1', 'node0')
+    commit(OwnerWindows(store, 0, 0, capacity()), 6)
+    return store.owner_path(0, 0), lambda: of_stock(store)
+
+
+def on_own_disk(shm: Path, disk: Path) -> tuple[Path, Decide]:
+    windows = DiskWindows(disk, 'run1', 0)
+    windows.write(make_file(shm / 'memory', 6), IDENTITY)
+    windows.note_complete(6)
+    return windows.path, lambda: of_stock(NodeStore(shm, 'run1', 'node0'), windows)
+
+
+def under_a_former_name(shm: Path, disk: Path) -> tuple[Path, Decide]:
+    before = NodeStore(shm, 'run1', 'before')
+    commit(OwnerWindows(before, 3, 0, capacity()), 6)
+    before.close()
+    return before.path, lambda: of_stock(NodeStore(shm, 'run1', 'node0'))
+
+
+def of_other_layout(shm: Path, disk: Path | None) -> bool:
+    shelf = Shelf(NodeStore(shm, relaid.NEW, 'a'), disk)
+    identity = RankIdentity('new', 'new', 0, placed=relaid.placed(0, Layout(2, data=2)))
+    found = stock.take_stock(identity, SparseCheckpointConfig(dir=str(shm)), shelf)
+    everything = merged([found])
+    if any(not one.missing for one in everything):
+        return True
+    assert not found.runs, 'nothing there is freed later'
+    require_parts(Elsewhere([], found.runs, everything, found.unread), -1)
+    return False
+
+
+def in_another_layout(shm: Path, disk: Path) -> tuple[Path, Decide]:
+    relaid.leave(shm, {'a': [(owner, owner) for owner in range(relaid.OWNERS)]})
+    return shm / relaid.OLD / 'a' / '1', lambda: of_other_layout(shm, None)
+
+
+def on_disk_in_another_layout(shm: Path, disk: Path) -> tuple[Path, Decide]:
+    in_another_layout(shm, disk)
+    for path in shm.glob(f'{relaid.OLD}/a/*/*/window-*'):
+        place = disk / relaid.OLD / f'rank{path.parent.name}'
+        place.mkdir(parents=True, mode=0o700)
+        shutil.copy2(path, place)
+    shutil.rmtree(shm / relaid.OLD)
+    return disk / relaid.OLD / 'rank1', lambda: of_other_layout(shm, disk)
+
+
+def the_root_of_layouts(shm: Path, disk: Path) -> tuple[Path, Decide]:
+    in_another_layout(shm, disk)
+    return shm, lambda: of_other_layout(shm, None)
+
+
+PLACES = [
+    in_own_memory,
+    on_own_disk,
+    under_a_former_name,
+    in_another_layout,
+    on_disk_in_another_layout,
+    the_root_of_layouts,
+]
+NUMBERS = [errno.ESTALE, errno.EIO, errno.EMFILE, errno.EACCES, errno.ENOMEM]
+
+
+def windows_below(*roots: Path) -> list[Path]:
+    return sorted(path for root in roots for path in root.rglob('*.window'))
+
+
+def decided(failing: Failing, left: int, decide: Decide) -> bool:
+    failing.left = left
+    try:
+        return decide()
+    finally:
+        failing.left = 0
+
+
+@pytest.mark.parametrize('place', PLACES, ids=lambda place: place.__name__)
+@pytest.mark.parametrize('call', ['listdir', 'open'])
+@pytest.mark.parametrize('number', NUMBERS, ids=errno.errorcode.get)
+def test_failing_file_system_is_no_absence(
+    number: int,
+    call: str,
+    place: Callable[[Path, Path], tuple[Path, Decide]],
+    failing: Failing,
+    shm: Path,
+    tmp_path: Path,
+) -> None:
+    failing.below, decide = place(shm, tmp_path)
+    failing.call, failing.number = call, number
+    before = windows_below(shm, tmp_path)
+    assert decided(failing, TRIES - 1, decide), 'the error passes'
+    with pytest.raises(UserError, match=f'{os.strerror(number)}.*--sparse-ckpt-forget') as refused:
+        decided(failing, FOR_EVER, decide)
+    assert str(failing.below) in str(refused.value)
+    assert windows_below(shm, tmp_path) == before
+
+
+@pytest.mark.parametrize('call', ['listdir', 'open'])
+@pytest.mark.parametrize('number', NUMBERS, ids=errno.errorcode.get)
+def test_living_holder_that_cannot_read_is_asked_again(
+    number: int, call: str, failing: Failing, shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(shm, monkeypatch)
+    replicate(job, job.commit(0))
+    job.ranks[0].windows.discard(named(0))
+    rank: Any = SimpleNamespace(
+        number=0,
+        identity=RankIdentity(RUN, TOPOLOGY, 0),
+        exchange=Alone(),
+        config=CONFIG,
+        events=SimpleNamespace(emit=lambda event: None),
+    )
+    past = whole_job.Predecessor(job.inventories(), [], [CANDIDATE], 3, -1)
+
+    def decide() -> bool:
+        return whole_job.obtain(job.ranks[0], past, rank, lambda header: None) is not None
+
+    failing.below, failing.call, failing.number = job.ranks[1].store.path, call, number
+    before = windows_below(failing.below)
+    with pytest.raises(UserError, match=f'rank 1: .*{os.strerror(number)}'):
+        decided(failing, FOR_EVER, decide)
+    assert decided(failing, TRIES - 1, decide), 'the error passes'
+    assert windows_below(failing.below) == before
+    job.stop()
+
+
+def test_directory_on_disk_that_cannot_be_listed_when_it_is_read(
+    failing: Failing, shm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = DiskWindows(tmp_path, 'run1', 0)
+    failing.below, failing.call, failing.number = disk.path, 'listdir', errno.ESTALE
+    with pytest.raises(UnreadableWindow, match='Stale'):
+        decided(failing, FOR_EVER, lambda: disk.has(named(0)))
+    (disk.path / 'complete').mkdir()  # cannot be read
+    with pytest.raises(UnreadableWindow, match='complete: cannot be opened'):
+        disk.newest_complete()
+    disk.close()
+
+
+@pytest.mark.parametrize('disk_only', [True, False])
+@pytest.mark.parametrize('lost', ['its disk', 'its memory', 'both'])
+def test_one_place_does_not_excuse_another(
+    lost: str, disk_only: bool, shm: Path, tmp_path: Path
+) -> None:
+    """Rank 1's disk is not mounted, or its memory is gone; rank 0 has window 6 in both."""
+    traces, held = [], []
+    for rank in range(2):
+        identity = identity_of(rank)
+        store = NodeStore(shm / f'node{rank}', 'run1', f'node{rank}')
+        disk = DiskWindows(tmp_path, 'run1', rank)
+        if rank == 0 or lost == 'its memory':
+            disk.write(make_file(tmp_path / f'memory{rank}', 3, owner=rank), identity)
+            disk.note_complete(3)
+            disk.set_aside_after(-1 if rank == 1 else 3, identity)
+        if rank == 0 or lost == 'its disk':
+            windows = OwnerWindows(store, rank, rank, capacity())
+            ledger = Ledger(store.ledger_path(rank), 4, identity)
+            ledger.note_complete(6)
+            ledger.close()
+            if rank == 0:
+                commit(windows, 6)
+        found = inventory.take_stock(store, disk, identity, disk_only)
+        traces.append(found.traces)
+        held += [*found.memory, *found.disk]
+        disk.close()
+        store.close()
+    config = SparseCheckpointConfig(dir='/shm', disk='/disk')
+    if lost == 'its memory' and disk_only:  # which is no source; the disk tells of a deletion
+        refuse_to_forget(held, traces, -1, config)
+        return
+    with pytest.raises(UserError, match='Mount what is not mounted') as refused:
+        refuse_to_forget(held, traces, -1, config)
+    said = str(refused.value)
+    assert ('--sparse-ckpt-disk /disk of' in said) == (lost != 'its memory')
+    assert ('--sparse-ckpt-dir /shm' in said) == (lost != 'its disk' and not disk_only)
+
+
+def test_nothing_is_deleted_in_a_directory_that_cannot_be_listed(
+    failing: Failing, shm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(shm, monkeypatch)
+    store = job.ranks[0].store
+    job.commit(0)
+    disk = DiskWindows(tmp_path, 'run1', 0)
+    disk.write(make_file(tmp_path / 'memory', 6), IDENTITY)
+    before = windows_below(shm, tmp_path)
+
+    def again() -> None:
+        with pytest.raises(HostMemoryError, match='Input/output error'):
+            OwnerWindows(store, 0, 0, capacity())
+
+    failing.call, failing.number, failing.left = 'listdir', errno.EIO, FOR_EVER
+    for below, delete in (
+        (store.path, again),
+        (store.path, lambda: store.remove_owners_but((), 0)),
+        (store.path, lambda: store.remove_holders_but(())),
+        (store.path, store.remove_unused),
+        (store.path, job.ranks[0].give_up),
+        (disk.path, lambda: disk.remove(10)),
+    ):
+        failing.below = below
+        delete()
+        assert windows_below(shm, tmp_path) == before
+    failing.left = 0
+    job.ranks[1].close(remove=False)
