@@ -72,7 +72,6 @@ class OtherLayouts:
     def keep_until_replaced(self, memory: HostMemory, disk: DiskWindows | None) -> None:
         """Free these windows once all ranks have their own window; on disk, two windows."""
         shelf, runs = self._shelf, self._elsewhere.runs
-        searched = self._elsewhere is not NOTHING
         if shelf is None or is_export():
             return
 
@@ -80,7 +79,7 @@ class OtherLayouts:
             memory.server.serve_shelf(None)
             shelf.close()
             if memory.first_on_node():
-                shelf.remove(runs if searched else self._useless(shelf))
+                shelf.remove(self._useless(shelf) if self._elsewhere is NOTHING else runs)
             if self._rank.number == 0:
                 surplus.let_go()
 

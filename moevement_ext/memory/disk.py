@@ -270,9 +270,8 @@ class DiskWindows:
             logger.warning(
                 '%s of an earlier attempt of the job are kept', [str(path) for path in newer]
             )
-            for path in files:
-                if path not in newer:
-                    path.unlink(missing_ok=True)
+            for path in {*files}.difference(newer):
+                path.unlink(missing_ok=True)
             self.close()
             return
         self.forget_other_layouts()

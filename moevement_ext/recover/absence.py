@@ -28,9 +28,8 @@ class Traces(msgspec.Struct, frozen=True):
     newest_complete: int
     """Start of the newest window known to this rank as complete on all ranks; -1 if none."""
     past: list[str]
-    """Places of windows, `MEMORY` and `DISK`, in which this rank had windows: files (even refused)
-    or a record of complete ones. What is missing beside them was deleted on purpose. One place does
-    not tell this of another: the memory of a node lives while its disk is not mounted."""
+    """Where this rank had windows, of `MEMORY` and `DISK`: files (even refused), or a record. What
+    is missing beside these was deleted on purpose. One place does not tell of the other."""
     renamed: dict[str, int] = {}
     """If nothing is found: newest start of a window of this run on the machine, by the name that
     the machine had (see `other_runs.of_other_names`)."""

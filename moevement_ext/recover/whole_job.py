@@ -213,8 +213,7 @@ def _verified(
     """The window and its source, or None; adds an error that may be transient to `unread`."""
 
     def look() -> tuple[WindowFile, str]:
-        inventories = predecessor.inventories
-        file, source = verified_window(memory, candidate, inventories, rank.identity)
+        file, source = verified_window(memory, candidate, predecessor.inventories, rank.identity)
         for slot in file.slots():
             check(file.header(slot))
         return file, source

@@ -63,12 +63,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         return _run(args)
-    except UnreadableWindow as refusal:
-        print(f'windows: {refusal}; run as the user of the job', file=sys.stderr)
-        return 2
-    except OSError as error:
-        where = error.filename or args.directory
-        print(f'windows: {where}: {error.strerror}; run as the user of the job', file=sys.stderr)
+    except (OSError, UnreadableWindow) as error:
+        said = str(error)
+        if isinstance(error, OSError):
+            said = f'{error.filename or args.directory}: {error.strerror}'
+        print(f'windows: {said}; run as the user of the job', file=sys.stderr)
         return 2
 
 
