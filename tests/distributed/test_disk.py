@@ -84,6 +84,8 @@ def test_unmounted_disk_stops_the_start_and_loses_nothing(
     assert 'of rank 3 (node node1); ranks 0, 1, 2 (nodes node0, node1) have windows' in said
     shutil.rmtree(mounted)
     (tmp_path / 'away').rename(mounted)
+    assert job.run(all_end=True, mutation='mutations.disk:directory_is_not_listed') == [2] * 4
+    assert f'{mounted}: cannot be listed: Stale file handle' in job.output(attempt=2)
     assert {path.name for folder in rank_folders(job, disk) for path in windows(folder)} == kept
     job.finish()
     assert differences(reference(*BASE), read_digest(job)) == []

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes training wait for its disk, for deterministic contents; reads without checks."""
+"""Makes training wait for its disk, for deterministic contents; reads without checks, or fails."""
 
+import errno
+import os
 import time
 from functools import partialmethod
 
@@ -30,6 +32,18 @@ def training_waits_for_the_disk() -> None:
 def _newest(checkpointer: SparseCheckpointer) -> int:
     on_disk = checkpointer.statistics.on_disk
     return -1 if on_disk is None else on_disk
+
+
+def directory_is_not_listed() -> None:
+    """Windows of rank 3 on disk cannot be listed: its file server does not answer now."""
+    really = os.listdir
+
+    def listed(path='.'):
+        if str(path).endswith('/rank3'):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+        return really(path)
+
+    os.listdir = listed
 
 
 def window_from_disk_not_verified() -> None:
