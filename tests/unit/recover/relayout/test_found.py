@@ -15,6 +15,7 @@ from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.memory.window.name import RankIdentity, Window, WindowName
 from moevement_ext.memory.window.placed import Layout, Placed, Seat
 from moevement_ext.memory.window.slot import FORMAT_VERSION, SlotHeader
+from moevement_ext.recover.relayout import found
 from moevement_ext.recover.relayout.found import (
     Candidate,
     Elsewhere,
@@ -22,7 +23,7 @@ from moevement_ext.recover.relayout.found import (
     require_exact,
     require_parts,
 )
-from moevement_ext.recover.relayout.stock import take_stock
+from moevement_ext.recover.relayout.stock import Stock, _Seen, take_stock
 from tests.unit.memory.samples import RUN, TOPOLOGY, capacity, commit, tmpfs_directory
 
 PLACED = Placed('training', Layout(2, data=2), Seat())
@@ -64,6 +65,25 @@ def test_remains_of_a_replaced_layout_are_not_waited_for(own: int, refused: bool
     torn = [Candidate('run', Window(WindowName(at, 'plan'), 1), Layout(4)) for at in (5, 4)]
     with pytest.raises(NodesMissing) if refused else nullcontext():
         require_parts(Elsewhere([], [], torn), own)
+
+
+def test_newer_window_without_all_parts_is_not_passed_over_in_silence(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The nodes with the other parts may be back later; the job goes on from an older window."""
+    held = [(4, 0), (4, 1), (5, 0)]
+    seen = [
+        _Seen(Part('run.a', Window(WindowName(start, 'plan'), 1), owner, False), PLACED, [])
+        for start, owner in held
+    ]
+    monkeypatch.setattr(found, 'take_stock', lambda *given: Stock(seen, []))
+    rank: Any = SimpleNamespace(
+        number=0, identity=None, config=None, exchange=lambda name, own: [own]
+    )
+    elsewhere = found.find(rank, None, -1, None)  # type: ignore[arg-type]
+    assert elsewhere.dense_at == 4
+    assert 'window 5 of 2 ranks (DP 2) is not used: no node here has' in caplog.text
+    assert 'the parts of ranks 1' in caplog.text and 'window 4' not in caplog.text
 
 
 @pytest.mark.parametrize('started', [4, 6])
