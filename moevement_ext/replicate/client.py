@@ -67,9 +67,8 @@ class ReplicaClient:
 
     The client trusts no message before the peer has proved that it belongs to the job, and a
     peer's message alone never decides the size of an allocation. Every method raises `PeerLost`
-    with the address when the peer does not answer in time, and `PeerRefused` with the peer's
-    reason, or `UnreadableWindow` if the peer cannot read its files now. All requests are safe to
-    repeat.
+    with the address when the peer does not answer in time, `PeerRefused` with the peer's reason, or
+    `UnreadableWindow` if it cannot read its files now. All requests are safe to repeat.
 
     Args:
         address: host and port of the peer's `ReplicaServer`.
