@@ -7,6 +7,7 @@ silently train from the start. So would a run whose node has another name than b
 
 import logging
 from collections.abc import Collection
+from contextlib import suppress
 from functools import partial
 
 from moevement_ext.errors import SparseCheckpointError, UserError
