@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks before training, and hang detection, which starts when all ranks are connected."""
 
-import os
 from collections.abc import Callable
 from datetime import timedelta
 
 from moevement_ext.config import ConfigurationError
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.membership.guard import Guard
+from moevement_ext.membership.launch import own_process
 from moevement_ext.membership.rank import Rank
 from moevement_ext.membership.rendezvous import launcher_store
 from moevement_ext.memory import limits
@@ -56,10 +56,10 @@ def check_limits(rank: Rank, protection: Protection | None, joining: bool) -> No
 
 def guarded(rank: Rank) -> Guard | None:
     """Start hang detection; None without a launcher's store. Collective."""
-    pids = rank.exchange('pids', str(os.getpid()).encode())
+    processes = rank.exchange('processes', str(own_process()).encode())
     store = launcher_store(_STORE_TIMEOUT)
     if store is None:
         return None
     timeouts = rank.config.hang_timeout, rank.config.stuck_timeout
     waits.show()  # the guard must not end processes that wait for other ranks
-    return Guard(store, rank.number, [int(pid) for pid in pids], *timeouts)
+    return Guard(store, rank.number, [int(process) for process in processes], *timeouts)

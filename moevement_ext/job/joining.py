@@ -28,6 +28,7 @@ from moevement_ext.errors import UserError
 from moevement_ext.events import EventLog
 from moevement_ext.launch.statements import tell_joining, tell_memory, tell_survivors
 from moevement_ext.membership.exchange import Exchange
+from moevement_ext.membership.launch import own_process
 from moevement_ext.membership.membership import Membership
 from moevement_ext.membership.rank import Rank
 from moevement_ext.membership.rendezvous import Rendezvous, launcher_store
@@ -162,7 +163,7 @@ def _meet(
         return membership, None if membership.joining else membership.store
     if config.recovery != WHOLE_JOB and identity.rank == 0:
         logger.warning('sparse checkpointing: recovery restarts the whole job: %s', not_localized)
-    own = Report(False, node_name(), os.getpid(), [], launched=launch_of(identity))
+    own = Report(False, node_name(), own_process(), [], launched=launch_of(identity))
     result = Rendezvous(launcher, identity.rank, world_size).meet(lambda: encode(own), timeout)
     launched_alike.check_protection(result.store, decode_all(result.reports), identity)
     return None, result.store

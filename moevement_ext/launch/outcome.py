@@ -40,7 +40,10 @@ def print_event(event: Event) -> None:
 
 
 class Outcome:
-    """Failures of one job. The launcher's thread uses this object."""
+    """Failures of one job. The launcher's thread uses this object.
+
+    A `store` is the part of this launch.
+    """
 
     def __init__(self, report: Callable[[Event], None], spares: Callable[[], str]) -> None:
         self._report = report
@@ -52,13 +55,14 @@ class Outcome:
 
     def lost(self, store: Store, end: BadEnd) -> None:
         """Record that this worker is about to be replaced; `DistError`: no store."""
-        tell_end(store, end.worker.rank, end.worker.pid, end.fate)
+        tell_end(store, end.worker.process, end.worker.rank, end.fate)
         self._failures += 1
         self._waits = True
 
     def all_lost(self, store: Store, cause: BadEnd, restarts: int) -> None:
         """Record the `restarts`-th restart of all workers, with this store; `DistError`: none."""
-        tell_cause(store, restarts, cause.worker.rank, cause.worker.pid, cause.fate)
+        how = f'(pid {cause.worker.pid}) {cause.fate}'
+        tell_cause(store, restarts, cause.worker.rank, how)
         self._failures += 1
         self._waits = True
         self._told_spares = ''

@@ -21,6 +21,7 @@ from moevement_ext.launch.messages import (
     Started,
     StartWorker,
 )
+from moevement_ext.membership.launch import PROCESS, new_process
 from moevement_ext.memory.node_store import NodeStore
 
 _TO_START_S = 300.0
@@ -157,6 +158,7 @@ class Children:
         heard: Callable[[int], None] | None,
     ) -> RemoteChild:
         """Add a worker before its start; see `Starter.start`."""
+        variables = {**variables, PROCESS: str(new_process())}
         order = StartWorker(next(self._keys), rank, variables, watched=heard is not None)
         child = RemoteChild(order, restarts, heard)
         self._children[order.key] = child

@@ -80,4 +80,4 @@ def late_workers(store: Store, living: Sequence[Worker]) -> list[Worker]:
     joined = {worker.rank: told_joining(store, worker.rank) for worker in overdue}
     for worker in overdue:
         worker.child.is_settled = True
-    return [worker for worker in overdue if joined[worker.rank] not in (None, worker.pid)]
+    return [worker for worker in overdue if joined[worker.rank] not in (None, worker.process)]

@@ -4,11 +4,11 @@
 Workers write to the store of the job; the launcher reads the keys of its own launch there.
 
 Keys of a launch: `memory` (directory of the run's host memory), `survivors` (set if workers survive
-the death of another worker), `finished/<rank>` (process id and exit status of a finished rank,
-which needs no replacement even if its process is killed), `joining/<rank>` (process id of a rank
-that joins the other ranks, which detect a hang from then on), `files/<rank>` (files that a rank
-keeps in host memory), `files` (number of such reports), `needed` (number of ranks without which
-the job cannot go on).
+the death of another worker), `finished/<rank>` (process number and exit status of a finished rank,
+which needs no replacement even if its process is killed), `joining/<rank>` (process number of a
+rank that joins the other ranks, which detect a hang from then on), `files/<rank>` (files that a
+rank keeps in host memory), `files` (number of such reports), `needed` (number of ranks without
+which the job cannot go on).
 """
 
 import os
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from torch.distributed import Store
 
-from moevement_ext.membership.launch import of_launch, own_launch
+from moevement_ext.membership.launch import of_launch, own_launch, own_process
 
 _MEMORY = 'memory'
 _SURVIVORS = 'survivors'
@@ -71,25 +71,25 @@ def told_survivors(store: Store) -> bool:
 
 
 def tell_joining(store: Store, rank: int) -> None:
-    _own(store).set(_joining(rank), str(os.getpid()))
+    _own(store).set(_joining(rank), str(own_process()))
 
 
 def told_joining(store: Store, rank: int) -> int | None:
-    """Return the id of the newest process of `rank` that joined the others, or None."""
+    """Return the number of the newest process of `rank` that joined the others, or None."""
     return int(store.get(_joining(rank))) if store.check([_joining(rank)]) else None
 
 
 def tell_finished(store: Store, rank: int, code: int) -> None:
     """Report that this process is done and will end with exit status `code`."""
-    _own(store).set(_finished(rank), f'{os.getpid()} {code}')
+    _own(store).set(_finished(rank), f'{own_process()} {code}')
 
 
-def told_finished(store: Store, rank: int, pid: int) -> int | None:
-    """Return the exit status that process `pid` of `rank` announced, or None."""
+def told_finished(store: Store, rank: int, process: int) -> int | None:
+    """Return the exit status that this process of `rank` announced, or None."""
     if not store.check([_finished(rank)]):
         return None
-    process, _, code = store.get(_finished(rank)).decode().partition(' ')
-    return int(code) if int(process) == pid else None  # else an earlier process announced it
+    teller, _, code = store.get(_finished(rank)).decode().partition(' ')
+    return int(code) if int(teller) == process else None  # else an earlier process announced it
 
 
 def _own(store: Store) -> Store:

@@ -278,7 +278,7 @@ class Supervisor:
     def _replace_all(self) -> None:
         while self._bad_ends:
             end = self._bad_ends[0]
-            self._outcome.lost(self.store, end)
+            self._outcome.lost(self._said, end)
             announce_failure(self.store, end.worker.rank, end.how)
             refuse_useless(end, self.config.max_restarts)
             self._bad_ends.pop(0)
@@ -296,7 +296,7 @@ class Supervisor:
         except ConfigurationError as error:
             raise LaunchError(str(error)) from error
         restarts = 1 + max(any_worker.restarts for any_worker in self.workers)
-        self._outcome.all_lost(self.store, cause, restarts)
+        self._outcome.all_lost(self._said, cause, restarts)
         self._bad_ends.clear()  # only now: if the store is lost before, the ends are judged again
         self._starter.open(self.store.port)
         for any_worker in self.workers:
@@ -325,7 +325,7 @@ class Supervisor:
         return worker.finished or self._told(worker) is not None
 
     def _told(self, worker: Worker) -> int | None:
-        return told_finished(self._said, worker.rank, worker.pid)
+        return told_finished(self._said, worker.rank, worker.process)
 
     # The end
 
@@ -373,7 +373,7 @@ class Supervisor:
             if self._look_for_store_at is None or self._look_for_store():
                 self._evict()
                 self._kill_the_late()
-                self._outcome.look(self.store)
+                self._outcome.look(self._said)
                 self._reserve_elsewhere()
         except DistError:
             self._lose_store()
@@ -424,7 +424,7 @@ class Supervisor:
             return
         for worker in self._living():
             # A request about an earlier process of the rank is outdated.
-            if take_eviction(self._said, worker.rank) == worker.pid:
+            if take_eviction(self._said, worker.rank) == worker.process:
                 worker.child.signal(signal.SIGKILL)
                 self._report(WorkerEvicted(worker.rank, worker.pid))
         self._evictions = asked

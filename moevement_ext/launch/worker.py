@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from moevement_ext.errors import EXIT_WHOLE_JOB
 from moevement_ext.launch.launcher_events import describe_exit
 from moevement_ext.launch.remote import RemoteChild
+from moevement_ext.membership.launch import PROCESS
 
 _NOT_ITS_FAULT = (EXIT_WHOLE_JOB, -signal.SIGKILL, -signal.SIGTERM)
 
@@ -25,6 +26,11 @@ class Worker:
     @property
     def pid(self) -> int:
         return self.child.pid
+
+    @property
+    def process(self) -> int:
+        """Number by which the process is known in the store."""
+        return int(self.child.order.variables[PROCESS])
 
     @property
     def restarts(self) -> int:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Eviction: other ranks ask the launcher, through its store, to kill a hanging rank.
 
-Keys of a launch: `evict/<rank>` (the process id), and `evictions`, the number of requests. A
+Keys of a launch: `evict/<rank>` (the process number), and `evictions`, the number of requests. A
 launcher reads this number several times a second, and the keys of its ranks only when it has
 changed.
 """
@@ -13,13 +13,13 @@ from moevement_ext.membership.launch import of_launch, own_launch
 _COUNT = 'evictions'
 
 
-def evict(store: Store, rank: int, pid: int, launch: str | None = None) -> None:
-    """Ask the launcher of a hanging rank to kill its process.
+def evict(store: Store, rank: int, process: int, launch: str | None = None) -> None:
+    """Ask the launcher of a hanging rank to kill this process.
 
     `store` belongs to the job; `launch` is the launch of that process, None for the present one.
     """
     store = of_launch(store, own_launch() if launch is None else launch)
-    store.set(_key(rank), str(pid))
+    store.set(_key(rank), str(process))
     store.add(_COUNT, 1)
 
 
@@ -32,12 +32,12 @@ def evictions(store: Store) -> int:
 
 
 def take_eviction(store: Store, rank: int) -> int | None:
-    """Remove and return the id of the process to kill, if any. Called by the launcher."""
+    """Remove and return the number of the process to kill, if any. Called by the launcher."""
     if not store.check([_key(rank)]):
         return None
-    pid = int(store.get(_key(rank)))
+    process = int(store.get(_key(rank)))
     store.delete_key(_key(rank))
-    return pid
+    return process
 
 
 def _key(rank: int) -> str:

@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages about failures between the launcher and the workers, in the launcher's store.
+"""Messages about failures between the launcher and the workers, in the store.
 
-The launcher writes `ended/<rank>` (the dead process of a rank, with time and cause of death),
-`cause` (the same for the death that restarted all workers, with the number of that restart) and
-`spares` (the remaining spares). The workers write `recovered` (one line about the outcome of the
-newest recovery).
+Keys of a launch. The launcher writes `ended/<process>` (time and cause of the death of this
+process), `cause` (the same for the death that restarted all workers, with the number of that
+restart) and `spares` (the remaining spares), with the part of the store of its launch. The workers
+write `recovered` (one line about the outcome of the newest recovery), with the store of the job.
 """
 
 import time
 from typing import NamedTuple
 
 from torch.distributed import Store
+
+from moevement_ext.membership.launch import of_launch, own_launch
 
 _RECOVERED = 'recovered'
 _CAUSE = 'cause'
@@ -23,32 +25,28 @@ class End(NamedTuple):
     at: float
     """Seconds since the epoch."""
     rank: int
-    pid: int
     how: str
     """For example `was killed by SIGKILL`."""
 
 
-def tell_end(store: Store, rank: int, pid: int, how: str) -> None:
+def tell_end(store: Store, process: int, rank: int, how: str) -> None:
     """Record a death that the launcher saw; the rank or the whole job is about to restart."""
-    store.set(_ended(rank), _encoded(rank, pid, how))
+    store.set(_ended(process), _encoded(rank, how))
 
 
-def told_end(store: Store, rank: int, pid: int) -> End | None:
-    """How process `pid` of `rank` died; None if the launcher has not recorded it."""
-    found = _decoded(store, _ended(rank))
-    return found if found is not None and found.pid == pid else None
+def told_end(store: Store, process: int) -> End | None:
+    """How this process died; None if the launcher has not recorded it."""
+    return _decoded(_own(store), _ended(process))
 
 
-def tell_cause(store: Store, restarts: int, rank: int, pid: int, how: str) -> None:
+def tell_cause(store: Store, restarts: int, rank: int, how: str) -> None:
     """Record that this death causes the restart of all workers, number `restarts`."""
-    store.set(_CAUSE, f'{restarts} {_encoded(rank, pid, how)}')
+    store.set(_CAUSE, f'{restarts} {_encoded(rank, how)}')
 
 
 def told_cause(store: Store, restarts: int) -> End | None:
     """The death that caused restart number `restarts` of all workers; None if unknown."""
-    found = _decoded(store, _CAUSE, f'{restarts} ')
-    # A first start has no cause, but a store outside the launcher may keep an old one.
-    return found if restarts else None
+    return _decoded(_own(store), _CAUSE, f'{restarts} ')
 
 
 def tell_spares(store: Store, left: str) -> None:
@@ -57,12 +55,13 @@ def tell_spares(store: Store, left: str) -> None:
 
 
 def told_spares(store: Store) -> str:
+    store = _own(store)
     return store.get(_SPARES).decode() if store.check([_SPARES]) else ''
 
 
 def tell_recovered(store: Store, line: str) -> None:
     """Record the outcome of a recovery in one line; called by one rank."""
-    store.set(_RECOVERED, line)
+    _own(store).set(_RECOVERED, line)
 
 
 def told_recovered(store: Store) -> str:
@@ -70,8 +69,12 @@ def told_recovered(store: Store) -> str:
     return store.get(_RECOVERED).decode() if store.check([_RECOVERED]) else ''
 
 
-def _encoded(rank: int, pid: int, how: str) -> str:
-    return f'{time.time():.3f} {rank} {pid} {how}'
+def _own(store: Store) -> Store:
+    return of_launch(store, own_launch())
+
+
+def _encoded(rank: int, how: str) -> str:
+    return f'{time.time():.3f} {rank} {how}'
 
 
 def _decoded(store: Store, key: str, prefix: str = '') -> End | None:
@@ -80,9 +83,9 @@ def _decoded(store: Store, key: str, prefix: str = '') -> End | None:
     text = store.get(key).decode()
     if not text.startswith(prefix):
         return None
-    at, rank, pid, how = text.removeprefix(prefix).split(' ', 3)
-    return End(float(at), int(rank), int(pid), how)
+    at, rank, how = text.removeprefix(prefix).split(' ', 2)
+    return End(float(at), int(rank), how)
 
 
-def _ended(rank: int) -> str:
-    return f'ended/{rank}'
+def _ended(process: int) -> str:
+    return f'ended/{process}'

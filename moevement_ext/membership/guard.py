@@ -25,7 +25,7 @@ class Guard:
     Args:
         store: a separate connection to the launcher's store, in which all ranks have met.
         rank: of this process.
-        pids: process ids by rank.
+        processes: process numbers by rank.
         hang_timeout_s: as of `RoundWatch`.
         stuck_timeout_s: as of `Standstill`.
     """
@@ -34,7 +34,7 @@ class Guard:
         self,
         store: Store,
         rank: int,
-        pids: Sequence[int],
+        processes: Sequence[int],
         hang_timeout_s: float,
         stuck_timeout_s: float,
     ) -> None:
@@ -45,7 +45,7 @@ class Guard:
         self._loss = StoreLoss(store, hang_timeout_s)
         connections, round = Connections(self._loss.connect), present_round(store)
         self._watch = RoundWatch(
-            connections, round, rank, pids, hang_timeout_s, lambda reason: None, self._look
+            connections, round, rank, processes, hang_timeout_s, lambda reason: None, self._look
         )
         self._watch.judge()
 

@@ -373,7 +373,7 @@ class Membership:
             self._watching,
             result.round,
             self._rendezvous.rank,
-            [report.pid for report in reports],
+            [report.process for report in reports],
             self._hang_timeout_s,
             self._on_broken,
             self._look_at_training_thread,
@@ -462,8 +462,8 @@ class Membership:
         if self._standstill.thread is None:
             self._standstill.look_at_set_up(store, round, self.joining)
         else:
-            pids = [report.pid for report in self._reports]
-            self._standstill.look(store, round, pids, self.committed)
+            processes = [report.process for report in self._reports]
+            self._standstill.look(store, round, processes, self.committed)
 
     def _check_device(self) -> None:
         """End this process if its GPU is lost."""

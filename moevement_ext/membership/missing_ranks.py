@@ -116,4 +116,4 @@ class MissingRanks:
         brought = brought_to(store, one.round, one.rank)
         if brought is not None:
             report = _REPORT.decode(brought)
-            evict(store, one.rank, report.pid, report.launch)
+            evict(store, one.rank, report.process, report.launch)

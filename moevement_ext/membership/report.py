@@ -28,7 +28,8 @@ class Report(msgspec.Struct, frozen=True, gc=False):
     survivor: bool
     """False: a new process, whose memory is empty."""
     node: str
-    pid: int
+    process: int
+    """Number of the process, see `own_process`."""
     windows: list[HeldWindow]
     """Committed windows on its node, of all owners."""
     launched: str = ''

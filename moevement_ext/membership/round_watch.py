@@ -78,7 +78,7 @@ class RoundWatch:
         connections: connections to the launcher's store; each of the two threads takes one.
         round: the one this process takes part in.
         rank: of this process.
-        pids: process ids by rank, to tell the launcher which one hangs.
+        processes: process numbers by rank, to tell the launcher which one hangs.
         hang_timeout_s: seconds without a heartbeat after which a rank counts as hung; its launcher
             is asked to kill it.
         on_broken: called once, with the reason; wakes up waiting threads. On a watching thread, or
@@ -91,7 +91,7 @@ class RoundWatch:
         connections: Connections,
         round: int,
         rank: int,
-        pids: Sequence[int],
+        processes: Sequence[int],
         hang_timeout_s: float,
         on_broken: Callable[[str], None],
         each_look: Callable[[Store], None] = lambda store: None,
@@ -103,8 +103,8 @@ class RoundWatch:
         """When the round ended: seconds since the epoch, by the announcing process's clock."""
         self._connections = connections
         self._rank = rank
-        self._pids = pids
-        self._watched = (rank + 1) % len(pids)
+        self._processes = processes
+        self._watched = (rank + 1) % len(processes)
         self._hang_timeout_s = hang_timeout_s
         self._period_s = heartbeat_period_s(hang_timeout_s)
         self._on_broken = on_broken
@@ -225,7 +225,7 @@ class RoundWatch:
 
     def _evict(self, store: Store) -> None:
         """Have the launcher kill and replace a hung rank, and end the round."""
-        evict(store, self._watched, self._pids[self._watched])
+        evict(store, self._watched, self._processes[self._watched])
         reason = f'rank {self._watched} has sent no heartbeat for {self._hang_timeout_s:g} s'
         end_round(store, self.round, reason)
 

@@ -53,10 +53,11 @@ class Standstill:
         self.got_on_to: int | None = None
         self.thread: TrainingThread | None = None
 
-    def look(self, store: Store, round: int, pids: Sequence[int], committed: int) -> None:
+    def look(self, store: Store, round: int, processes: Sequence[int], committed: int) -> None:
         """End this process if its training thread will never leave.
 
-        `pids` are the processes of the round, by rank; `committed` is this rank's newest iteration.
+        `processes` are the numbers of those in the round, by rank; `committed` is this rank's
+        newest iteration.
         """
         thread = self.thread
         assert thread is not None  # otherwise only the set-up is checked
@@ -73,7 +74,7 @@ class Standstill:
             still_s = min(look.same_place_s, time.monotonic() - unblocked_at)  # a wait may spin
         else:
             if not at_barrier:
-                self._end_hang(store, round, pids, look)
+                self._end_hang(store, round, processes, look)
             return
         if limit and still_s > limit:
             what = f'its training thread has stood still for {still_s:.0f} s'
@@ -102,7 +103,7 @@ class Standstill:
             what = f'its set-up has stood still for {look.still_s:.0f} s'
             replace_this_process(store, round, self._rank, what, self._setting_up)
 
-    def _end_hang(self, store: Store, round: int, pids: Sequence[int], look: Look) -> None:
+    def _end_hang(self, store: Store, round: int, processes: Sequence[int], look: Look) -> None:
         """End the round if this rank has waited for others for longer than a collective may last.
 
         A hanging rank cannot leave and is then detected; a single rank that is behind all others is
@@ -111,9 +112,9 @@ class Standstill:
         if look.same_place_s <= self._timeout_s:
             return
         reason = f'rank {self._rank} has waited for others for {look.same_place_s:.0f} s'
-        behind = _furthest_behind(store, round, len(pids))
+        behind = _furthest_behind(store, round, len(processes))
         if behind is not None:
-            evict(store, behind, pids[behind])
+            evict(store, behind, processes[behind])
             reason += f', and rank {behind} is behind all of them'
         end_round(store, round, reason)
 

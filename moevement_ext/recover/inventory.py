@@ -2,7 +2,6 @@
 """Finds the window of a restart: the newest that all ranks can still obtain."""
 
 import logging
-import os
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,7 +11,7 @@ import msgspec
 import xxhash
 
 from moevement_ext.config import node_name
-from moevement_ext.membership.launch import own_launch
+from moevement_ext.membership.launch import own_launch, own_process
 from moevement_ext.membership.report import NOWHERE, Report
 from moevement_ext.memory.deaths import Death
 from moevement_ext.memory.disk import DiskWindows, stored_in
@@ -217,7 +216,7 @@ def replacement_report(
     return Report(
         survivor=False,
         node=node_name(),
-        pid=os.getpid(),
+        process=own_process(),
         windows=held_windows(store, identity, only_on),
         launched=launch_of(identity),
         committed=newest.iteration if newest is not None else NOWHERE,

@@ -73,7 +73,7 @@ class Outage:
         self._since: float | None = None
         self._reason = ''
         self._before: Sequence[Report] = []
-        # Node and process id of the dead processes, by rank.
+        # Node and number of the dead processes, by rank.
         self._gone: dict[int, tuple[str, int]] = {}
         self._replay_s = 0.0
         self._unsaid: Summary | None = None
@@ -90,8 +90,8 @@ class Outage:
     def met(self, reports: Sequence[Report]) -> None:
         """Record a rendezvous of all ranks; ranks without state are new processes."""
         for rank, (before, now) in enumerate(zip(self._before, reports, strict=False)):
-            if not now.survivor and (before.pid, before.node) != (now.pid, now.node):
-                self._gone.setdefault(rank, (before.node, before.pid))
+            if not now.survivor and before.process != now.process:
+                self._gone.setdefault(rank, (before.node, before.process))
 
     @contextmanager
     def replay(self) -> Iterator[None]:
@@ -172,7 +172,7 @@ def of_the_whole_job(
         told = None if launcher is None else failures.told_cause(launcher, restarts)
         spares = '' if launcher is None else failures.told_spares(launcher)
         if told is not None:
-            gone = Gone(told.rank, '', f'(pid {told.pid}) {told.how}', told.at)
+            gone = Gone(told.rank, '', told.how, told.at)
             return summary(deaths([gone]), _if_past(told.at), spares)
         if first_death is not None:
             how = f'(pid {first_death.pid}) was the first to end,'
@@ -216,8 +216,8 @@ def _if_past(at: float) -> float | None:
     return min(at, now) if at <= now + _CLOCKS_DIFFER_S else None
 
 
-def _gone(launcher: Store | None, rank: int, node: str, pid: int) -> Gone:
-    told = None if launcher is None else failures.told_end(launcher, rank, pid)
+def _gone(launcher: Store | None, rank: int, node: str, process: int) -> Gone:
+    told = None if launcher is None else failures.told_end(launcher, process)
     if told is None:
         return Gone(rank, node, '')
     return Gone(rank, node, told.how, told.at)

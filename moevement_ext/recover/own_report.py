@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A survivor's report for the rendezvous after a failure."""
 
-import os
 from collections.abc import Callable, Sequence
 
 import msgspec
 
 from moevement_ext.config import node_name
-from moevement_ext.membership.launch import own_launch
+from moevement_ext.membership.launch import own_launch, own_process
 from moevement_ext.membership.membership import Membership
 from moevement_ext.membership.rank import Rank
 from moevement_ext.membership.report import NOWHERE, Report, UnderWay
@@ -68,7 +67,7 @@ class OwnReport:
         return Report(
             survivor=True,
             node=node_name(),
-            pid=os.getpid(),
+            process=own_process(),
             windows=held_windows(memory.store, identity, self._only_on),
             launched=self._launched,
             origin=self._membership.origin,

@@ -25,6 +25,7 @@ from torch.distributed import TCPStore
 
 from moevement_ext.events import Event, decode
 from moevement_ext.launch.statements import told_finished
+from moevement_ext.membership.launch import PROCESS
 from moevement_ext.membership.rendezvous import announce_failure
 from moevement_ext.replicate import secret
 from tests.distributed.harness import dense_saves, exact_memory
@@ -53,6 +54,7 @@ def _worker(
     sys.stdout = open(1, 'w', buffering=1, closefd=False)
     sys.stderr = open(2, 'w', buffering=1, closefd=False)
     os.environ.update(env)
+    os.environ[PROCESS] = str(os.getpid())  # here process ids are unique
     multiprocessing.set_start_method('fork', force=True)  # the default of a program
     sys.argv = [f'{program}.py', *argv]
     module = import_module(program)

@@ -135,6 +135,10 @@ class Job:
     def run(self, *flags: str, **settings: Any) -> int:
         return self.supervisor(*flags, **settings).run()
 
+    def process(self, rank: int) -> int:
+        """Number of the present process of a rank."""
+        return self.running.workers[rank].process
+
     def touch(self, name: str) -> None:
         """Let workers go on that wait for this file."""
         (self.folder / name).touch()

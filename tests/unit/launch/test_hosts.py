@@ -274,7 +274,7 @@ def test_host_with_an_unkillable_worker_counts_as_lost(
 
     def others_find_it_hung(event: WorkerLaunched) -> None:
         hold(event.pid)
-        evict(job.said, 1, event.pid)
+        evict(job.said, 1, job.process(1))
 
     job.on(WorkerLaunched, others_find_it_hung, rank=1, restarts=0)
     job.finish_when = lambda: len(job.started(1)) == 2

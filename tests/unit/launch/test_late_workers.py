@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.timed, pytest.mark.timeout(60)]
 def report_joining(job: Job, *attempts: tuple[int, int]) -> None:
     def note(event: Event) -> None:
         if isinstance(event, WorkerLaunched) and (event.rank, event.restarts) in attempts:
-            job.said.set(f'joining/{event.rank}', str(event.pid))
+            job.said.set(f'joining/{event.rank}', str(job.process(event.rank)))
 
     job.on_event = note
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Successive launches with equal process ids, in a store that outlives them.
+"""Statements of launches and processes that are gone, in a store that outlives them.
 
-As in containers, where process ids start at 1.
+As in containers, where process ids start at 1, all workers have the same process id.
 """
 
 import os
@@ -9,31 +9,44 @@ import os
 import pytest
 
 from moevement_ext.events import Event
-from moevement_ext.launch.launcher_events import WorkerEvicted, WorkerLaunched
+from moevement_ext.launch.launcher_events import JobRecovered, WorkerEvicted, WorkerLaunched
+from moevement_ext.launch.remote import RemoteChild
 from moevement_ext.launch.statements import tell_finished, tell_joining, tell_survivors
+from moevement_ext.membership import failures
 from moevement_ext.membership.eviction import evict
+from moevement_ext.membership.launch import own_process
 from tests.unit.launch.conftest import Job
 
 pytestmark = pytest.mark.timeout(120)
 
 
-def report_from_an_earlier_launch(job: Job, event: WorkerLaunched) -> None:
-    """Report as a process of an earlier launch with the id of the worker that has just started."""
-    with pytest.MonkeyPatch.context() as earlier:
-        earlier.setenv('MOEVEMENT_LAUNCH', 'the one before')
-        earlier.setattr(os, 'getpid', lambda: event.pid)
-        store = job.running.store
+@pytest.fixture(autouse=True)
+def containers(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = RemoteChild.started
+    monkeypatch.setattr(RemoteChild, 'started', lambda child, pid: started(child, 3))
+
+
+def state(job: Job, rank: int, launch: str, process: int) -> None:
+    """Make all statements of a process whose work is done, and those of others about it."""
+    store = job.running.store
+    with pytest.MonkeyPatch.context() as there:
+        there.setattr(os, 'getpid', lambda: 3)
+        there.setenv('MOEVEMENT_LAUNCH', launch)
+        there.setenv('MOEVEMENT_PROCESS', str(process))
         tell_survivors(store)
-        tell_joining(store, event.rank)
-        tell_finished(store, event.rank, 0)
-        evict(store, event.rank, event.pid)
+        tell_joining(store, rank)
+        tell_finished(store, rank, 0)
+        evict(store, rank, own_process())
+        failures.tell_recovered(store, f'of {launch}')
 
 
 @pytest.mark.parametrize('survive', [True, False])
 def test_reports_of_an_earlier_launch_are_ignored(job: Job, survive: bool) -> None:
+    """Also if it had processes with the same numbers."""
+
     def note(event: Event) -> None:
         if isinstance(event, WorkerLaunched) and event.restarts == 0:
-            report_from_an_earlier_launch(job, event)
+            state(job, event.rank, 'the one before', job.process(event.rank))
             if len(job.started()) == 2:
                 job.touch('strike')
 
@@ -42,6 +55,28 @@ def test_reports_of_an_earlier_launch_are_ignored(job: Job, survive: bool) -> No
     assert job.run('1.0=kill:strike', nodes=2, survive=survive) == 0
     assert len(job.started(0)) == (1 if survive else 2) and len(job.started(1)) == 2
     assert job.seen(WorkerEvicted) == []
+    assert job.seen(JobRecovered) == []
+
+
+def test_statements_of_a_predecessor_are_not_those_of_the_process(job: Job) -> None:
+    """They are read after its successor has started: it is neither evicted nor done."""
+    numbers: list[int] = []
+
+    def note(event: Event) -> None:
+        if isinstance(event, WorkerLaunched) and event.rank == 1:
+            numbers.append(job.process(1))
+            if event.restarts == 1:
+                state(job, 1, job.running.config.launch, numbers[0])
+            job.touch('strike' if event.restarts == 0 else 'again')
+
+    job.on_event = note
+    job.finish_when = lambda: len(job.started(1)) == 3 and bool(job.seen(JobRecovered))
+    assert job.run('1.0=kill:strike', '1.1=kill:again', nodes=2) == 0
+    assert job.seen(WorkerEvicted) == []
+    assert [event.line for event in job.seen(JobRecovered)] == [f'of {job.running.config.launch}']
+    assert len(set(numbers)) == 3
+    ends = [failures.told_end(job.said, number) for number in numbers]
+    assert [end is not None for end in ends] == [True, True, False]
 
 
 def test_each_launch_passes_a_unique_name_to_its_workers(job: Job) -> None:

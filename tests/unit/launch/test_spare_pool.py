@@ -73,7 +73,7 @@ def test_ready_spare_takes_over(
     assert second['imported'] == {'pid': spare, 'rank': None, 'path': str(tmp_path)}
     assert second['argv'] == first['argv']
     assert first['env'].keys() == second['env'].keys()
-    differing = {'TORCHELASTIC_RESTART_COUNT'}
+    differing = {'TORCHELASTIC_RESTART_COUNT', 'MOEVEMENT_PROCESS'}
     assert {k for k in first['env'] if second['env'].get(k) != first['env'][k]} == differing
     if logged:
         assert (tmp_path / 'logs' / 'rank1.log').read_text() == 'importing\nsecond\n'

@@ -5,9 +5,11 @@ import os
 from datetime import timedelta
 from pathlib import Path
 
+import pytest
 from torch.distributed import HashStore
 
 from moevement_ext.launch.statements import tell_files, tell_memory, told_files, told_memory
+from moevement_ext.membership.launch import own_process
 
 
 def test_memory_directory_may_have_any_bytes() -> None:
@@ -27,3 +29,13 @@ def test_second_file_report_of_a_rank_replaces_the_first() -> None:
         assert told_files(store, world_size=2) is None
     tell_files(store, 1, b'other')
     assert told_files(store, world_size=2) == [b'again', b'other']
+
+
+def test_no_two_processes_have_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    number = own_process()
+    assert own_process() == number
+    with monkeypatch.context() as fork:
+        fork.setattr(os, 'getpid', os.getppid)
+        assert own_process() != number
+    monkeypatch.setenv('MOEVEMENT_PROCESS', '5')  # a launcher has drawn it
+    assert own_process() == 5

@@ -376,8 +376,8 @@ def test_stop_kills_workers_that_ignore_the_signal(job: Job) -> None:
 def test_worker_found_hung_is_killed_and_replaced(job: Job) -> None:
     def others_find_it_hung(event: Event) -> None:
         if isinstance(event, WorkerLaunched) and len(job.started()) == 2:
-            evict(job.said, 0, 1)  # the id of an earlier process of the rank
-            evict(job.said, 1, event.pid)
+            evict(job.said, 0, 1)  # the number of an earlier process of the rank
+            evict(job.said, 1, job.process(1))
 
     job.on_event = others_find_it_hung
     job.finish_when = lambda: len(job.started(1)) == 2
@@ -412,7 +412,7 @@ def test_hung_worker_is_reported_when_all_workers_restart(job: Job) -> None:
 
     def other_finds_it_hung(event: Event) -> None:
         if isinstance(event, WorkerLaunched) and len(job.started()) == 2:
-            evict(job.said, 1, event.pid)
+            evict(job.said, 1, job.process(1))
             job.touch('found')
             assert dies(job.started(0)[0].pid)
 

@@ -63,7 +63,7 @@ def test_forked_worker_has_the_environment_of_a_spawned_one(job: Job) -> None:
     assert job.run(fork=True) == 0
     of_this_job = {
         *('MASTER_PORT', 'MOEVEMENT_RUN', 'TORCHELASTIC_RUN_ID'),
-        *('MOEVEMENT_LAUNCH', 'MOEVEMENT_SECRET'),
+        *('MOEVEMENT_LAUNCH', 'MOEVEMENT_PROCESS', 'MOEVEMENT_SECRET'),
     }
     forked = job.attempt(0)['env']
     assert spawned.keys() == forked.keys() >= {'OF_THE_PROGRAM'}

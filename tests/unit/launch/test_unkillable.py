@@ -19,7 +19,7 @@ def test_wait_for_the_death_of_a_worker_is_bounded(
 
     def others_find_it_hung(event: WorkerLaunched) -> None:
         hold(event.pid)
-        evict(job.said, 1, event.pid)
+        evict(job.said, 1, job.process(1))
 
     job.on(WorkerLaunched, others_find_it_hung, rank=1)
     job.finish_when = lambda: False

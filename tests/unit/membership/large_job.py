@@ -35,7 +35,7 @@ class LargeJob:
         return Report(
             survivor=True,
             node=_node(rank),
-            pid=10_000 + rank,
+            process=10_000 + rank,
             windows=windows,
             origin=origin,
             committed=committed,
@@ -48,7 +48,7 @@ class LargeJob:
 
 def replacement(rank: int) -> Report:
     """The report of a new process."""
-    return Report(survivor=False, node=_node(rank), pid=10_000 + rank, windows=[])
+    return Report(survivor=False, node=_node(rank), process=10_000 + rank, windows=[])
 
 
 def _node(rank: int) -> str:

@@ -41,7 +41,7 @@ def member_of(
     round_watch.HEARTBEAT_SECONDS = membership.HEARTBEAT_SECONDS = 0.05
     store = connect(port)
     place = Rendezvous(store, rank, world_size)
-    report = Report(survivor=False, node='a', pid=100 + rank, windows=[])
+    report = Report(survivor=False, node='a', process=100 + rank, windows=[])
     return Membership(place, LIMIT, hang_timeout_s, lambda: report, stuck_timeout_s), store
 
 

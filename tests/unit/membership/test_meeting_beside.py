@@ -41,7 +41,7 @@ class Job:
 
     def _start(self, rank: int) -> Membership:
         store = TCPStore('127.0.0.1', self.store.port, is_master=False, timeout=TIMEOUT)
-        brought = Report(survivor=False, node='a', pid=1, windows=[])
+        brought = Report(survivor=False, node='a', process=1, windows=[])
         met = Rendezvous(store, rank, WORLD)
         member = Membership(met, TIMEOUT, HANG_S, lambda: brought)
         self.members.append(member)
@@ -60,7 +60,7 @@ class Job:
 
 def survivor(member: Membership) -> Report:
     return Report(
-        survivor=True, node='a', pid=2, windows=[], origin=member.origin, details=b'handed over'
+        survivor=True, node='a', process=2, windows=[], origin=member.origin, details=b'handed over'
     )
 
 

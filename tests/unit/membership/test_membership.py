@@ -67,11 +67,11 @@ class Job:
 
 
 def replacement() -> Report:
-    return Report(survivor=False, node='a', pid=1, windows=[])
+    return Report(survivor=False, node='a', process=1, windows=[])
 
 
 def survivor(origin: int) -> Report:
-    return Report(survivor=True, node='a', pid=2, windows=[], origin=origin)
+    return Report(survivor=True, node='a', process=2, windows=[], origin=origin)
 
 
 @pytest.fixture

@@ -37,7 +37,7 @@ TIMEOUT = timedelta(seconds=60)
 
 @pytest.fixture
 def store() -> Iterator[TCPStore]:
-    """Four ranks have met; the process id of rank n was 100 + n."""
+    """Four ranks have met; the process number of rank n was 100 + n."""
     store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
     for rank in range(4):
         assert Rendezvous(store, rank, 4)._join(0, report_of(100 + rank), False)
@@ -46,8 +46,8 @@ def store() -> Iterator[TCPStore]:
     yield store
 
 
-def report_of(pid: int, launch: str = '') -> bytes:
-    return encode(Report(survivor=False, node='a', pid=pid, windows=[], launch=launch))
+def report_of(process: int, launch: str = '') -> bytes:
+    return encode(Report(survivor=False, node='a', process=process, windows=[], launch=launch))
 
 
 def test_only_absent_ranks_without_heartbeats_are_evicted(

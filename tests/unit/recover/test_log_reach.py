@@ -107,7 +107,7 @@ class Job:
             Report(
                 survivor=rank != lost,
                 node='node',
-                pid=1,
+                process=1,
                 windows=windows,
                 committed=committed[rank],
                 clean_at=committed[rank],

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import PrefixStore, Store, TCPStore
 
 from moevement_ext.membership import failures
+from moevement_ext.membership.launch import of_launch
 from moevement_ext.membership.report import Report
 from moevement_ext.memory.deaths import Death, forget, noted
 from moevement_ext.memory.window.name import Window, WindowName
@@ -21,30 +22,34 @@ from moevement_ext.recover.verification import Verified
 
 
 @pytest.fixture
-def launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[TCPStore]:
-    """Its store, which this process finds."""
+def launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    """Its part of a store, which this process finds."""
     store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
     monkeypatch.setenv('TORCHELASTIC_USE_AGENT_STORE', 'True')
     monkeypatch.setenv('MASTER_ADDR', '127.0.0.1')
     monkeypatch.setenv('MASTER_PORT', str(store.port))
     monkeypatch.setenv('TORCHELASTIC_RESTART_COUNT', '1')
-    yield store
+    monkeypatch.setenv('MOEVEMENT_LAUNCH', 'this')
+    yield of_launch(store, 'this')
 
 
-def report(pid: int, survivor: bool = True, node: str = 'n0') -> Report:
-    return Report(survivor=survivor, node=node, pid=pid, windows=[])
+def report(process: int, survivor: bool = True, node: str = 'n0') -> Report:
+    return Report(survivor=survivor, node=node, process=process, windows=[])
 
 
 WINDOW = Window(WindowName(3, 'plan'), 3)
 LOST_STAGE = Localized(8, frozenset({1}), frozenset({1, 2}), frozenset({2}), WINDOW)
 
 
-def recover(launcher: TCPStore, rank: int, verdict: Localized = LOST_STAGE) -> Outage:
-    """Ranks 1 and 2 are a stage, of which process 12 dies; a failure in the recovery, too."""
+def recover(launcher: Store, rank: int, verdict: Localized = LOST_STAGE) -> Outage:
+    """Ranks 1 and 2 are a stage, of which process 12 dies; a failure in the recovery, too.
+
+    As in a restarted container, its successor has the same node, and perhaps the same id.
+    """
     store = PrefixStore('round/7', launcher)
     outage = Outage(rank)
     outage.begins('rank 2 is gone', 1.5, [report(10), report(11), report(12)])
-    now = [report(10), report(11), report(22, survivor=False, node='n1')]
+    now = [report(10), report(11), report(22, survivor=False)]
     outage.met(now)
     outage.begins('the network', 0.0, now)
     outage.met(now)
@@ -55,10 +60,8 @@ def recover(launcher: TCPStore, rank: int, verdict: Localized = LOST_STAGE) -> O
     return outage
 
 
-def test_first_survivor_reports_once(
-    launcher: TCPStore, capsys: pytest.CaptureFixture[str]
-) -> None:
-    failures.tell_end(launcher, 2, 12, 'was killed by SIGKILL')
+def test_first_survivor_reports_once(launcher: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    failures.tell_end(launcher, 12, 2, 'was killed by SIGKILL')
     failures.tell_spares(launcher, '1 hot')
     outages = [recover(launcher, rank) for rank in range(3)]
     assert capsys.readouterr().out == ''  # no rank reports before all have recovered
@@ -76,15 +79,15 @@ def test_first_survivor_reports_once(
 
 
 def test_end_of_another_process_of_the_rank_is_ignored(
-    launcher: TCPStore, capsys: pytest.CaptureFixture[str]
+    launcher: Store, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    failures.tell_end(launcher, 2, 5, 'was killed by SIGKILL')
+    failures.tell_end(launcher, 5, 2, 'was killed by SIGKILL')
     recover(launcher, 0).say()
     assert '| rank 2 on n0 died | lost' in capsys.readouterr().out
 
 
 def test_reason_is_reported_without_a_death(
-    launcher: TCPStore, capsys: pytest.CaptureFixture[str]
+    launcher: Store, capsys: pytest.CaptureFixture[str]
 ) -> None:
     outage = Outage(0)
     reports = [report(10), report(11)]
@@ -118,22 +121,22 @@ def whole_job(first: Death | None, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def test_launcher_learns_the_cause_of_a_restart(
-    launcher: TCPStore, capsys: pytest.CaptureFixture[str]
+    launcher: Store, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    failures.tell_cause(launcher, 1, 3, 77, 'was killed by SIGKILL')
+    failures.tell_cause(launcher, 1, 3, '(pid 77) was killed by SIGKILL')
     out = whole_job(Death(time.time(), 0, 5), capsys)
     assert '| rank 3 (pid 77) was killed by SIGKILL at ' in out and ' s | goes on' in out
 
 
 def test_a_clock_that_is_a_little_ahead_does_not_hide_the_time(
-    launcher: TCPStore, capsys: pytest.CaptureFixture[str]
+    launcher: Store, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = whole_job(Death(time.time() + 0.5, 2, 99), capsys)
     assert '(pid 99) was the first to end, at ' in out and '| away: 0.0 s' in out
 
 
 def test_no_job_was_away_for_less_than_no_time(
-    launcher: TCPStore, capsys: pytest.CaptureFixture[str]
+    launcher: Store, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The clock of the node where the first process ended is ahead."""
     out = whole_job(Death(time.time() + 7200, 2, 99), capsys)
@@ -142,18 +145,17 @@ def test_no_job_was_away_for_less_than_no_time(
 
 
 def test_the_reason_of_another_start_is_not_believed(
-    launcher: TCPStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    launcher: Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A store elsewhere outlives a launcher."""
-    failures.tell_cause(launcher, 2, 3, 77, 'was killed by SIGKILL')
+    failures.tell_cause(launcher, 2, 3, '(pid 77) was killed by SIGKILL')
     assert '| the job was launched again | ' in whole_job(None, capsys)
-    monkeypatch.setenv('TORCHELASTIC_RESTART_COUNT', '0')
-    failures.tell_cause(launcher, 0, 3, 77, 'was killed by SIGKILL')
+    failures.tell_cause(of_launch(launcher, 'the one before'), 1, 3, 'was killed by SIGKILL')
     assert '| the job was launched again | ' in whole_job(None, capsys)
 
 
 def test_else_the_process_that_ended_first_is_named(
-    launcher: TCPStore, capsys: pytest.CaptureFixture[str]
+    launcher: Store, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = whole_job(Death(time.time() - 60, 1, 5599), capsys)
     assert '| rank 1 (pid 5599) was the first to end, at ' in out and '| away: 6' in out

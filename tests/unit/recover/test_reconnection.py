@@ -24,7 +24,7 @@ def job(does: tuple[str | int, ...]) -> tuple[Localized, list[Report]]:
         Report(
             survivor=True,
             node='node',
-            pid=1,
+            process=1,
             windows=[],
             under_way=UnderWay(WINDOW, 9, what) if isinstance(what, int) else None,
         )

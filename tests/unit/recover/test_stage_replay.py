@@ -77,7 +77,7 @@ def test_replay_does_not_wait_for_a_neighbour_that_sends_no_more(replay: Replay)
 
 
 OF_JOB = of_attempt(SECRET, SECRET)
-NEW = Report(survivor=False, node='b', pid=2, windows=[])
+NEW = Report(survivor=False, node='b', process=2, windows=[])
 NOW = [LedgerEntry(t, [float(t)], [], 2, 8 * t) for t in range(1, 5)]
 
 
@@ -90,7 +90,7 @@ def take_over(
 ) -> list[list[float] | None]:
     """Norms of iterations 1 to 4 in the ledger of rank 1, which has asked rank 0 and `others`."""
     addresses = [replay.job.ranks[0].server.address, None, *others]
-    reports = [Report(survivor=True, node='a', pid=1, windows=[], address=it) for it in addresses]
+    reports = [Report(survivor=True, node='a', process=1, windows=[], address=it) for it in addresses]
     reports[1] = own
     verdict = Localized(
         target, frozenset({1}), frozenset({1}), frozenset(), Window(named(0), WINDOW)

@@ -114,7 +114,7 @@ def survivor(
     return Report(
         survivor=True,
         node='node',
-        pid=1,
+        process=1,
         windows=list(windows),
         origin=0,
         committed=committed,
@@ -125,7 +125,9 @@ def survivor(
 
 
 def replacement(windows: Sequence[HeldWindow] = (), committed: int = NOWHERE) -> Report:
-    return Report(survivor=False, node='node', pid=2, windows=list(windows), committed=committed)
+    return Report(
+        survivor=False, node='node', process=2, windows=list(windows), committed=committed
+    )
 
 
 def everywhere(world_size: int, *windows: Window) -> list[HeldWindow]:
