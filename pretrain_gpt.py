@@ -13,6 +13,8 @@ gc.disable()  # collections take a fifth of the time of these imports, and free 
 
 from megatron.moevement.seams import starting
 
+MOEVEMENT_SPARES = True
+
 starting.prepare(sys.argv[1:] if __name__ == '__main__' else None)
 if __name__ != '__mp_main__':  # a subprocess, e.g. one that writes a checkpoint, is not a worker
     from megatron.moevement.pretrain_gpt import main, warm_up  # noqa: F401 - for a hot spare

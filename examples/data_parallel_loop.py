@@ -19,6 +19,7 @@ from torch import nn
 
 from moevement_ext import Job, SparseCheckpointConfig, TorchTrainer
 
+MOEVEMENT_SPARES = True  # a hot spare may import this program in advance
 _CONTEXT, _SAMPLES, _CLIP = 8, 4, 0.5
 
 

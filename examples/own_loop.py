@@ -16,6 +16,8 @@ from pathlib import Path
 from examples import small_gpt  # the first import of Megatron
 from megatron.moevement import SparseCheckpointConfig, TrainingPlan, attach
 
+MOEVEMENT_SPARES = True  # a hot spare may import this program in advance
+
 
 def main() -> None:
     """Train; the lines with `job` add protection."""

@@ -20,6 +20,7 @@ from torch import nn
 
 from moevement_ext import Direction, Job, SparseCheckpointConfig, TorchTrainer
 
+MOEVEMENT_SPARES = True  # a hot spare may import this program in advance
 _HIDDEN, _EXPERTS, _VOCABULARY = 32, 4, 256
 _SEQUENCE, _SAMPLES, _MICRO_BATCHES, _CLIP = 24, 2, 4, 0.5
 _SHAPE = (_SAMPLES, _SEQUENCE, _HIDDEN)

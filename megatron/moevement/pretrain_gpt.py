@@ -12,6 +12,8 @@ from __future__ import annotations
 import gc
 import sys
 
+MOEVEMENT_SPARES = True
+
 gc.disable()  # collections take a fifth of the time of these imports, and free hardly anything
 
 from megatron.moevement.seams import cpu_device, starting

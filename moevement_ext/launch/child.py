@@ -23,8 +23,9 @@ _BOUND = Path(__file__).with_name('bound.py')
 class Child(ABC):
     """A Python process in its own session (out of reach of Ctrl-C), bound to this process.
 
-    Linux kills the process when the *thread* that started it ends. The kernel does not kill the
-    descendants of the process, which are in its process group. `death` becomes readable when
+    Linux kills the process when the *thread* that started it ends, or for a fork of a template,
+    this process. The kernel does not kill the descendants of the process, which are in its process
+    group. `death` becomes readable when
     the process is dead; `ended` is set by `reap`.
     """
 
@@ -97,7 +98,26 @@ def how_it_ended(pid: int, options: int = 0) -> int:
     return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
 
 
-class SpawnedChild(Child):
+class ForkedChild(Child):
+    """A child of this process, forked here or by a template."""
+
+    def __init__(self, pid: int) -> None:
+        try:
+            death = os.pidfd_open(pid)
+        except OSError:  # too many open files: its death could not be detected
+            os.kill(pid, signal.SIGKILL)
+            how_it_ended(pid)
+            raise
+        super().__init__(pid, death)
+
+    def _how_it_ended(self) -> int:
+        return how_it_ended(self.pid, os.WNOWAIT)
+
+    def _reap(self) -> int:
+        return how_it_ended(self.pid)
+
+
+class SpawnedChild(ForkedChild):
     """A child that runs the Python interpreter, with the complete environment and empty stdin.
 
     `output` receives stdout and stderr (None: this process's); `pass_fds` as for
@@ -120,17 +140,7 @@ class SpawnedChild(Child):
             pass_fds=pass_fds,
             start_new_session=True,
         )
-        pid = self._process.pid
-        try:
-            death = os.pidfd_open(pid)
-        except OSError:  # too many open files: its death could not be detected
-            self._process.kill()
-            self._process.wait()
-            raise
-        super().__init__(pid, death)
-
-    def _how_it_ended(self) -> int:
-        return how_it_ended(self.pid, os.WNOWAIT)
+        super().__init__(self._process.pid)
 
     def _reap(self) -> int:
         return self._process.wait()

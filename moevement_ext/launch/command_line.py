@@ -2,7 +2,6 @@
 """Command line of the launcher on one machine, and the flags shared with the Slurm launcher."""
 
 import argparse
-import ast
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -13,7 +12,8 @@ from typing import Any
 from moevement_ext.command import shown
 from moevement_ext.config import ConfigurationError
 from moevement_ext.launch.launch_config import LaunchConfig, StagedAction, StagedFault
-from moevement_ext.launch.output import give_up_unwritten
+from moevement_ext.launch.output import give_up_unwritten, say_of_launcher
+from moevement_ext.launch.spare import DECLARATION, split
 from moevement_ext.system.exit_signal import stop_at_signals
 from moevement_ext.system.name_lookups import ask_again_soon
 
@@ -32,12 +32,7 @@ def parse(argv: Sequence[str]) -> LaunchConfig:
     parser = _parser()
     args = parse_before_program(parser, argv)
     try:
-        spares = args.spares
-        if spares is None:
-            spares = 0 if args.fork else default_spares(args.launched[0])
-        return configured(
-            args, nodes=args.nodes, spares=spares, fork=args.fork, share_gpu=args.share_gpu
-        )
+        return configured(args, args.nodes, fork=args.fork, share_gpu=args.share_gpu)
     except ConfigurationError as error:
         parser.error(str(error))
 
@@ -70,17 +65,31 @@ def parse_before_program(
     return args
 
 
-def configured(args: argparse.Namespace, **more: Any) -> LaunchConfig:
-    """Build the job from the flags of `add_shared` and further fields of `LaunchConfig`.
+def configured(args: argparse.Namespace, nodes: int, **more: Any) -> LaunchConfig:
+    """Build the job from the flags of both launchers and further fields of `LaunchConfig`.
 
     Raises `ConfigurationError`, which names the flag, if a value breaks a rule.
     """
     program = args.launched[0]
     if not Path(program).is_file():
         raise ConfigurationError(f'{program}: no such program; give the path of a file.')
+    importable = _is_importable(program)
+    fork, spares = more.get('fork', False), args.spares
+    if spares is None:
+        spares = int(importable and not fork)
+        if not (importable or fork):
+            say_of_launcher(f'a replacement starts fresh: declare {DECLARATION} in {program}')
+    if (spares or fork) and not importable:
+        raise ConfigurationError(
+            f'{"--fork" if fork else f"--spares {spares}"}: {program} does not declare '
+            f'{DECLARATION} (see docs/api.md): leave out this flag.'
+        )
     return LaunchConfig(
         program=program,
         flags=tuple(args.launched[1:]),
+        nodes=nodes,
+        spares=spares,
+        importable=importable,
         workers_per_node=args.workers_per_node,
         max_restarts=args.max_restarts,
         log_dir=args.log_dir,
@@ -89,22 +98,14 @@ def configured(args: argparse.Namespace, **more: Any) -> LaunchConfig:
     )
 
 
-def default_spares(program: str) -> int:
-    """Default number of hot spares per node: 1 for a program with a main guard, else 0."""
+def _is_importable(program: str) -> bool:
+    """True if the program declares that spares may import it; see `spare.split`."""
     try:
-        statements = ast.parse(Path(program).read_bytes()).body
-    except (OSError, SyntaxError, ValueError):
-        return 0
-    return int(any(_guards_main(one) for one in statements))
-
-
-def _guards_main(statement: ast.stmt) -> bool:
-    if not (isinstance(statement, ast.If) and isinstance(statement.test, ast.Compare)):
+        return split(program) is not None
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from error
+    except (OSError, SyntaxError):  # for this Python; its workers may have another
         return False
-    sides = [statement.test.left, *statement.test.comparators]
-    names = {one.id for one in sides if isinstance(one, ast.Name)}
-    texts = {one.value for one in sides if isinstance(one, ast.Constant)}
-    return names == {'__name__'} and texts == {'__main__'}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -122,15 +123,15 @@ def _parser() -> argparse.ArgumentParser:
         '--spares',
         **number,
         help='Hot spares: idle processes that have imported the program. If the program can be '
-        'forked, one spare serves any number of workers. Default: 1 if the program has an '
-        '"if __name__ == \'__main__\'", else 0; with --fork 0.',
+        'forked, one spare serves any number of workers. Default: 1 if the program declares '
+        f'{DECLARATION}, else 0; with --fork 0.',
     )
     add(
         '--fork',
         action='store_true',
         help='Import the program once and fork every worker from that process: workers start in a '
         'fraction of a second. Use it only if no import of the program starts a thread or uses a '
-        'GPU.',
+        f'GPU, and the program declares {DECLARATION}.',
     )
     add(
         '--share-gpu',

@@ -229,7 +229,8 @@ class SlurmStarter:
         for node in self._nodes.values():
             if node.is_spare and not node.is_hot:
                 node.is_hot = True
-                node.send(messages.KeepSpares(self._config.workers_per_node))
+                count = self._config.workers_per_node if self._config.importable else 0
+                node.send(messages.KeepSpares(count))
                 if self._reserve is not None:
                     node.send(self._reserve)
 

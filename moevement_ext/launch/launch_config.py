@@ -43,6 +43,8 @@ class LaunchConfig:
     workers_per_node: int = 1
     spares: int = 0
     """Hot spares: processes that have imported the program and wait for a worker to die."""
+    importable: bool = True
+    """Spares may import the program."""
     fork: bool = False
     """Fork all workers from one process that has imported the program."""
     max_restarts: int = 100

@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -22,7 +23,7 @@ from moevement_ext.launch.loop import FdLoop
 from moevement_ext.launch.output import Relay, last_lines, say_of_launcher
 from moevement_ext.launch.spare_pool import SparePool
 from moevement_ext.launch.staged_faults import logged_iteration
-from moevement_ext.launch.template import Template
+from moevement_ext.launch.template import Template, TemplateLost
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.reserved_pages import ReservedPages
 from moevement_ext.memory.shelf import directories_of
@@ -86,7 +87,7 @@ class Machine:
         self._reserving: threading.Thread
 
     def obey(self, message: messages.FromSupervisor) -> None:
-        """Carry out an order of the supervisor; `TemplateLost` if no worker can start."""
+        """Carry out an order of the supervisor."""
         match message:
             case messages.StartWorker():
                 self._start(message)
@@ -187,7 +188,8 @@ class Machine:
     def _new_process(self, environment: Mapping[str, str], output: BinaryIO) -> Child:
         command = [self._config.program, *self._config.flags]
         if self._template is not None:
-            return self._template.start(command, environment, output)
+            with suppress(TemplateLost):
+                return self._template.start(command, environment, output)
         return SpawnedChild(command, environment, output)
 
     def _ended(self, key: int) -> None:

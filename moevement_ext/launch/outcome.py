@@ -40,10 +40,7 @@ def print_event(event: Event) -> None:
 
 
 class Outcome:
-    """Failures of one job. The launcher's thread uses this object.
-
-    A `store` is the part of this launch.
-    """
+    """Failures of one job. The launcher's thread uses this; a `store` is as in `failures`."""
 
     def __init__(self, report: Callable[[Event], None], spares: Callable[[], str]) -> None:
         self._report = report

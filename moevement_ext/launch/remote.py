@@ -158,7 +158,7 @@ class Children:
         heard: Callable[[int], None] | None,
     ) -> RemoteChild:
         """Add a worker before its start; see `Starter.start`."""
-        variables = {**variables, PROCESS: str(new_process())}
+        variables = {**variables, PROCESS: new_process()}
         order = StartWorker(next(self._keys), rank, variables, watched=heard is not None)
         child = RemoteChild(order, restarts, heard)
         self._children[order.key] = child

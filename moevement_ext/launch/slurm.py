@@ -20,11 +20,11 @@ from moevement_ext.launch.allocation import History, call_before_end, go_back, h
 from moevement_ext.launch.command_line import (
     add_shared,
     configured,
-    default_spares,
     parse_before_program,
 )
 from moevement_ext.launch.launch_config import LaunchConfig
 from moevement_ext.launch.output import give_up_unwritten
+from moevement_ext.launch.spare import DECLARATION
 from moevement_ext.launch.steps import slurm_step
 from moevement_ext.system.exit_signal import stop_at_signals
 from moevement_ext.system.name_lookups import ask_again_soon
@@ -65,9 +65,7 @@ def parse(argv: Sequence[str]) -> _SlurmJob:
                 f'on; the allocation has {len(hosts)}: ask for more with sbatch --nodes.'
             )
         nodes = len(hosts) - args.spare_nodes
-        given = args.spares is not None
-        spares = args.spares if given else default_spares(args.launched[0])
-        launch = configured(args, nodes=nodes, spares=spares, grace_s=args.grace)
+        launch = configured(args, nodes, grace_s=args.grace)
         if args.before_end is not None and not args.before_end >= 0:
             raise ConfigurationError(f'--before-end {args.before_end} must be at least 0.')
     except ConfigurationError as error:
@@ -140,16 +138,16 @@ def _parser() -> argparse.ArgumentParser:
         '--spare-nodes',
         **number,
         default=0,
-        help='Nodes of the allocation that wait, with the program imported, to replace lost nodes. '
-        'Default: 0.',
+        help='Nodes of the allocation that wait to replace lost nodes, with the program imported '
+        f'if it declares {DECLARATION}. Default: 0.',
     )
     add(
         '--spares',
         **number,
         help='Hot spares on each training node: idle processes that have imported the program. If '
         'the program can be forked, one spare serves all workers. 0: none, which leaves their '
-        'memory to training. Default: 1 if the program has an "if __name__ == \'__main__\'", '
-        'else 0.',
+        'memory to training. Default: 1 if the program declares '
+        f'{DECLARATION}, else 0.',
     )
     add(
         '--requeue',

@@ -3,33 +3,38 @@
 
     spare.py <program> <socket> <flag> ...
 
-Imports of torch and Megatron take many seconds, which a spare spends in advance. It also calls the
-program's `warm_up(flags)`, if defined. Then it reports on the socket (the number of a descriptor)
-whether it can fork workers: not if the imports have started threads or used a GPU, as neither works
-in a fork. Requests and answers are lines of JSON:
+Imports of torch and Megatron take many seconds, which a spare spends in advance. The program must
+declare (see `split`) that its import is the same in every process: here it knows no rank yet. A
+spare runs the program as `python <program>` does, up to its main guard, which a worker runs. It
+also calls the program's `warm_up(flags)`, if defined. Then it reports on the socket (the number of
+a descriptor) whether it can fork workers: not if the imports have started threads or used a GPU, as
+neither works in a fork. Requests are lines of JSON:
 
-    {"fork": order}    forks a worker with the passed descriptor as output; answers its process id,
-                       or the negative number of an error
-    {"status": pid}    waits for a worker's death; answers as `subprocess.Popen.returncode`
-    {"reap": pid}      the same, and releases the process id
+    {"fork": order}    forks a worker with the passed descriptor as output; the worker answers its
+                       process id, or a process without room for a fork the negative number of the
+                       error
     {"become": order}  becomes a worker itself, with the passed descriptor as output
 
-An order is {"argv": [...], "env": {...}}, with the complete environment. A worker calls `main()` of
-the program. If the connection ends, the spare ends. This file runs without the package, so that
+An order is {"argv": [...], "env": {...}}, with the complete environment. If the connection ends,
+the spare ends. A forked worker is a child of the launcher, which must adopt orphans during the
+fork: it outlives the spare, but not the launcher. This file runs without the package, so that
 `sys.path` and the imported modules are those of the program.
 """
 
+import ast
 import ctypes
 import errno
 import gc
-import importlib.util
 import json
 import os
 import signal
 import socket
 import sys
+import time
+from collections.abc import Callable
 from contextlib import suppress
-from types import ModuleType
+from functools import partial
+from types import CodeType, ModuleType
 from typing import Any, NoReturn
 
 _STDIN, _STDOUT, _STDERR = range(3)
@@ -39,6 +44,9 @@ _DRIVER = 'libcuda.so.1'
 _GPUS = '/dev/nvidiactl'
 # Result of the CUDA driver.
 _NOT_INITIALIZED = 3
+DECLARATION = 'MOEVEMENT_SPARES = True'
+"""Line at the top level of a program that spares may import; see `split`."""
+_GUARD = "__name__ == '__main__'"
 
 # Environment variables that the program has set because they were missing, as in a new process.
 _set_by_import: dict[str, str] = {}
@@ -50,19 +58,18 @@ def main() -> None:
         os.environ['PYTORCH_NVML_BASED_CUDA_CHECK'] = '1'
     before = set(os.environ)
     with socket.socket(fileno=int(descriptor)) as launcher:
-        module = import_program(program, flags)
-        if not callable(getattr(module, 'main', None)):
-            sys.exit(f'{program} has no function main(), which --spares and --fork need')
-        if hasattr(module, 'warm_up'):
-            module.warm_up(flags)
+        start = import_program(program, flags)
+        main = sys.modules['__main__']
+        if hasattr(main, 'warm_up'):
+            main.warm_up(flags)
         _set_by_import.update((k, v) for k, v in os.environ.items() if k not in before)
         # Otherwise every worker's collector visits all imported objects and so copies their pages.
         gc.collect()
         gc.freeze()
         report(launcher)
-        is_worker = serve(launcher, module)
+        is_worker = serve(launcher, start)
     if is_worker:
-        module.main()
+        start()
 
 
 def report(launcher: socket.socket) -> None:
@@ -83,8 +90,9 @@ def _used_a_gpu() -> bool:
     return found != _NOT_INITIALIZED
 
 
-def serve(launcher: socket.socket, module: ModuleType) -> bool:
+def serve(launcher: socket.socket, start: Callable[[], None]) -> bool:
     """Serve requests until the launcher is gone; True if this process must become a worker."""
+    parent = os.getppid()
     while True:
         text, output, _, _ = socket.recv_fds(launcher, _PIECE_BYTES, 1)
         while text and not text.endswith(b'\n'):
@@ -92,40 +100,42 @@ def serve(launcher: socket.socket, module: ModuleType) -> bool:
             text = text + more if more else b''
         if not text:
             return False
-        ((request, value),) = json.loads(text).items()
-        match request:
-            case 'become':
-                _become_worker(value, output[0])
-                return True
-            case 'fork':
-                answer = _fork(launcher, module, value, output[0])
-            case 'status':
-                answer = _status(value, os.WNOWAIT)
-            case 'reap':
-                answer = _status(value, 0)
-        launcher.sendall(json.dumps(answer).encode())
+        ((request, order),) = json.loads(text).items()
+        if request == 'become':
+            _become_worker(order, output[0])
+            return True
+        between = _fork(launcher)
+        if between == 0:
+            between = os.getpid()
+            if _fork(launcher) == 0:
+                while os.getppid() == between:  # then the launcher adopts this fork
+                    time.sleep(0.001)
+                bind(parent)
+                _run(launcher, start, order, output[0])
+            os._exit(0)
+        os.close(output[0])
+        if between is not None:
+            os.waitpid(between, 0)
 
 
-def _fork(launcher: socket.socket, module: ModuleType, order: dict[str, Any], output: int) -> int:
-    template = os.getpid()
+def _fork(launcher: socket.socket) -> int | None:
+    """Fork as `os.fork` does; None if there is no room, which the launcher is told."""
     sys.stdout.flush()
     try:
-        pid = os.fork()
-    except OSError as error:  # no room for a process; the workers forked before depend on this one
-        os.close(output)
-        return -(error.errno or errno.EAGAIN)
-    if pid == 0:
-        launcher.close()
-        _run(module, order, output, template)
-    os.close(output)
-    return pid
+        return os.fork()
+    except OSError as error:
+        launcher.sendall(b'%d' % -(error.errno or errno.EAGAIN))
+        return None
 
 
-def _run(module: ModuleType, order: dict[str, Any], output: int, template: int) -> NoReturn:
+def _run(
+    launcher: socket.socket, start: Callable[[], None], order: dict[str, Any], output: int
+) -> NoReturn:
     """Run as a worker and exit as Python does after a program."""
-    bind(template)
+    launcher.sendall(b'%d' % os.getpid())  # fails if the launcher waits no longer
+    launcher.close()
     _become_worker(order, output)
-    module.main()
+    start()
     sys.exit(0)
 
 
@@ -137,27 +147,42 @@ def bind(parent: int) -> None:
     os.setsid()
 
 
-def _status(pid: int, options: int) -> int:
-    found = os.waitid(os.P_PID, pid, os.WEXITED | options)
-    assert found is not None
-    return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+def split(program: str) -> tuple[CodeType, CodeType] | None:
+    """What a program does when it is imported, and its main guard; None without `DECLARATION`.
+
+    Raises:
+        OSError: the program cannot be read.
+        SyntaxError: it is no Python program.
+        ValueError: its last statement is not a main guard.
+    """
+    path = os.path.abspath(program)
+    with open(path, 'rb') as file:
+        imported = ast.parse(file.read(), path)
+    if all(ast.unparse(statement) != DECLARATION for statement in imported.body):
+        return None
+    guard = imported.body.pop()
+    if not (isinstance(guard, ast.If) and ast.unparse(guard.test) == _GUARD):
+        raise ValueError(
+            f'{program}: {DECLARATION} needs "if {_GUARD}:" as the last statement, which a spare '
+            'runs when it becomes a worker'
+        )
+    both = (imported, ast.Module([guard], []))
+    before, after = (compile(part, path, 'exec', dont_inherit=True) for part in both)
+    return before, after
 
 
-def import_program(program: str, flags: list[str]) -> ModuleType:
-    """Import the program as a module, with the `sys.path` of `python <program>`."""
-    path = os.path.realpath(program)
-    name = os.path.splitext(os.path.basename(path))[0]
-    sys.path[0] = os.path.dirname(path)
+def import_program(program: str, flags: list[str]) -> Callable[[], None]:
+    """Run a program as `python <program>` does, up to its main guard, which the result runs."""
+    parts = split(program)
+    if parts is None:
+        sys.exit(f'{program} does not declare {DECLARATION}, which --spares and --fork need')
+    sys.path[0] = os.path.dirname(os.path.realpath(program))
     sys.argv = [program, *flags]
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        sys.exit(f'{program} is not a Python program; leave out --spares')
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    # Child processes of multiprocessing import this file as their main program.
-    sys.modules['__main__'].__file__ = path
-    spec.loader.exec_module(module)
-    return module
+    main = sys.modules['__main__'] = ModuleType('__main__')
+    main.__file__ = os.path.abspath(program)
+    imported, guard = parts
+    exec(imported, main.__dict__)
+    return partial(exec, guard, main.__dict__)
 
 
 def _become_worker(order: dict[str, Any], output: int) -> None:

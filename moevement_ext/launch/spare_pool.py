@@ -72,7 +72,7 @@ class SparePool:
         return len(self._ready), len(self._importing)
 
     def close(self) -> None:
-        """Kill all spares and thereby the workers that they have forked."""
+        """Kill all spares, not the workers that they have forked."""
         for spare in [*self._importing, *self._ready]:
             self._drop(spare)
         self._importing.clear()

@@ -2,27 +2,29 @@
 """Starts workers from a process that has imported the program."""
 
 import contextlib
+import ctypes
 import json
 import os
-import select
 import signal
 import socket
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
 from moevement_ext.errors import LaunchError
-from moevement_ext.launch.child import Child, SpawnedChild
+from moevement_ext.launch.child import Child, ForkedChild, SpawnedChild
 from moevement_ext.system import orphans
 
 _SPARE = Path(__file__).with_name('spare.py')
 _MAX_ANSWER_BYTES = 64
+_PR_SET_CHILD_SUBREAPER = 36
 # A template that takes longer to answer is killed.
 _TO_ANSWER_S = 30.0
 
 
 class TemplateLost(LaunchError):
-    """The template ended, and with it all workers that it had forked."""
+    """The template can start no more workers; those that it has forked live on."""
 
 
 class Template:
@@ -53,7 +55,7 @@ class Template:
         environment: Mapping[str, str],
         log: BinaryIO | None = None,
     ) -> Self:
-        """Start a process that imports a program, whose `main()` workers then call.
+        """Start a process that imports a program, whose main guard workers then run.
 
         Args:
             program: path of the program.
@@ -92,35 +94,33 @@ class Template:
             raise TemplateLost('the template of all workers is gone')
         order = {'argv': list(command), 'env': dict(environment)}
         if self.forks:
-            pid = self.ask('fork', order, [output.fileno()])
-            if pid < 0:
-                raise OSError(-pid, os.strerror(-pid))
+            adopt = partial(ctypes.CDLL(None).prctl, _PR_SET_CHILD_SUBREAPER)
+            adopt(1)  # the worker, whose parent ends on purpose
             try:
-                death = os.pidfd_open(pid)
-            except OSError:  # too many open files: its death could not be detected
-                os.kill(pid, signal.SIGKILL)
-                self.ask('reap', pid)
-                raise
-            return _ForkedChild(self, pid, death)
-        self._send('become', order, [output.fileno()])
+                return ForkedChild(self._ask_for_fork(order, output))
+            finally:
+                adopt(0)  # later orphans are not this process's to reap
+        self._send('become', order, output)
         self._socket.close()
         return self.process
 
-    def ask(self, request: str, value: Any, descriptors: Sequence[int] = ()) -> int:
-        """Send one request and return its answer; `TemplateLost` if the template is dead."""
-        self._send(request, value, descriptors)
+    def _ask_for_fork(self, order: Any, output: BinaryIO) -> int:
+        self._send('fork', order, output)
         try:
             answer = self._socket.recv(_MAX_ANSWER_BYTES)
-        except OSError as error:
-            raise self._lost(f': {error}') from error
+        except OSError:
+            self._socket.shutdown(socket.SHUT_RD)  # a worker that answers later ends at once
+            answer = self._socket.recv(_MAX_ANSWER_BYTES)
         if not answer:
             raise self._lost('')
+        if int(answer) < 0:
+            raise OSError(-int(answer), os.strerror(-int(answer)))
         return int(answer)
 
-    def _send(self, request: str, value: Any, descriptors: Sequence[int]) -> None:
+    def _send(self, request: str, order: Any, output: BinaryIO) -> None:
         try:
-            text = json.dumps({request: value}).encode() + b'\n'
-            sent = socket.send_fds(self._socket, [text], list(descriptors))
+            text = json.dumps({request: order}).encode() + b'\n'
+            sent = socket.send_fds(self._socket, [text], [output.fileno()])
             if sent < len(text):  # an order may be larger than the socket's buffer
                 self._socket.sendall(text[sent:])  # only if needed: a new worker closes its end
         except OSError as error:
@@ -131,40 +131,8 @@ class Template:
         return TemplateLost(f'the template of all workers is gone{why}')
 
     def close(self) -> int:
-        """Kill the template and thereby all workers that it has forked; return as `reap`."""
+        """Kill the template, not the workers that it has forked; return as `reap`."""
         self.process.signal(signal.SIGKILL)
         code = self.process.reap()
         self._socket.close()
         return code
-
-
-class _ForkedChild(Child):
-    """A forked worker; its parent, the template, reports its exit code."""
-
-    def __init__(self, template: Template, pid: int, death: int) -> None:
-        super().__init__(pid, death)
-        self._template = template
-
-    def _send(self, number: int) -> None:
-        try:
-            super()._send(number)
-        except (
-            ProcessLookupError
-        ):  # no process group yet, or reaped by init after the template's death
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self.death, number)
-
-    def _how_it_ended(self) -> int:
-        return self._asked('status')
-
-    def _reap(self) -> int:
-        return self._asked('reap')
-
-    def _asked(self, request: str) -> int:
-        death = select.poll()  # takes descriptors of any number
-        death.register(self.death, select.POLLIN)
-        death.poll()
-        try:
-            return self._template.ask(request, self.pid)
-        except TemplateLost:  # Linux has killed its workers
-            return -signal.SIGKILL

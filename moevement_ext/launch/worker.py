@@ -29,7 +29,6 @@ class Worker:
 
     @property
     def process(self) -> int:
-        """Number by which the process is known in the store."""
         return int(self.child.order.variables[PROCESS])
 
     @property

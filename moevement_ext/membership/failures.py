@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages about failures between the launcher and the workers, in the store.
 
-Keys of a launch. The launcher writes `ended/<process>` (time and cause of the death of this
-process), `cause` (the same for the death that restarted all workers, with the number of that
-restart) and `spares` (the remaining spares), with the part of the store of its launch. The workers
-write `recovered` (one line about the outcome of the newest recovery), with the store of the job.
+A `store` is the part of a launch. The launcher writes `ended/<process>` (time and cause of the
+death of this process), `cause` (the same for the death that restarted all workers, with the number
+of that restart) and `spares` (the remaining spares). The workers write `recovered` (one line about
+the outcome of the newest recovery).
 """
 
 import time
 from typing import NamedTuple
 
 from torch.distributed import Store
-
-from moevement_ext.membership.launch import of_launch, own_launch
 
 _RECOVERED = 'recovered'
 _CAUSE = 'cause'
@@ -36,7 +34,7 @@ def tell_end(store: Store, process: int, rank: int, how: str) -> None:
 
 def told_end(store: Store, process: int) -> End | None:
     """How this process died; None if the launcher has not recorded it."""
-    return _decoded(_own(store), _ended(process))
+    return _decoded(store, _ended(process))
 
 
 def tell_cause(store: Store, restarts: int, rank: int, how: str) -> None:
@@ -46,7 +44,7 @@ def tell_cause(store: Store, restarts: int, rank: int, how: str) -> None:
 
 def told_cause(store: Store, restarts: int) -> End | None:
     """The death that caused restart number `restarts` of all workers; None if unknown."""
-    return _decoded(_own(store), _CAUSE, f'{restarts} ')
+    return _decoded(store, _CAUSE, f'{restarts} ')
 
 
 def tell_spares(store: Store, left: str) -> None:
@@ -55,22 +53,17 @@ def tell_spares(store: Store, left: str) -> None:
 
 
 def told_spares(store: Store) -> str:
-    store = _own(store)
     return store.get(_SPARES).decode() if store.check([_SPARES]) else ''
 
 
 def tell_recovered(store: Store, line: str) -> None:
     """Record the outcome of a recovery in one line; called by one rank."""
-    _own(store).set(_RECOVERED, line)
+    store.set(_RECOVERED, line)
 
 
 def told_recovered(store: Store) -> str:
     """Outcome of the newest recovery; empty if there was none."""
     return store.get(_RECOVERED).decode() if store.check([_RECOVERED]) else ''
-
-
-def _own(store: Store) -> Store:
-    return of_launch(store, own_launch())
 
 
 def _encoded(rank: int, how: str) -> str:

@@ -2,11 +2,9 @@
 """Names of launches and processes in the store, which may outlive both.
 
 Messages of an earlier launch refer to processes that are gone. So a launcher draws a random name
-for each launch, and all keys by which its processes talk to it begin with that name. Likewise each
-process has a random number: process ids repeat, as each container counts them from 1.
+for each launch, and all keys by which its processes talk to it begin with that name.
 """
 
-import functools
 import os
 import secrets
 
@@ -16,7 +14,7 @@ VARIABLE = 'MOEVEMENT_LAUNCH'
 """Environment variable of workers with the name of the launch. A launcher that reads nothing from
 the store, such as torchrun, does not set it."""
 PROCESS = 'MOEVEMENT_PROCESS'
-"""Environment variable of a worker with its number, drawn by a launcher that reads the store."""
+"""Environment variable of a worker with its number; that launcher draws it, else the worker."""
 
 
 def own_launch() -> str:
@@ -24,19 +22,13 @@ def own_launch() -> str:
     return os.environ.get(VARIABLE, '')
 
 
-def new_process() -> int:
-    """Draw the number of a process."""
-    return secrets.randbits(63)
-
-
 def own_process() -> int:
-    """Number of this process, which no other process has."""
-    return int(os.environ.get(PROCESS) or _drawn(os.getpid()))
+    """Number of this process: a random one, as each container counts process ids from 1."""
+    return int(os.environ.setdefault(PROCESS, new_process()))
 
 
-@functools.cache
-def _drawn(pid: int) -> int:  # a fork has a number of its own
-    return new_process()
+def new_process() -> str:
+    return str(secrets.randbits(63))
 
 
 def of_launch(store: Store, launch: str) -> Store:

@@ -19,6 +19,7 @@ import msgspec
 from torch.distributed import Store
 
 from moevement_ext.membership import failures
+from moevement_ext.membership.launch import of_launch, own_launch
 from moevement_ext.membership.rendezvous import launcher_store
 from moevement_ext.membership.report import Report
 from moevement_ext.memory.deaths import Death
@@ -133,7 +134,7 @@ class Outage:
     def _summary(
         self, store: Store, verdict: Localized, away_s: float, seconds: Mapping[str, float]
     ) -> Summary:
-        launcher = launcher_store(_TO_CONNECT)
+        launcher = _launcher()
         cause = f'no process died: {self._reason}'
         if self._gone:
             gone = [_gone(launcher, rank, *was) for rank, was in sorted(self._gone.items())]
@@ -167,7 +168,7 @@ def of_the_whole_job(
     """
 
     def make() -> Summary:
-        launcher = launcher_store(_TO_CONNECT)
+        launcher = _launcher()
         restarts = int(os.environ.get('TORCHELASTIC_RESTART_COUNT', '0'))
         told = None if launcher is None else failures.told_cause(launcher, restarts)
         spares = '' if launcher is None else failures.told_spares(launcher)
@@ -185,13 +186,18 @@ def of_the_whole_job(
         _say(found)
 
 
+def _launcher() -> Store | None:
+    store = launcher_store(_TO_CONNECT)
+    return None if store is None else of_launch(store, own_launch())
+
+
 def _say(summary: Summary) -> None:
     """Print the summary, and send it to the launcher."""
     line = summary.line(time.time())
     print(highlighted(line, sys.stdout, summary.is_exact), flush=True)
 
     def tell() -> None:
-        launcher = launcher_store(_TO_CONNECT)
+        launcher = _launcher()
         if launcher is not None:
             failures.tell_recovered(launcher, line)
 

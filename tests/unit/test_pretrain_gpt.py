@@ -25,7 +25,7 @@ def imported_by(name: str) -> set[str]:
     ('name', 'imported'),
     [
         ('__mp_main__', {'torch'}),  # a process of multiprocessing: every dense save starts one
-        ('pretrain_gpt', {'torch', 'megatron.core', 'megatron.training'}),  # a hot spare
+        ('pretrain_gpt', {'torch', 'megatron.core', 'megatron.training'}),
     ],
 )
 def test_only_training_processes_import_megatron(name: str, imported: set[str]) -> None:

@@ -9,19 +9,20 @@ imports; see `moevement_ext/launch/spare.py`.
 import os
 import socket
 import sys
-from collections.abc import Mapping, Sequence
-from types import ModuleType
+from collections.abc import Callable, Mapping, Sequence
 from typing import BinaryIO, NoReturn
 
 from moevement_ext.launch import command_line, spare
-from moevement_ext.launch.child import Child, how_it_ended
+from moevement_ext.launch.child import Child, ForkedChild
 from moevement_ext.launch.template import Template
 
 # Prefix of environment variables that no import reads.
 _OF_A_JOB = 'MOEVEMENT_'
 # Importing processes, by program and environment.
 _importers: dict[tuple[str, tuple[tuple[str, str], ...]], Template] = {}
-_imported: list[ModuleType] = []
+_imported: list[Callable[[], None]] = []
+
+MOEVEMENT_SPARES = True
 
 
 def start(
@@ -31,7 +32,8 @@ def start(
 
     Args:
         program: path of the workers' program.
-        command: command line of the launcher, beginning with the name of the script.
+        command: command line of the launcher, beginning with the name of the script; its import
+            gets the flags of the first job's program.
         environment: complete environment of the launcher.
         log: file for the launcher's output.
 
@@ -39,20 +41,21 @@ def start(
         LaunchError: the program cannot be imported.
     """
     imports = {k: v for k, v in environment.items() if not k.startswith(_OF_A_JOB)}
-    return _importer(program, imports).start(command, environment, log)
+    flags = command[command.index(program) + 1 :]
+    return _importer(program, flags, imports).start(command, environment, log)
 
 
 def close() -> None:
-    """End all processes that import, and all launchers and workers with them."""
+    """End all processes that import."""
     while _importers:
         _importers.popitem()[1].close()
 
 
-def _importer(program: str, environment: Mapping[str, str]) -> Template:
+def _importer(program: str, flags: Sequence[str], environment: Mapping[str, str]) -> Template:
     """The process that imports; it ends with the thread that started it, or by `close`."""
     key = program, tuple(sorted(environment.items()))
     if key not in _importers:
-        _importers[key] = Template.spawn(__file__, [program], environment)
+        _importers[key] = Template.spawn(__file__, [program, *flags], environment)
     return _importers[key]
 
 
@@ -62,8 +65,8 @@ def _importer(program: str, environment: Mapping[str, str]) -> Template:
 def warm_up(flags: list[str]) -> None:
     from moevement_ext.launch import supervisor  # noqa: F401
 
-    [program] = flags
-    _imported.append(spare.import_program(program, []))
+    program, *flags = flags
+    _imported.append(spare.import_program(program, flags))
 
 
 def main() -> NoReturn:
@@ -73,24 +76,18 @@ def main() -> NoReturn:
     sys.exit(command_line.main())
 
 
-def _fork_template(program: ModuleType) -> Template:
+def _fork_template(start: Callable[[], None]) -> Template:
     own, other = socket.socketpair()
     launcher, pid = os.getpid(), os.fork()
     if pid == 0:
         own.close()
         spare.bind(launcher)
         spare.report(other)
-        spare.serve(other, program)
+        spare.serve(other, start)
         os._exit(0)
     other.close()
-    return Template(_Fork(pid, os.pidfd_open(pid)), own)
+    return Template(ForkedChild(pid), own)
 
 
-class _Fork(Child):
-    """A fork of this process."""
-
-    def _how_it_ended(self) -> int:
-        return how_it_ended(self.pid, os.WNOWAIT)
-
-    def _reap(self) -> int:
-        return how_it_ended(self.pid)
+if __name__ == '__main__':
+    main()

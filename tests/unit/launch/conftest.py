@@ -28,6 +28,7 @@ from moevement_ext.membership.launch import of_launch
 PROGRAM = '''
 import json, multiprocessing, os, pathlib, signal, subprocess, sys, time
 
+MOEVEMENT_SPARES = True
 imported = {'pid': os.getpid(), 'rank': os.environ.get('RANK'), 'path': sys.path[0]}
 print('importing')
 here = pathlib.Path(sys.argv[0]).parent

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from moevement_ext.launch.command_line import default_spares, main, parse
+from moevement_ext.launch.command_line import main, parse
 from moevement_ext.launch.launch_config import StagedAction, StagedFault
 from tests.quick import with_quick
 from tests.unit.launch.conftest import Job
@@ -41,31 +41,52 @@ def test_flags(job: Job) -> None:
     )
 
 
-def test_default_spares_need_an_importable_program(job: Job) -> None:
-    launched = ['--', str(job.program)]
-    assert parse(['--nodes', '1', *launched]).spares == 1
-    assert parse(['--nodes', '1', '--spares', '0', *launched]).spares == 0
-    assert parse(['--nodes', '1', '--fork', *launched]).spares == 0
-    job.program.write_text('print("trains on import")')
-    assert parse(['--nodes', '1', *launched]).spares == 0
-    assert parse(['--nodes', '1', '--spares', '1', *launched]).spares == 1
+DECLARED = 'MOEVEMENT_SPARES = True\n'
+GUARD = 'if "__main__" == __name__: pass\nif __name__ == "__main__":\n    train()\n'
 
 
 @pytest.mark.parametrize(
-    ('text', 'spares'),
+    ('text', 'declares'),
     [
-        ("if __name__ == '__main__':\n    main()", 1),
-        ("if '__main__' == __name__: main()", 1),
-        ('main()', 0),
-        ("if name == '__main__': main()", 0),
-        ("if __name__ == '__mp_main__': pass", 0),
-        ('if', 0),
+        (DECLARED + GUARD, True),
+        (GUARD, False),
+        ('MOEVEMENT_SPARES = False\n' + GUARD, False),
+        (f'if True:\n    {DECLARED}{GUARD}', False),
+        ('train()', False),
+        ('if', False),
     ],
 )
-def test_importable_program_has_a_main_guard(text: str, spares: int, tmp_path: Path) -> None:
-    (tmp_path / 'program.py').write_text(text)
-    assert default_spares(str(tmp_path / 'program.py')) == spares
-    assert default_spares(str(tmp_path / 'none.py')) == 0
+def test_spares_need_a_declaration(
+    text: str, declares: bool, job: Job, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job.program.write_text(text)
+    launched = ['--', str(job.program)]
+    found = parse(['--nodes', '1', *launched])
+    assert (found.spares, found.importable) == (int(declares), declares)
+    fresh = f'a replacement starts fresh: declare MOEVEMENT_SPARES = True in {job.program}\n'
+    said = capsys.readouterr().err
+    assert said.endswith(fresh) if not declares else said == ''
+    assert parse(['--nodes', '1', '--spares', '0', *launched]).spares == 0
+    for flags in (['--fork'], ['--spares', '2']):
+        if declares:
+            assert parse(['--nodes', '1', *flags, *launched]).spares == 2 * ('2' in flags)
+            continue
+        with pytest.raises(SystemExit):
+            parse(['--nodes', '1', *flags, *launched])
+        refused = f'{" ".join(flags)}: {job.program} does not declare MOEVEMENT_SPARES = True'
+        assert refused in capsys.readouterr().err
+
+
+@pytest.mark.parametrize('end', ['train()', GUARD + 'print("trained")', 'if __name__: train()'])
+def test_spares_need_a_main_guard_at_the_end(
+    end: str, job: Job, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job.program.write_text(DECLARED + end)
+    with pytest.raises(SystemExit):
+        parse(['--nodes', '1', '--', str(job.program)])
+    assert (
+        f'{job.program}: MOEVEMENT_SPARES = True needs "if __name__ == \'__main__\':" as the last '
+    ) in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -109,9 +130,11 @@ def test_invalid_flags_are_named(
 
 
 @contextmanager
-def launched(job: Job) -> Iterator[tuple[subprocess.Popen[str], list[psutil.Process]]]:
+def launched(
+    job: Job, start: str = '--spares=1'
+) -> Iterator[tuple[subprocess.Popen[str], list[psutil.Process]]]:
     """The command with two workers and a spare, after all of them have started their program."""
-    flags = ['--nodes', '2', '--spares', '1', '--', str(job.program), '1.0=print:two words']
+    flags = ['--nodes', '2', start, '--', str(job.program), '1.0=print:two words']
     command = [sys.executable, str(SCRIPT), *flags]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -119,7 +142,9 @@ def launched(job: Job) -> Iterator[tuple[subprocess.Popen[str], list[psutil.Proc
         family: list[psutil.Process] = []
         try:
             assert process.stdout is not None
-            wanted = {'[rank 0] importing', '[rank 1] two words', '[launcher] hot spare ready'}
+            wanted = {'importing', '[rank 1] two words', '[launcher] hot spare ready'}
+            if start == '--fork':
+                wanted = {'rank 0: started', '[rank 1] two words'}
             while wanted:
                 line = process.stdout.readline()
                 assert line, f'ended without {wanted}'
@@ -135,8 +160,9 @@ def launched(job: Job) -> Iterator[tuple[subprocess.Popen[str], list[psutil.Proc
                     worker.kill()
 
 
-def test_all_processes_die_with_a_killed_launcher(job: Job) -> None:
-    with launched(job) as (process, family):
+@pytest.mark.parametrize('start', ['--spares=1', '--fork'])
+def test_all_processes_die_with_a_killed_launcher(start: str, job: Job) -> None:
+    with launched(job, start) as (process, family):
         assert len(family) == 3
         process.kill()
         assert all(dies(worker.pid) for worker in family)

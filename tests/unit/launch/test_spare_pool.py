@@ -21,31 +21,43 @@ from moevement_ext.launch.launcher_events import (
     WorkerLaunched,
 )
 from moevement_ext.launch.machine import Machine
-from tests.unit.launch.conftest import Job, starts_a_thread
-from tests.unit.readable import dies
+from tests.unit.launch.conftest import Job, ended, starts_a_thread
 
 pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
 
 FULL = """
 import errno, os, pathlib, sys
 
-fork, full = os.fork, pathlib.Path(sys.argv[0]).parent / 'full'
+fork, spare, full = os.fork, os.getpid(), pathlib.Path(sys.argv[0]).parent / 'full'
 met = full.with_name('met')
 
 
 def fork_if_there_is_room():
-    if full.exists() and not met.exists():
+    if full.exists() and not met.exists() and (os.getpid() == spare) is BY_THE_SPARE:
         met.touch()
         raise BlockingIOError(errno.EAGAIN, 'Resource temporarily unavailable')
-    pid = fork()
-    if pid:
-        full.touch()
-    return pid
+    return fork()
 
 
 os.fork = fork_if_there_is_room
 """
-"""Beginning of a program whose second fork finds no room, while the third does."""
+"""Beginning of a program: one fork finds no room, that of the spare or that of its fork."""
+
+GUARDED = """
+import pickle
+
+
+class Sampled:
+    pass
+
+
+if __name__ == '__main__':
+    imported['main'] = [__name__, __file__, Sampled.__module__, sys.path]
+    imported['unpickled'] = type(pickle.loads(pickle.dumps(Sampled()))) is Sampled
+    main()
+    sys.exit(7)
+"""
+"""End of a program that does more under its main guard than call `main()`."""
 
 
 @pytest.mark.parametrize('forks', [True, False])
@@ -92,7 +104,7 @@ def test_one_forking_spare_replaces_any_number_of_workers(job: Job, tmp_path: Pa
     assert {event.was_spare for event in job.started() if event.restarts} == {True}
 
 
-def test_workers_forked_from_a_dead_spare_are_replaced(job: Job, tmp_path: Path) -> None:
+def test_workers_outlive_the_spare_that_forked_them(job: Job) -> None:
     def act(event: Event) -> None:
         if isinstance(event, SpareReady):
             job.touch('ready')
@@ -100,16 +112,43 @@ def test_workers_forked_from_a_dead_spare_are_replaced(job: Job, tmp_path: Path)
             os.kill(job.spares()[0].pid, signal.SIGKILL)
 
     job.on_event = act
-    job.finish_when = lambda: len(job.started(0)) == 3 and len(job.spares()) == 2
+    job.finish_when = lambda: len(job.spares()) == 2
     assert job.run('0.0=kill:ready', spares=1) == 0
     assert [event.code for event in job.seen(SpareEnded)] == [-9]
-    assert dies(job.started(0)[1].pid)
+    assert ended(job) == {0: [-9, 0]}
 
 
-def test_spare_without_room_for_a_fork_forks_later(job: Job, tmp_path: Path) -> None:
-    """As with a full cgroup of processes; the worker that it forked before lives on."""
-    job.program.write_text(FULL + job.program.read_text())
+@pytest.mark.parametrize('forks', [True, False])
+def test_worker_of_a_spare_is_as_a_new_process(job: Job, forks: bool) -> None:
+    program, guard = job.program.read_text().split("\nif __name__ == '__main__'")
+    job.program.write_text(program + GUARDED)
+    if not forks:
+        starts_a_thread(job)
     job.on(SpareReady, lambda event: job.touch('ready'))
+    job.finish_when = lambda: len(job.started(0)) == 2
+    assert job.run('0.0=kill:ready', '0.2=exit:0', spares=1) == 0
+    assert job.started(0)[1].was_spare
+    assert ended(job)[0][:2] == [-9, 7]
+    first, second = (job.attempt(0, restarts)['imported'] for restarts in range(2))
+    assert first['main'][0] == '__main__' and first['unpickled']
+    assert [second[key] for key in ('main', 'unpickled')] == [first['main'], True]
+
+
+@pytest.mark.parametrize('by_the_spare', [True, False])
+def test_spare_without_room_for_a_fork_forks_later(
+    by_the_spare: bool, job: Job, tmp_path: Path
+) -> None:
+    """As with a full cgroup of processes; the worker that it forked before lives on."""
+    full = FULL.replace('BY_THE_SPARE', str(by_the_spare))
+    job.program.write_text(full + job.program.read_text())
+
+    def act(event: Event) -> None:
+        if isinstance(event, SpareReady):
+            job.touch('ready')
+        if isinstance(event, WorkerLaunched) and event.restarts == 1:
+            job.touch('full')
+
+    job.on_event = act
     job.finish_when = lambda: len(job.started(1)) == 2
     assert job.run('0.0=kill:ready', '1.0=kill:full', nodes=2, spares=1) == 0
     assert [event.restarts for event in job.started(0)] == [0, 1]
@@ -170,7 +209,7 @@ def test_spare_without_a_gpu_imports_like_a_worker(job: Job) -> None:
 
 def test_warm_up_of_a_spare_is_inherited_by_its_worker(job: Job, tmp_path: Path) -> None:
     job.program.write_text(
-        job.program.read_text() + "\ndef warm_up(flags):\n    imported['warm'] = list(flags)\n"
+        "def warm_up(flags):\n    imported['warm'] = list(flags)\n" + job.program.read_text()
     )
     job.on(SpareReady, lambda event: job.touch('ready'))
     job.finish_when = lambda: len(job.started(0)) == 2
@@ -202,13 +241,14 @@ def test_ready_spare_that_dies_is_replaced(job: Job) -> None:
 
 
 def test_spare_that_cannot_start_is_not_retried(job: Job, tmp_path: Path) -> None:
-    job.program.write_text(job.program.read_text().replace('main()', 'run()'))
+    job.program.write_text(job.program.read_text().replace('MOEVEMENT_SPARES', 'SPARES'))
     job.finish_when = lambda: bool(job.seen(SpareEnded))
     assert job.run(spares=1, log_dir=tmp_path) == 0
     (gone,) = job.seen(SpareEnded)
     assert (gone.code, gone.was_ready) == (1, False)
-    assert 'program.py has no function main(), which --spares and --fork need' in (
-        (tmp_path / 'spares.log').read_text()
+    assert (
+        'program.py does not declare MOEVEMENT_SPARES = True, which --spares and --fork need'
+        in ((tmp_path / 'spares.log').read_text())
     )
 
 

@@ -165,7 +165,7 @@ def test_finished_rank_may_die_at_its_exit(job: Job, last: bool, survive: bool) 
 
     def note(event: Event) -> None:
         if isinstance(event, WorkerLaunched):
-            job.said.set(f'finished/{event.rank}', f'{event.pid} 0')
+            job.said.set(f'finished/{event.rank}', f'{job.process(event.rank)} 0')
             if event.rank == 2:
                 (job.folder / ('others' if last else 'abort')).touch()
         if isinstance(event, WorkerEnded) and len(ended(job)) == (2 if last else 1):
@@ -191,7 +191,7 @@ def test_finish_report_of_an_earlier_process_is_ignored(job: Job) -> None:
 
 def test_announced_exit_status_is_that_of_the_job(job: Job) -> None:
     def note(event: WorkerLaunched) -> None:
-        job.said.set(f'finished/{event.rank}', f'{event.pid} 16')
+        job.said.set(f'finished/{event.rank}', f'{job.process(event.rank)} 16')
 
     job.on(WorkerLaunched, note)
     assert job.run('0.0=exit:16:finish', '1.0=exit:16:finish', nodes=2) == 16
@@ -201,7 +201,7 @@ def test_announced_exit_status_is_that_of_the_job(job: Job) -> None:
 
 def test_error_after_training_fails_the_job(job: Job) -> None:
     def note(event: WorkerLaunched) -> None:
-        job.said.set(f'finished/{event.rank}', f'{event.pid} 0')
+        job.said.set(f'finished/{event.rank}', f'{job.process(event.rank)} 0')
 
     job.on(WorkerLaunched, note)
     assert job.run('0.0=print:cannot close', '0.0=exit:1:finish', nodes=2) == 1
@@ -216,10 +216,10 @@ def test_rank_killed_after_its_last_iteration_counts_as_finished(job: Job) -> No
 
     def note(event: Event) -> None:
         if isinstance(event, WorkerLaunched) and event.rank == 2:
-            job.said.set('finished/0', f'{job.started(0)[0].pid} 0')
+            job.said.set('finished/0', f'{job.process(0)} 0')
             job.touch('die')
         if isinstance(event, WorkerEnded) and event.rank == 1:
-            job.said.set('finished/2', f'{job.started(2)[0].pid} 0')
+            job.said.set('finished/2', f'{job.process(2)} 0')
             job.finish()
 
     job.on_event = note
@@ -236,7 +236,7 @@ def test_failing_job_waits_for_finished_workers(job: Job, said: bool) -> None:
     def note(event: Event) -> None:
         if isinstance(event, WorkerLaunched) and event.rank == 1:
             for worker in job.started()[not said :]:
-                job.said.set(f'finished/{worker.rank}', f'{worker.pid} 0')
+                job.said.set(f'finished/{worker.rank}', f'{job.process(worker.rank)} 0')
             job.touch('fail')
         if isinstance(event, WorkerEnded) and event.rank == 0:
             job.finish()
@@ -255,7 +255,7 @@ def test_no_restart_once_a_peer_has_reported_its_end(job: Job, finished_first: b
 
     def note(event: Event) -> None:
         if isinstance(event, WorkerLaunched) and event.rank == 1:
-            job.said.set('finished/0', f'{job.started(0)[0].pid} 0')
+            job.said.set('finished/0', f'{job.process(0)} 0')
             (job.folder / ('end' if finished_first else 'die')).touch()
         if isinstance(event, WorkerEnded):
             job.touch('die')

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Forked workers behave like workers started as separate processes."""
 
-import ctypes
 import errno
 import os
 import signal
@@ -17,16 +16,10 @@ from moevement_ext.launch.child import SpawnedChild
 from moevement_ext.launch.launch_config import LaunchConfig
 from moevement_ext.launch.launcher_events import WorkerLaunched
 from moevement_ext.launch.template import Template
-from tests.unit.launch.conftest import Job, ended, failure
+from tests.unit.launch.conftest import Job, ended
 from tests.unit.readable import dies, readable
 
 pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
-
-
-def adopt_orphans(wanted: bool) -> None:
-    """Start or stop being the subreaper of orphaned descendants."""
-    pr_set_child_subreaper = 36
-    assert ctypes.CDLL(None).prctl(pr_set_child_subreaper, int(wanted), 0, 0, 0) == 0
 
 
 @pytest.mark.parametrize('logged', [True, False])
@@ -98,46 +91,28 @@ def test_children_of_a_dead_worker_die_with_it(job: Job) -> None:
     assert dies(job.attempt(0)['child'])
 
 
-def test_job_fails_with_its_template(job: Job) -> None:
-    """All workers are its children and die with it; no further worker starts."""
-    workers = []
+def test_workers_outlive_their_template(job: Job) -> None:
+    """Workers that start later import the program themselves."""
 
     def kill_template(event: WorkerLaunched) -> None:
-        workers.extend(started.pid for started in job.started())
-        os.kill(psutil.Process(event.pid).ppid(), signal.SIGKILL)
+        [template] = set(psutil.Process().children()) - {
+            psutil.Process(e.pid) for e in job.started()
+        }
+        template.kill()
+        assert dies(template.pid)
+        job.touch('strike')
 
-    job.on(WorkerLaunched, kill_template, rank=1)
-    job.finish_when = lambda: False
-    assert job.run(nodes=2, fork=True) == 1
-    assert 'the template of all workers is gone' in failure(job)
-    assert len(workers) == 2
-    assert all(dies(pid) for pid in workers)
+    job.on(WorkerLaunched, kill_template, rank=1, restarts=0)
+    job.finish_when = lambda: len(job.started(1)) == 2
+    assert job.run('1.0=kill:strike', nodes=2, fork=True) == 0
+    assert ended(job) == {0: [0], 1: [-9, 0]}
+    assert job.attempt(1, 1)['imported']['pid'] == job.started(1)[1].pid
 
 
 @pytest.fixture
 def nowhere() -> Iterator[BinaryIO]:
     with open(os.devnull, 'wb') as output:
         yield output
-
-
-def test_worker_reaped_by_init_counts_as_dead(job: Job, nowhere: BinaryIO) -> None:
-    """Its template is gone and its process id is free; this process acts as init."""
-    others = {child.pid for child in psutil.Process().children()}
-    environment = {**os.environ, 'RANK': '0', 'TORCHELASTIC_RESTART_COUNT': '0'}
-    template = Template.spawn(str(job.program), [], environment)
-    adopt_orphans(True)
-    try:
-        worker = template.start([str(job.program)], environment, nowhere)
-        [template_pid] = {child.pid for child in psutil.Process().children()} - others
-        os.kill(template_pid, signal.SIGKILL)
-        assert dies(template_pid)  # only then is the worker a child of this process
-        assert dies(worker.pid)
-        os.waitid(os.P_PID, worker.pid, os.WEXITED)
-    finally:
-        adopt_orphans(False)
-    worker.signal(signal.SIGTERM)
-    assert worker.reap() == -signal.SIGKILL
-    template.close()
 
 
 def test_unimportable_program_ends_the_job(job: Job) -> None:

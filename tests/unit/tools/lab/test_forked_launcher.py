@@ -2,7 +2,6 @@
 """Jobs whose launchers and workers are forks of one process; the program trains nothing."""
 
 import os
-import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.unit.readable import dies
 from tools.lab import forked_launcher
 from tools.lab.errors import LabError
 from tools.lab.job import Job
@@ -19,6 +19,7 @@ pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
 PROGRAM = """
 import os, sys, time
 
+MOEVEMENT_SPARES = True
 print('imported by', os.getpid())
 importer = os.getpid()
 
@@ -29,6 +30,10 @@ def main():
     while wait == 'wait':
         time.sleep(0.01)
     sys.exit(name == 'failing')
+
+
+if __name__ == '__main__':
+    main()
 """
 
 
@@ -83,21 +88,22 @@ def test_workers_end_with_their_launcher(launch: Launch) -> None:
         while 'killed' not in printed(running):
             time.sleep(0.01)
         workers = [psutil.Process(pid) for pid in running.pids()]
-        [template] = {worker.ppid() for worker in workers}
-        ended = [psutil.Process(template), *workers]
+        [launcher] = {worker.ppid() for worker in workers}
+        ended = psutil.Process(launcher).children(recursive=True)
+        assert {worker.pid for worker in workers} < {process.pid for process in ended}
         running.kill()
         running.wait()
         assert not psutil.wait_procs(ended, timeout=120.0)[1]
 
 
-def test_all_end_with_the_process_that_imports(launch: Launch) -> None:
-    with job(launch, 'lost', 'wait') as running:
-        while 'lost' not in printed(running):
+def test_jobs_outlive_the_process_that_imports(launch: Launch) -> None:
+    with job(launch, 'kept', 'wait') as running:
+        while 'kept' not in printed(running):
             time.sleep(0.01)
-        workers = [psutil.Process(pid) for pid in running.pids()]
-        psutil.Process(int(printed(running)[1])).send_signal(signal.SIGKILL)
-        running.wait()
-        assert not psutil.wait_procs(workers, timeout=120.0)[1]
+        importer = psutil.Process(int(printed(running)[1]))
+        importer.kill()
+        assert dies(importer.pid)
+        assert running.running()
     with pytest.raises(LabError, match='the template of all workers is gone'), job(launch, 'next'):
         pass
     forked_launcher.close()  # a case that comes later starts another one
