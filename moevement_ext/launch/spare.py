@@ -10,9 +10,8 @@ also calls the program's `warm_up(flags)`, if defined. Then it reports on the so
 a descriptor) whether it can fork workers: not if the imports have started threads or used a GPU, as
 neither works in a fork. Requests are lines of JSON:
 
-    {"fork": order}    forks a worker with the passed descriptor as output; the worker answers its
-                       process id, or a process without room for a fork the negative number of the
-                       error
+    {"fork": order}    forks a worker with the passed descriptor as output, which answers its
+                       process id; if there is no room for it, the answer is a negative error number
     {"become": order}  becomes a worker itself, with the passed descriptor as output
 
 An order is {"argv": [...], "env": {...}}, with the complete environment. If the connection ends,
@@ -150,10 +149,7 @@ def bind(parent: int) -> None:
 def split(program: str) -> tuple[CodeType, CodeType] | None:
     """What a program does when it is imported, and its main guard; None without `DECLARATION`.
 
-    Raises:
-        OSError: the program cannot be read.
-        SyntaxError: it is no Python program.
-        ValueError: its last statement is not a main guard.
+    Raises `OSError`, `SyntaxError`, and `ValueError` if its last statement is not a main guard.
     """
     path = os.path.abspath(program)
     with open(path, 'rb') as file:

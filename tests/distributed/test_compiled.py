@@ -39,6 +39,7 @@ OTHERS = """--num-layers 2 --moe-layer-freq [0,1] --ffn-hidden-size 96 --squared
 """Other compiled functions: a dense layer, shared experts, batches that grow, and recomputation."""
 LOOP = """
 import torch
+MOEVEMENT_SPARES = True
 torch.use_deterministic_algorithms(True)
 from examples.own_loop import main
 from tests.distributed.mutations.own_loop import fused

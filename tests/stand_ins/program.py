@@ -10,6 +10,8 @@ from megatron.moevement import pretrain_gpt
 from megatron.moevement.seams import cpu_device
 from tests.distributed.mutations.masters import masters
 
+MOEVEMENT_SPARES = True
+
 
 def main() -> None:
     """Train."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron.moevement.seams import starting
 
+MOEVEMENT_SPARES = True
 starting.prepare(sys.argv[1:] if __name__ == '__main__' else None)
 
 PEER = 'MOEVEMENT_COMPARE_PEER'

@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron.moevement.seams import starting
 
+MOEVEMENT_SPARES = True
 starting.prepare(sys.argv[1:] if __name__ == '__main__' else None)
 
 COPY_GB_PER_S = 'MOEVEMENT_COMPARE_COPY_GB_PER_S'

@@ -11,9 +11,14 @@ PROGRAM = """
 from megatron.moevement import pretrain_gpt
 {imported}
 
+MOEVEMENT_SPARES = True
+
 def main():
     {called}
     pretrain_gpt.main()
+
+if __name__ == '__main__':
+    main()
 """
 TIMEOUT_S = 300.0
 
