@@ -130,7 +130,7 @@ class Supervisor:
     def run(self) -> int:
         """Run the job to its end; no process of the job is left afterwards.
 
-        Linux kills all processes when the calling thread ends for any reason. Returns 0, or
+        Linux kills all processes when this process ends for any reason. Returns 0, or
         the exit status that the workers announced; the exit code of the `LaunchError` if
         the job was given up; the argument of `stop` if that was called.
         """
