@@ -90,7 +90,9 @@ def take_over(
 ) -> list[list[float] | None]:
     """Norms of iterations 1 to 4 in the ledger of rank 1, which has asked rank 0 and `others`."""
     addresses = [replay.job.ranks[0].server.address, None, *others]
-    reports = [Report(survivor=True, node='a', process=1, windows=[], address=it) for it in addresses]
+    reports = [
+        Report(survivor=True, node='a', process=1, windows=[], address=it) for it in addresses
+    ]
     reports[1] = own
     verdict = Localized(
         target, frozenset({1}), frozenset({1}), frozenset(), Window(named(0), WINDOW)
