@@ -64,6 +64,7 @@ UPSTREAM = {
     'megatron.training.checkpointing:load_args_from_checkpoint': (
         'args', 'load_arg', 'checkpointing_context',
     ),
+    'megatron.training.checkpointing:schedule_async_save': ('async_request',),
     'megatron.training.checkpointing:_get_non_persistent_iteration': (
         'non_persistent_global_dir', 'args', 'checkpointing_context',
     ),

@@ -10,18 +10,21 @@ Plain Megatron neither needs nor reads it.
 import logging
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import msgspec
 import torch
 import xxhash
 from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.tensor_parallel.random import (
     get_cuda_rng_tracker,
     get_expert_parallel_rng_tracker_name,
 )
 
 from megatron.moevement.facts import JobFacts, Settings
+from megatron.moevement.seams import patches
 from megatron.moevement.state.iteration_state import RngState, capture_rng, restore_rng
 
 logger = logging.getLogger(__name__)
@@ -31,7 +34,8 @@ _VERSION = 1
 _CHECKSUM_BYTES = 8
 _HEAD_BYTES = 2**20
 # Files that identify a checkpoint; the first existing one is digested.
-_TELLING = 'common.pt', '.metadata', 'mp_rank_*/model_optim_rng.pt'
+_TELLING = '.metadata', 'mp_rank_*/model_optim_rng.pt'
+_SCHEDULING = 'megatron.training.checkpointing:schedule_async_save'
 
 
 class _Kept(msgspec.Struct):
@@ -66,22 +70,26 @@ class DenseRandom:
         non_persistent_ckpt: bool = False,
         **kwargs: object,
     ) -> object:
-        """Run upstream's save, then write this rank's states from before the save."""
+        """Run upstream's save, then write this rank's states from before the save.
+
+        An asynchronous save identifies the checkpoint in its finalization: they are written again.
+        """
         rng = capture_rng()
         kwargs['non_persistent_ckpt'] = non_persistent_ckpt
-        result = original(iteration, *args, **kwargs)
         save = self._facts.save
         local = non_persistent_ckpt and self._facts.non_persistent_ckpt_type == 'local'
-        if self._saves and save is not None and not (local or kwargs.get('release')):
-            within = self._not_kept_in(save) if non_persistent_ckpt else save
-            try:
-                self._write(_folder(within, iteration), rng)
-            except OSError as error:  # the checkpoint is complete without them
-                logger.warning(
-                    'random numbers of rank %d are not kept with the dense checkpoint: %s',
-                    self._facts.rank,
-                    error,
-                )
+        if not self._saves or save is None or local or kwargs.get('release'):
+            return original(iteration, *args, **kwargs)
+        within = self._not_kept_in(save) if non_persistent_ckpt else save
+        write = partial(self._write, _folder(within, iteration), rng)
+
+        def schedule(original: Callable[..., object], async_request: AsyncRequest) -> None:
+            async_request.add_finalize_fn(write)
+            original(async_request)
+
+        with patches.wrapped(_SCHEDULING, schedule):
+            result = original(iteration, *args, **kwargs)
+        write()
         return result
 
     def load(
@@ -136,14 +144,21 @@ class DenseRandom:
         return folder / f'random-{self._facts.rank:05d}'
 
     def _write(self, folder: Path, rng: RngState) -> None:
-        kept = _Kept(_VERSION, self._topology, _digest_of(folder.parent), rng)
-        encoded = msgspec.msgpack.encode(kept)
-        if '://' in str(self._facts.save):
-            raise OSError(f'{self._facts.save} is in no file system')
-        folder.mkdir(parents=True, exist_ok=True)
-        writing = self._file(folder).with_suffix('.writing')
-        writing.write_bytes(xxhash.xxh3_64_digest(encoded) + encoded)
-        writing.rename(self._file(folder))
+        try:
+            if '://' in str(self._facts.save):
+                raise OSError(f'{self._facts.save} is in no file system')
+            kept = _Kept(_VERSION, self._topology, _digest_of(folder.parent), rng)
+            encoded = msgspec.msgpack.encode(kept)
+            folder.mkdir(parents=True, exist_ok=True)
+            writing = self._file(folder).with_suffix('.writing')
+            writing.write_bytes(xxhash.xxh3_64_digest(encoded) + encoded)
+            writing.rename(self._file(folder))
+        except OSError as error:  # the checkpoint is complete without them
+            logger.warning(
+                'random numbers of rank %d are not kept with the dense checkpoint: %s',
+                self._facts.rank,
+                error,
+            )
 
     def _read(self, folder: Path) -> _Kept | None:
         """States in a folder; None if missing, damaged, or of another rank or checkpoint."""

@@ -2,6 +2,7 @@
 """A dense checkpoint restores all generators of a rank, and only from its own file."""
 
 import dataclasses
+import functools
 import logging
 import random
 import shutil
@@ -13,12 +14,18 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron.moevement.seams import cpu_device
 
 cpu_device.install()
 
+from megatron.core.dist_checkpointing.strategies.async_utils import (  # noqa: E402
+    AsyncCallsQueue,
+    AsyncRequest,
+)
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker  # noqa: E402
+from megatron.training import async_utils, checkpointing  # noqa: E402
 
 from megatron.moevement.state import dense_random  # noqa: E402
 from megatron.moevement.state.dense_random import DenseRandom  # noqa: E402
@@ -52,10 +59,23 @@ def upstream_saves(directory: Path, content: str = 'settings') -> Callable[..., 
         within = directory / 'non_persistent' if kwargs['non_persistent_ckpt'] else directory
         folder = within / f'iter_{iteration:07d}'
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / 'common.pt').write_text(content)
+        (folder / '.metadata').write_text(content)
         draw()
 
     return save
+
+
+def upstream_saves_later(directory: Path) -> tuple[Callable[..., None], AsyncCallsQueue]:
+    """An asynchronous save, and the queue that finalizes it."""
+    queue = AsyncCallsQueue()
+    save_now = upstream_saves(directory)
+
+    def save(iteration: int, *args: Any, **kwargs: Any) -> None:
+        draw()
+        finalize = functools.partial(save_now, iteration, **kwargs)
+        checkpointing.schedule_async_save(AsyncRequest(None, (), [finalize]))
+
+    return save, queue
 
 
 def upstream_loads(*args: Any, **kwargs: Any) -> tuple[int, float]:
@@ -90,6 +110,24 @@ def test_every_generator_is_restored(not_kept: bool, tmp_path: Path) -> None:
         on_rank(rank, tmp_path).save(upstream_saves(tmp_path), 6, non_persistent_ckpt=not_kept)
     draw()
     assert on_rank(1, tmp_path).load(upstream_loads) == (6, 0.0)
+    assert state() == wanted
+
+
+def test_generators_of_an_asynchronous_save_are_restored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save, queue = upstream_saves_later(tmp_path)
+    monkeypatch.setattr(async_utils, '_async_calls_queue', queue)
+    draw()
+    wanted = state()
+    on_rank(1, tmp_path).save(save, 6)
+    draw()
+    dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        queue.maybe_finalize_async_calls(blocking=True)
+    finally:
+        dist.destroy_process_group()
+    on_rank(1, tmp_path).load(upstream_loads)
     assert state() == wanted
 
 
