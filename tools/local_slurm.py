@@ -135,6 +135,8 @@ class LocalSlurm:
         """Kill all processes of a node at once; returns their number.
 
         These are daemon, steps, agent of the launcher and workers. Their files in `/dev/shm` stay.
+        The step daemons die first: one that sees its script die reports a failed job, which a
+        lost node cannot.
 
         Raises:
             LabError: there is no such node.
@@ -144,7 +146,7 @@ class LocalSlurm:
         if not daemon:
             raise LabError(f'{name} is not a node of {self.folder}, or it is lost already')
         doomed = [one for one in processes if _variables(one).get('SLURMD_NODENAME') == name]
-        _kill([*daemon, *doomed, *_step_daemons(doomed)])
+        _kill([*_step_daemons(doomed), *daemon, *doomed])
         return len(daemon) + len(doomed)
 
     def states(self) -> list[str]:

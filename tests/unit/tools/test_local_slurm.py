@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the tool refuses; clusters that it starts are those of tests/cluster."""
 
+import contextlib
 import os
+import signal
 import subprocess
 from pathlib import Path
 
@@ -72,6 +74,40 @@ def test_a_cluster_that_runs_is_not_ended_by_another_start(
         assert main(['start', str(tmp_path)]) == 2
         assert job.poll() is None
         job.kill()
+
+
+def test_step_daemons_of_a_lost_node_die_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step daemon that outlives its script would report the job as failed."""
+    step = 'SLURMD_NODENAME=n2 SLURM_JOB_ID=1 sleep 600 & echo started; wait'
+    commands = (
+        ['slurmd', '-c', 'echo started; read', '-N', 'n2'],
+        ['slurmstepd: [1.batch]', '-c', step],
+    )
+    variables = {**os.environ, 'SLURM_CONF': str(tmp_path.resolve() / 'slurm.conf')}
+    killed = []
+    monkeypatch.setattr(local_slurm, '_kill', killed.extend)
+    with contextlib.ExitStack() as stack:
+        for command in commands:
+            started = subprocess.Popen(
+                command,
+                executable='/bin/bash',
+                env=variables,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                start_new_session=True,
+            )
+            stack.enter_context(started)
+            stack.callback(os.killpg, started.pid, signal.SIGKILL)
+            assert started.stdout is not None
+            assert started.stdout.readline() == b'started\n'
+        assert main(['lose', str(tmp_path), 'n2']) == 0
+        assert [process.cmdline()[0] for process in killed] == [
+            'slurmstepd: [1.batch]',
+            'slurmd',
+            'sleep',
+        ]
 
 
 def test_stop_without_a_cluster_is_reported_and_no_error(
