@@ -222,7 +222,7 @@ class Writer:
         ready: np.ndarray | None = None  # delayed: only the last piece gets the end of document
         for piece in pieces:
             self.bytes_read += len(piece)
-            ids = self._tokenizer.encode(piece, name).astype(self._dtype)
+            ids = self._typed(self._tokenizer.encode(piece, name), name)
             if not ids.size:
                 continue
             if ready is not None:
@@ -231,10 +231,20 @@ class Writer:
         if ready is None:
             return
         if self._append_eod:
-            ready = np.append(ready, np.asarray([self._tokenizer.eod], dtype=self._dtype))
+            ready = self._typed(np.append(ready, self._tokenizer.eod), name)
         self._add_sequence(ready)
         self._builder.end_document()
         self.documents += 1
+
+    def _typed(self, ids: np.ndarray, name: str) -> np.ndarray:
+        """Ids in the type of the dataset; raises LabError for one that would become another."""
+        typed: np.ndarray = ids.astype(self._dtype)
+        for wrapped in ids[typed != ids][:1]:
+            raise LabError(
+                f'{name}: token {wrapped} does not fit {self._dtype.__name__}, the type for '
+                f'{self._tokenizer.vocab_size} tokens; correct --vocab-size or the tokenizer'
+            )
+        return typed
 
     def _add_sequence(self, ids: np.ndarray) -> None:
         self._builder.add_item(torch.from_numpy(ids))

@@ -187,6 +187,18 @@ def test_megatron_tokenizer_is_built_from_its_own_flags(
     assert capsys.readouterr().out.endswith(flags)
 
 
+@pytest.mark.parametrize(('text', 'wrong'), [('5 70000 7', 70000), ('5 -2', -2)])
+def test_token_that_the_type_cannot_hold_is_named(
+    text: str, wrong: int, tmp_path: Path, out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / 'ids.txt'
+    path.write_text(text)
+    command = ['--input', str(path), '--output-prefix', str(out), '--append-eod']
+    assert main([*command, '--tokenizer', 'NullTokenizer', '--vocab-size', '100']) == 1
+    assert f'{path}: token {wrong} does not fit uint16' in capsys.readouterr().err
+    assert not files_in(out.parent)
+
+
 @pytest.mark.parametrize(
     ('name', 'content', 'message'),
     [
