@@ -28,7 +28,7 @@ from megatron.training.argument_utils import (
 from megatron.moevement.arguments import add_arguments, config_from_args
 from megatron.moevement.facts import Settings, UpstreamArguments
 from megatron.moevement.job import identity, layout_choice, placing
-from megatron.moevement.job.local_files import missing_data, refuse_missing
+from megatron.moevement.job.local_files import empty_part, missing_data, refuse_missing
 from megatron.moevement.job.unsupported import hazard, refusals, whole_job_reasons
 from megatron.moevement.seams import cpu_device, dense_tier, fp8_masters, patches, warming
 from moevement_ext import events
@@ -167,6 +167,7 @@ def _judged(args: UpstreamArguments) -> Judgement:
     refused += _said(partial(refuse_missing, settings, args.rank))
     if not settings.get('sft'):  # SFT data has another format
         refused += [str(missing) for missing in [missing_data(settings, args.rank)] if missing]
+    refused += [str(empty) for empty in [empty_part(settings)] if empty]
     whole_job, together = whole_job_reasons(settings), False
     try:
         config = config_from_args(args)

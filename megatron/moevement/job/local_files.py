@@ -8,7 +8,10 @@ Upstream would fail somewhere in its set-up, with a message that does not name t
 import os
 from collections.abc import Iterator
 
+import megatron.core.datasets.blended_megatron_dataset_config as blends
+
 from megatron.moevement.facts import Settings
+from megatron.moevement.job.named_files import sequences_of
 from moevement_ext.config import ConfigurationError, node_name
 
 _READ_BY_ALL = (
@@ -44,6 +47,22 @@ def missing_data(settings: Settings, rank: int) -> ConfigurationError | None:
             for path in (prefix + part for part in _PARTS):
                 if not os.path.exists(path):
                     return _missing(rank, name, path)
+    return None
+
+
+def empty_part(settings: Settings) -> ConfigurationError | None:
+    """The error for a part of --split without documents, of which upstream's builder never ends."""
+    split = settings.get('split')
+    if not isinstance(split, str) or settings.get('sft'):  # SFT data has another format
+        return None
+    parts = blends.convert_split_vector_to_split_matrix(blends.parse_and_normalize_split(split))
+    for prefix in _prefixes(settings.get('data_path')):
+        count = sequences_of(prefix)
+        if count and any(round(a * count) == round(b * count) for a, b in filter(None, parts)):
+            return ConfigurationError(
+                f'--split {split}: a part of it gets none of the {count} sequences of {prefix}; '
+                'give that part 0 or a larger share, or add documents.'
+            )
     return None
 
 

@@ -70,6 +70,13 @@ def held_by_files(settings: Settings) -> Table:
     return found
 
 
+def sequences_of(prefix: str) -> int:
+    """Number of sequences in a dataset, which upstream splits; 0 if its index cannot be read."""
+    with suppress(OSError, struct.error), open(f'{prefix}.idx', 'rb') as file:
+        return int(_INDEX.unpack(file.read(_INDEX.size))[3])
+    return 0
+
+
 def code(settings: Settings) -> Table:
     """Digests of the files of modules that flags name, by flag."""
     found = Table()

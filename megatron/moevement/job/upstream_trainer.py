@@ -16,7 +16,7 @@ from megatron.moevement.built import (
 )
 from megatron.moevement.facts import Counters, JobFacts, Settings
 from megatron.moevement.job.description import logged_loss
-from megatron.moevement.job.local_files import missing_data
+from megatron.moevement.job.local_files import empty_part, missing_data
 from megatron.moevement.job.session import Session
 from megatron.moevement.seams import dense_tier, patches, post_step, upstream
 from megatron.moevement.seams.data_position import UpstreamData
@@ -100,6 +100,8 @@ class UpstreamTrainer:
         return dense_tier.dense_iteration(self._facts, self._session.job.rank.exchange)
 
     def _open_data(self, original: Callable[..., object], provider: object) -> object:
+        if empty := empty_part(self._settings):
+            raise empty
         try:
             return original(provider)
         except Exception as error:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tools import prepare_data
 from tools.check import main
 
 JOB = (
@@ -111,6 +112,19 @@ def test_a_refusal_has_status_2(flags: str, said: str, capsys: pytest.CaptureFix
     refusal, *_, last = capsys.readouterr().out.splitlines()
     assert refusal.startswith(f'refused: {said}')
     assert last == 'protected: no, a job of world size 1 would not start'
+
+
+def test_a_part_of_the_data_without_documents_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, prefix = tmp_path / 'text.txt', tmp_path / 'text'
+    text.write_text('a document')
+    assert prepare_data.main(['--input', str(text), '--output-prefix', str(prefix)]) == 0
+    capsys.readouterr()
+    assert main(['--', *JOB, '--data-path', str(prefix), '--split', '9,1,0']) == 2
+    said = f'refused: --split 9,1,0: a part of it gets none of the 1 sequences of {prefix}; give'
+    assert capsys.readouterr().out.startswith(said)
+    assert main(['--', *JOB, '--data-path', str(prefix), '--split', '1,0,0']) == 0
 
 
 def test_all_refusals_are_reported_at_once(capsys: pytest.CaptureFixture[str]) -> None:

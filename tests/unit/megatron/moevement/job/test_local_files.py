@@ -4,9 +4,12 @@
 import socket
 from pathlib import Path
 
+import numpy
 import pytest
+import torch
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-from megatron.moevement.job.local_files import missing_data, refuse_missing
+from megatron.moevement.job.local_files import empty_part, missing_data, refuse_missing
 from moevement_ext.config import ConfigurationError
 
 
@@ -42,3 +45,30 @@ def test_missing_dataset_file_is_named(flag: str, tmp_path: Path) -> None:
     assert missing_data(settings, rank=3) is None
     assert missing_data({flag: ['s3://bucket/text']}, rank=0) is None
     assert missing_data({}, rank=0) is None
+
+
+@pytest.mark.parametrize(
+    ('split', 'documents', 'empty'),
+    [
+        ('969,30,1', 4, True),
+        ('969,30,1', 500, True),  # the test part begins at 499.5, which is rounded to 500
+        ('969,30,1', 501, False),
+        ('100,0,0', 1, False),
+        ('1,1,1', 2, True),  # it ends where it begins, at 1
+        ('1,1,1', 3, False),
+        ('1,1,0', 1, True),
+    ],
+)
+@pytest.mark.parametrize('flag', ['data_path', 'train_data_path'])
+def test_split_that_leaves_a_part_empty_is_named(
+    split: str, documents: int, empty: bool, flag: str, tmp_path: Path
+) -> None:
+    prefix = str(tmp_path / 'text')
+    builder = IndexedDatasetBuilder(f'{prefix}.bin', dtype=numpy.uint16)
+    for _ in range(documents):
+        builder.add_document(torch.tensor([1, 2]), [2])
+    builder.finalize(f'{prefix}.idx')
+    found = empty_part({flag: [prefix], 'split': split, 'sft': False})
+    begin = f'--split {split}: a part of it gets none of the {documents} sequences of {prefix}; '
+    assert str(found).startswith(begin) is (empty and flag == 'data_path'), found
+    assert empty_part({flag: [prefix], 'split': split, 'sft': True}) is None
