@@ -9,7 +9,7 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
@@ -70,15 +70,23 @@ def code_of(folders: Iterable[Path]) -> str:
     return digest_of(sorted(found))
 
 
-def _installed() -> Iterator[tuple[str, str]]:
-    for package in _PACKAGES:
-        with suppress(metadata.PackageNotFoundError):
-            yield package, metadata.version(package)
+def release_of(package: str) -> Table:
+    """The release that this process imported, or would import; empty if there is none.
+
+    Its folder comes second, unless that is the installed package's: PYTHONPATH may name a checkout.
+    """
+    installed = next(iter(metadata.distributions(name=package)), None)
+    for module in filter(None, (sys.modules.get(package.replace('-', mark)) for mark in '._')):
+        folder = Path(*module.__path__[:1])
+        if installed is None or not folder.is_relative_to(str(installed.locate_file(''))):
+            version = str(getattr(module, '__version__', 'unknown release'))
+            return {package: version, f'folder of {package}': str(folder)}
+    return {} if installed is None else {package: installed.version}
 
 
 # Versions of packages, and digests of those that users modify in place, taken right after this
 # process (or its parent, if it was forked) imported them.
-_VERSIONS = dict(_installed())
+_VERSIONS = {name: found for one in _PACKAGES for name, found in release_of(one).items()}
 _CODE = {
     'megatron-core': code_of(Path(path) for path in megatron.core.__path__),
     'megatron-moevement': code_of([Path(moevement_ext.__file__).parent, Path(__file__).parents[1]]),

@@ -15,6 +15,7 @@ from megatron.moevement.job.compatibility.precision import (
 )
 from megatron.moevement.job.compatibility.refused_flags import REFUSED
 from megatron.moevement.job.compatibility.whole_job_flags import WHOLE_JOB
+from megatron.moevement.job.computing import release_of
 from megatron.moevement.seams.patches import CHECKED_VERSION
 from moevement_ext.config import ConfigurationError
 
@@ -69,12 +70,13 @@ def _is_unchecked(_settings: Settings) -> bool:
     return not CHECKED_VERSION.endswith(f' {release}')
 
 
+_RELEASE = ' in '.join(map(str, release_of('megatron-core').values()))
 # Pairs of predicate and message.
 _HAZARDS = (
     (
         _is_unchecked,
-        f'only {CHECKED_VERSION} was checked, and in another release a part may keep its name but '
-        'change its meaning; rehearse a failure first (python -m tools.drill)',
+        f'only {CHECKED_VERSION} was checked, not {_RELEASE}, in which a part may keep its name '
+        'but change its meaning; rehearse a failure first (python -m tools.drill)',
     ),
     (
         _has_fp8_moments,
