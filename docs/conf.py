@@ -24,7 +24,7 @@ def setup(app):
 
 
 def add_navigation(app, page, source):
-    """Append to index.md a hidden tree of the pages that it links to, and of drafts."""
+    """Append to index.md a hidden tree of the pages that it links to."""
     if page == root_doc:
         pages = '\n'.join(re.findall(r'\]\(([\w-]+)\.md\)', source[0]))
-        source[0] += f'\n```{{toctree}}\n:hidden:\n:glob:\n\n{pages}\nupstream/*\n```\n'
+        source[0] += f'\n```{{toctree}}\n:hidden:\n:glob:\n\n{pages}\n```\n'

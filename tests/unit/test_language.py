@@ -14,7 +14,10 @@ ROOT = Path(__file__).resolve().parents[2]
 ADAPTER: tuple[str, ...] = ('megatron/moevement', 'examples', 'pretrain_gpt.py')
 ENGINE: tuple[str, ...] = ('moevement_ext',)
 TOOLS: tuple[str, ...] = ('tools', 'scripts')
-PAGES = sorted([*ROOT.glob('*.md'), *(ROOT / 'docs').glob('*.md'), ROOT / 'tests' / 'README.md'])
+PAGES = sorted(
+    [*ROOT.glob('*.md'), *ROOT.glob('docs/*.md'), *ROOT.glob('findings/*.md')]
+    + [ROOT / 'tests' / 'README.md']
+)
 
 # A process is a rank, a worker, a launcher, a holder: each has a noun.
 PERSONS = re.compile(r'\b(who|whoever|nobody|somebody|everybody)\b', re.IGNORECASE)

@@ -34,6 +34,7 @@ PAGES = sorted(
     [
         *ROOT.glob('*.md'),
         *(p for f in ('docs', 'tests', 'examples', 'deploy') for p in (ROOT / f).rglob('*.md')),
+        ROOT / 'findings' / 'README.md',
     ]
 )
 MOST_CHARACTERS = 100

@@ -17,7 +17,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE_FOLDERS = ('moevement_ext', 'megatron', 'tools', 'examples', 'tests')
-SHELL_SCRIPTS = sorted([*(ROOT / 'scripts').glob('*.s[hb]*'), ROOT / '.ci' / 'run'])
+SHELL_SCRIPTS = sorted(
+    [*ROOT.glob('scripts/*.s[hb]*'), *ROOT.glob('findings/*.sh'), ROOT / '.ci' / 'run']
+)
 MAX_LINES = 500
 
 

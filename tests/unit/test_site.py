@@ -51,7 +51,7 @@ def test_site_of_all_pages_builds_without_broken_links(tmp_path: Path) -> None:
 def test_broken_link_is_an_error(link: str, said: str, tmp_path: Path) -> None:
     docs = tmp_path / 'docs'
     shutil.copytree(ROOT / 'docs', docs)
-    for name in ('Dockerfile', 'deploy'):
+    for name in ('Dockerfile', 'deploy', 'findings'):
         (tmp_path / name).symlink_to(ROOT / name)
     with (docs / 'tutorial.md').open('a') as page:
         page.write(f'\n[There]({link})\n')
