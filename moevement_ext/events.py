@@ -111,7 +111,7 @@ class WindowCommitted(Event, frozen=True, kw_only=True):
     start: int
     """First iteration of the window."""
     plan: str
-    """Digest of the plan that cut it into slots."""
+    """Its history, and the digest of the plan that cut it into slots."""
     slots: list[int]
     """Payload bytes of each slot."""
     training_s: float

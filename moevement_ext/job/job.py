@@ -48,7 +48,7 @@ from moevement_ext.membership.rank import Rank
 from moevement_ext.memory.disk import DiskWindows
 from moevement_ext.memory.mapped import forget_prepared_maps
 from moevement_ext.memory.sizing import NOTHING_LOGGED
-from moevement_ext.memory.window.name import WindowName
+from moevement_ext.memory.window.name import History, WindowName
 from moevement_ext.memory.window.refused import UnreadableWindow
 from moevement_ext.memory.window.slot import SlotHeader
 from moevement_ext.plan.strategy.choice import disk_only
@@ -104,6 +104,7 @@ class Job:
         self.protection: Protection | None = None
         self._disk = self._open_disk()
         self._on_disk: WindowName | None = None
+        self._history = ''
         self._layouts = OtherLayouts(rank)
         self._restart: Restart | None = None
         self._mode: UnprotectedMode | WholeJobMode | None = None
@@ -212,6 +213,7 @@ class Job:
         found = whole_job.find(
             node_store(self.rank), self._disk, self.rank, dense_iteration, last_iteration, elsewhere
         )
+        self._history = found.history
         self._layouts.require_nodes(found)
         return found, time.perf_counter() - began
 
@@ -381,12 +383,13 @@ class Job:
         self.protection.memory.ledger.forget_after(iteration)  # entries of an abandoned history
         plan = self.protection.first_plan(iteration)
         self.protection.start(plan, store, self._on_disk, forget_former_places=not reads_memory())
+        base = None if self._restart is None else self._restart.conversion.window
+        self.protection.checkpointer.history = History(self._history, base)
         if self._restart is not None:
             conversion = self._restart.conversion
             until = self._restart.catches_up_to
             self.protection.begin_trial(conversion.window, until, of_all=True)
-            relaid = not self._restart.predecessor.candidates
-            self.protection.windows.replicate_again(conversion.window, conversion.file(), relaid)
+            self.protection.windows.replicate_again(conversion.window, conversion.file())
             self._restart.tokens_lost = tokens_lost(self.rank, self.protection, conversion)
         else:
             self.protection.forget_the_past()

@@ -124,8 +124,9 @@ class OtherLayouts:
         if self._shelf is None or not self.candidates or trainer.relaying is None:
             return None
         picking = PickingUp(
-            self._rank, self._shelf, self._elsewhere, memory, trainer.operators, trainer.relaying
-        )
+            self._rank, self._shelf, self._elsewhere, memory, trainer.operators, trainer.relaying,
+            own.history,
+        )  # fmt: skip
         conversion = picking.obtain(_newest(own))
         if conversion is None and not own.candidates:
             reason = 'no window of another layout could be put together'

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from moevement_ext.memory.window.name import HeldWindow, Window
+from moevement_ext.memory.window.name import HeldWindow, History, Window
 
 NOWHERE = -1
 """Stands for "no iteration" or "no round"."""
@@ -61,6 +61,8 @@ class Report(msgspec.Struct, frozen=True, gc=False):
     """Launch of the process; empty: the launch has no name."""
     marks: list[bytes] = []
     """Marks of the job's secret; in a new process, of all secrets that it has found."""
+    history: History = History()
+    """The survivor's; only windows of it are recovered from."""
     under_way: UnderWay | None = None
     """Set while its training thread replays and another thread joins the round."""
 

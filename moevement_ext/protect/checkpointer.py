@@ -19,7 +19,7 @@ from moevement_ext.faults import Phase
 from moevement_ext.memory.mapped import Bytes
 from moevement_ext.memory.window import settings
 from moevement_ext.memory.window.file import WindowFile
-from moevement_ext.memory.window.name import RankIdentity, WindowName
+from moevement_ext.memory.window.name import History, RankIdentity, WindowName
 from moevement_ext.memory.window.refused import RefusedWindow
 from moevement_ext.memory.window.slot import FORMAT_VERSION, SlotContext, SlotHeader
 from moevement_ext.plan.strategy.cycle import Cycle
@@ -54,8 +54,8 @@ class SparseCheckpointer:
     The training thread calls `begin` before an iteration and `before_update` before the
     optimizer writes; everything else happens on other threads. Failures never reach the
     training thread: protection is reduced, reported and counted (invariant I6). `waited_s` is
-    the time that updates have waited for copies, `schedule` the plan in force. `experts` is the
-    ledger of a lossy strategy.
+    the time that updates have waited for copies, `schedule` the plan in force, `history` the one
+    that windows are of. `experts` is the ledger of a lossy strategy.
     """
 
     def __init__(
@@ -74,6 +74,7 @@ class SparseCheckpointer:
         self.statistics = lifecycle.statistics
         self._experts = experts
         self._before: WindowName | None = None
+        self.history = History()
         self.waited_s = 0.0
         self.copier = Copier(device)
         self._lock = threading.Lock()
@@ -189,14 +190,16 @@ class SparseCheckpointer:
             self._lifecycle.give_up(range(self.schedule.origin, iteration))
 
     def _open(self, iteration: int) -> _Writing | None:
-        partial = None
-        name = WindowName(iteration, self.schedule.digest)
+        partial, digest = None, self.schedule.digest
         length = self.schedule.plan.window
         if self._experts is not None:
             partial = self._choose(iteration, self._experts)
             if partial is None:
                 return None
-            self._before = name = partial.name
+            digest = partial.digest
+        name = self.history.window(iteration, digest)
+        if partial is not None:
+            self._before = name
         file = self._lifecycle.open(name, length)
         return None if file is None else _Writing(file, name, length, partial=partial)
 

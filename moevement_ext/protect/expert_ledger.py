@@ -47,7 +47,7 @@ _BYTES_OF_COPY = 36
 class Checkpoint(NamedTuple):
     """Experts and their versions in one checkpoint."""
 
-    name: WindowName
+    digest: str
     copies: ExpertCopies
     older: frozenset[str]
     """Operators whose bytes come from an earlier checkpoint."""
@@ -206,8 +206,8 @@ class ExpertLedger:
         }
         reached = max(self._reached, (cycle.experts, cycle.lost))
         copies = ExpertCopies(experts, self._since, self._lost, *reached)
-        name = WindowName(iteration, self._digest(cycle, base))
-        return Checkpoint(name, copies, copies.older_than(iteration), file)
+        digest = self._digest(cycle, base)
+        return Checkpoint(digest, copies, copies.older_than(iteration), file)
 
     def _as_before(self, name: str, copy: ExpertCopy) -> ExpertCopy:
         learned = max(copy.learned, self._restored.get(name, 0.0))

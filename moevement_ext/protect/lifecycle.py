@@ -278,15 +278,9 @@ class WindowLifecycle:
         self._windows.discard_after(-1)
         self.replicator.discard_after(-1)
 
-    def replicate_again(self, window: WindowName, file: WindowFile, relaid: bool = False) -> None:
-        """Replicate the window of the recovery again: a lost node may have held its replicas.
-
-        `relaid`: it is of another layout. An earlier start may have left replicas of this name with
-        other bytes, such as another environment, which would refuse this one.
-        """
-        if relaid:
-            self.replicator.discard_after(window.start - 1)
-        elif self.trial is None:  # else the peers keep slots that verify the recovery
+    def replicate_again(self, window: WindowName, file: WindowFile) -> None:
+        """Replicate the window of the recovery again: a lost node may have held its replicas."""
+        if self.trial is None:  # else the peers keep slots that verify the recovery
             self.replicator.discard_after(window.start)
         self.replicator.agree(Agreed(window))
         for slot in file.slots():

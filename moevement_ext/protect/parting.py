@@ -12,7 +12,6 @@ from moevement_ext.capture.operators import Operators
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.membership.rank import Rank
 from moevement_ext.memory.window.format import window_capacity
-from moevement_ext.memory.window.name import WindowName
 from moevement_ext.memory.window.settings import encode
 from moevement_ext.memory.window.slot import SlotContext, frame_bytes_bound
 from moevement_ext.plan.byte_planner import WindowPlan
@@ -36,7 +35,7 @@ def part(
     protection.checkpointer.stop_capturing()
     windows = protection.memory.windows
     plan = xxhash.xxh3_64_hexdigest(f'{rank.identity.topology} parts'.encode())
-    name = WindowName(iteration, plan)
+    name = protection.checkpointer.history.window(iteration, plan)
     layout = SlotLayout(WindowPlan((tuple(operators.slices),)), 0, operators.slices)
     context = SlotContext(list(layout.full), [], state)
     settings = encode(rank.identity.settings)

@@ -240,7 +240,7 @@ class PersistenceTracker:
                 self._take_back(other)
         if kept != counted:
             self._note(kept)
-        if kept != counted or agreed.is_outdated(window.start):
+        if kept != counted or agreed.is_outdated(window):
             self._void_publication(window)
         if self._awaited is not None and self._awaited.start > window.start:
             self._awaited = max(kept, default=None)
@@ -282,13 +282,13 @@ class PersistenceTracker:
             found = self._read()
             standing = _decoded(found)
             agreed, lost = standing.agreed, standing.agreed.persisted
-            if agreed.is_outdated(window.start):
+            if agreed.is_outdated(window):
                 agreed = Agreed(window, agreed.given_up)
             if self._replace(found, _Standing(standing.withdrawals + 1, agreed)):
                 if lost is not None and lost != agreed.persisted:
                     self._store.delete_key(_key(lost))  # its publisher may be the rank that died
                 return
-            if not _decoded(self._read()).agreed.is_outdated(window.start):
+            if not _decoded(self._read()).agreed.is_outdated(window):
                 return  # another rank has just changed the key, which suffices
 
     def _look(self) -> None:

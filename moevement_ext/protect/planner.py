@@ -282,7 +282,7 @@ class Planner:
             window=window,
             slot=0,
             iteration=0,
-            plan='0' * 16,
+            plan='0' * 33,
             payload_bytes=0,
             records=records,
             context=bytes(context_bytes + names + LOSS_BYTES),

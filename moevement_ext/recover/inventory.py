@@ -51,10 +51,15 @@ class Inventory(msgspec.Struct, frozen=True):
     """Other differences between the capturing jobs and this one, which may change bits."""
     settings: str = ''
     deaths: list[Death] = []
+    history: str = ''
+    """A draw; rank 0's counts."""
 
 
 def candidates(held: Collection[HeldWindow], world_size: int) -> list[Window]:
-    """Windows with every rank's part on some node, the newest dense state first."""
+    """Windows with every rank's part on some node, the newest dense state first.
+
+    Of two with the same dense iteration the later history comes first.
+    """
     owners: dict[Window, set[int]] = {}
     for part in held:
         owners.setdefault(part.window, set()).add(part.owner)

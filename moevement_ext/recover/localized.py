@@ -271,6 +271,7 @@ class LocalizedRecovery:
         verdict = self._fruitless.met(reports, self._follows_from(reports))
         if isinstance(verdict, WholeJob):
             self.give_up(verdict.reason)
+        self._protection.checkpointer.history = verdict.history_after(reports)
         return verdict
 
     def _follows_from(self, reports: Sequence[Report]) -> Verdict:

@@ -82,6 +82,7 @@ class OwnReport:
             details=msgspec.msgpack.encode(handover),
             launch=own_launch(),
             marks=[memory.mark],
+            history=self._protection.checkpointer.history,
         )
 
     def of_replay(

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import msgspec
 
 from moevement_ext.membership.report import NOWHERE, Report, UnderWay
-from moevement_ext.memory.window.name import Window
+from moevement_ext.memory.window.name import History, Window
 from moevement_ext.recover.inventory import candidates
 
 
@@ -41,6 +41,13 @@ class Localized(msgspec.Struct, frozen=True):
     def beginning(self) -> frozenset[int]:
         """Ranks that begin to replay from `window`."""
         return self.ranks - self.going_on
+
+    def history_after(self, reports: Sequence[Report]) -> History:
+        """The history in which all ranks go on: another one if all stages go back."""
+        present = survivors_history(reports)
+        if self.window is None or len(self.beginning) < len(reports):
+            return present
+        return present.after(self.window.name)
 
 
 class WholeJob(msgspec.Struct, frozen=True):
@@ -111,6 +118,12 @@ def decide_recovery(
         return WholeJob(window)
     on = job.ranks_of(going_on)
     return Localized(target, stages, ranks, replacements, window, copies, on, together)
+
+
+def survivors_history(reports: Sequence[Report]) -> History:
+    """The survivors' history. If a failure cut a change of it off, the later one is in force."""
+    present = (report.history for report in reports if report.survivor)
+    return max(present, key=lambda history: history.name)
 
 
 def _strangers(reports: Sequence[Report]) -> list[int]:
@@ -226,7 +239,8 @@ def _window(job: _JobState, stages: frozenset[int]) -> Window | str:
     """Return the newest window that `stages` can convert, or why there is none.
 
     It must be complete on *all* ranks, including those that do not replay: their logs, and
-    those that the replay fills again, then reach back equally far for the next failure.
+    those that the replay fills again, then reach back equally far for the next failure. And it must
+    be of the survivors' history: a node that was away may have whole windows of another one.
     """
     of_nodes = {
         id(report.windows): report.windows for report in job.reports
@@ -234,7 +248,8 @@ def _window(job: _JobState, stages: frozenset[int]) -> Window | str:
     held = {part for windows in of_nodes.values() for part in windows}
     refused = {candidate for report in job.reports for candidate in report.refused}
     complete = [c for c in candidates(held, len(job.reports)) if c not in refused]
-    reachable = [c for c in complete if c.dense_at <= job.target]
+    lineage = survivors_history(job.reports)
+    reachable = [c for c in complete if c.dense_at <= job.target and lineage.includes(c.name)]
     if not reachable:
         return 'no window is complete on all ranks'
     logs = [job.reports[rank].first_logged for rank in job.ranks_of(job.neighbours(stages))]

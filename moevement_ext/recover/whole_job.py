@@ -25,7 +25,7 @@ from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.shelf import base_of, directories_of, left_by_elastic
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.listing import patiently
-from moevement_ext.memory.window.name import HeldWindow, Window, WindowName
+from moevement_ext.memory.window.name import HeldWindow, Window, WindowName, drawn_history
 from moevement_ext.memory.window.refused import RefusedWindow, UnreadableWindow
 from moevement_ext.memory.window.settings import told
 from moevement_ext.memory.window.slot import SlotHeader
@@ -59,6 +59,8 @@ class Predecessor:
     """Newest iteration that any rank committed, -1 if nothing is known."""
     dense_iteration: int
     first_death: Death | None = None
+    history: str = ''
+    """History that this start begins."""
 
 
 def find(
@@ -83,7 +85,10 @@ def find(
         left = left_by_elastic(store) if rank.config.elastic == OFF else []
     stock = take_stock(store, disk, rank.identity, disk_only(rank.config), layouts)
     found_here = msgspec.structs.replace(
-        stock, deaths=deaths.noted(store.shared), refused=[*stock.refused, *left]
+        stock,
+        deaths=deaths.noted(store.shared),
+        refused=[*stock.refused, *left],
+        history=drawn_history(),
     )
     inventories = [
         _INVENTORY.decode(item)
@@ -110,6 +115,7 @@ def find(
         committed,
         dense_iteration,
         min((death for one in inventories for death in one.deaths), default=None),
+        inventories[0].history,
     )
     deaths.forget(store.shared)  # all ranks have read them: `rank.exchange` is collective
     if not (everything or refused):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A holder's replicas of one owner's windows, complete or in transfer (paper sec. 3.3)."""
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -26,6 +27,8 @@ from moevement_ext.replicate.protocol import (
     PutSlot,
     Reply,
 )
+
+logger = logging.getLogger(__name__)
 
 # Wait for the base of a stub before the owner must ask again.
 _BASE_SECONDS = 0.5
@@ -114,9 +117,11 @@ class Inbox:
         if request.slot in file.slots():
             if frame_checksum(file.slot_blob(request.slot).frame) == request.frame_checksum:
                 return Ack()
-            if file is not self._receiving:
-                raise ValueError(f'committed window {request.window} has other content')
-            self._abandon()  # from an attempt that the owner has given up
+            if file is self._receiving:
+                self._abandon()  # from an attempt that the owner has given up
+            else:  # captured by a lost process: parts of two captures must not be joined
+                logger.warning('%s has other content: it is replaced', file.path)
+                self.windows.discard(request.window)
             file = self._file_for(request)
         # Refuse before the transfer.
         payload = file.reserve_slot(request.slot, request.payload_bytes)

@@ -230,7 +230,7 @@ class Replicator:
         while len(self._jobs) > self._max_windows:
             late = self._jobs[0].name
             self._drop(late)
-            if self._agreed.is_outdated(late.start):
+            if self._agreed.is_outdated(late):
                 continue  # a window for new peers, beside more useful ones
             self._reports.append(
                 f'replication of rank {self.owner} falls behind: window {late.start} was given up'

@@ -29,8 +29,9 @@ class Agreed(msgspec.Struct, frozen=True, array_like=True):
         """True for the newest persisted window and older windows."""
         return self.persisted is not None and start <= self.persisted.start
 
-    def is_outdated(self, start: int) -> bool:
-        return self.persisted is not None and start < self.persisted.start
+    def is_outdated(self, window: WindowName) -> bool:
+        """True for windows before the newest persisted one, and for those of its start."""
+        return self.is_persisted(window.start) and window != self.persisted
 
     def is_given_up(self, start: int) -> bool:
         if self.is_persisted(start):
@@ -56,7 +57,7 @@ class Agreed(msgspec.Struct, frozen=True, array_like=True):
 
     def without_persisted_after(self, start: int) -> 'Agreed':
         """The agreement after a rollback to `start`."""
-        if self.is_outdated(start):
+        if self.persisted is not None and self.persisted.start > start:
             return Agreed(None, self.given_up)
         return self
 

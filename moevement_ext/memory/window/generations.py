@@ -334,7 +334,8 @@ class OwnerWindows:
         """True if the window is being written, or a recovery may start from it."""
         if file.state is not FileState.COMMITTED:
             return file.state in BEING_FILLED
-        return not (self._agreed.is_outdated(file.start) or self._agreed.is_given_up(file.start))
+        name = file.required_name()
+        return not (self._agreed.is_outdated(name) or self._agreed.is_given_up(name.start))
 
     def _fits(self, file: WindowFile) -> bool:
         return file.capacity == self.capacity_bytes

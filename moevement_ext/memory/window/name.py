@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Names of windows, their parts and ranks."""
 
+import secrets
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import msgspec
+import xxhash
 
 from moevement_ext.memory.window.placed import Placed
 from moevement_ext.memory.window.settings import RunSettings
@@ -31,14 +34,50 @@ class RankIdentity:
 
 
 class WindowName(msgspec.Struct, frozen=True, order=True, array_like=True, gc=False):
-    """Start and plan of a window, which distinguish the windows of one owner."""
+    """Start, history and plan of a window, which distinguish the windows of one owner."""
 
     start: Count
     plan: str
-    """Digest of the plan (which operators in which slot)."""
+    """Name of the history, "_", and the digest of the plan (which operators in which slot)."""
 
     def __str__(self) -> str:
         return f'{self.start}-{self.plan}'
+
+    @property
+    def history(self) -> str:
+        return self.plan.rpartition('_')[0]
+
+
+class History(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Iterations computed one after the other, of which parts of a window may be joined.
+
+    Each start of the job begins a history, and so does each recovery in which all stages go back:
+    without deterministic kernels the iterations that are computed again have other bits.
+    """
+
+    name: str = ''
+    """Seconds and a random number; a later history has the greater name."""
+    base: WindowName | None = None
+    """Window of an earlier history that this one goes on from."""
+
+    def window(self, start: int, digest: str) -> WindowName:
+        return WindowName(start, f'{self.name}_{digest}'.lstrip('_'))
+
+    def includes(self, window: WindowName) -> bool:
+        """True if the state in this window led to the present one."""
+        base = self.base
+        before = base is not None and window.history == base.history and window.start <= base.start
+        return before or window.history == self.name
+
+    def after(self, base: WindowName) -> 'History':
+        """The history in which all ranks go back to `base`; each derives the same."""
+        seconds = int(self.name[:8] or '0', 16) + 1
+        random = xxhash.xxh32_hexdigest(f'{self.name} {base}'.encode())
+        return History(f'{seconds:08x}{random}', base)
+
+
+def drawn_history() -> str:
+    return f'{int(time.time()):08x}{secrets.token_hex(4)}'
 
 
 class Window(msgspec.Struct, frozen=True, order=True, gc=False):

@@ -18,7 +18,7 @@ from moevement_ext.memory.window import settings
 from moevement_ext.memory.window.name import Count, WindowName
 from moevement_ext.memory.window.placed import Placed
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 ALIGNMENT = 64
 
 LOSS_BYTES = 16
@@ -85,7 +85,7 @@ class SlotHeader(msgspec.Struct):
     iteration: Count
     """The iteration after which the slice was captured, `start + slot`."""
     plan: str
-    """Digest of the plan (which operators in which slot)."""
+    """History and plan (see `WindowName`)."""
     payload_bytes: Count
     records: list[Record]
     context: bytes = b''

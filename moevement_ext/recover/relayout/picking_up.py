@@ -21,7 +21,7 @@ from moevement_ext.recover.relayout.found import (
     Elsewhere,
     require_exact,
 )
-from moevement_ext.recover.relayout.relaid import RelaidWindow
+from moevement_ext.recover.relayout.relaid import RelaidWindow, relaid
 from moevement_ext.recover.sources import VerifiedWindow, make_room
 from moevement_ext.replicate.client import PeerLost, PeerRefused, ReplicaClient
 from moevement_ext.replicate.host_memory import HostMemory
@@ -36,7 +36,7 @@ class PickingUp:
     """Assembles windows of other layouts for this layout. Training thread.
 
     `shelf` has the other layouts that this rank can read, `elsewhere` those of all ranks;
-    `relaying` belongs to the trainer.
+    `relaying` belongs to the trainer; `history` begins with this start.
     """
 
     def __init__(
@@ -47,8 +47,10 @@ class PickingUp:
         memory: HostMemory,
         operators: Operators,
         relaying: Relaying,
+        history: str,
     ) -> None:
         self._rank = rank
+        self._history = history
         self._shelf = shelf
         self._elsewhere = elsewhere
         self._memory = memory
@@ -135,20 +137,19 @@ class PickingUp:
         fetcher = Fetcher(self._rank.number, self._shelf, candidate.holders, self._client)
         own = self._operators.slices.keys()
         wanted = [owner for owner, held in candidate.operators.items() if held & own]
+        identity = self._rank.identity
         try:
-            relaid = RelaidWindow(
-                self._rank.identity,
+            window = RelaidWindow(
+                identity,
                 self._operators.slices,
                 self._relaying,
                 fetcher,
                 candidate.seats,
                 wanted,
-                candidate.window,
+                relaid(candidate.window, identity.topology, self._history),
             )
-            windows = self._memory.windows
-            windows.discard(relaid.window.name)  # left by an earlier start that ended here
-            make_room(windows, relaid.window, [])
-            file = self._memory.receive(relaid.window, relaid.write)
+            make_room(self._memory.windows, window.window, [])
+            file = self._memory.receive(window.window, window.write)
         finally:
             fetcher.close()
         self._rank.events.emit(

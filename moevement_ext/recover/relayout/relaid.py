@@ -16,7 +16,7 @@ from moevement_ext.capture.layout import OperatorSlices, TensorSlice
 from moevement_ext.capture.relaying import Division, Relaying
 from moevement_ext.faults import Phase
 from moevement_ext.memory.window.file import WindowFile
-from moevement_ext.memory.window.name import RankIdentity, Window, WindowName
+from moevement_ext.memory.window.name import History, RankIdentity, Window
 from moevement_ext.memory.window.placed import Seat
 from moevement_ext.memory.window.settings import encode
 from moevement_ext.memory.window.slot import (
@@ -32,15 +32,16 @@ from moevement_ext.recover.relayout.fetching import Fetcher, Place
 from moevement_ext.recover.relayout.index import SlotIndex, Wanted
 
 
-def relaid_name(name: WindowName, topology: str) -> WindowName:
-    plan = xxhash.xxh3_64_hexdigest(f'{name.plan}/{topology}'.encode())
-    return WindowName(name.start, plan)
+def relaid(window: Window, topology: str, history: str) -> Window:
+    """The window in the layout `topology`, as a part of this start's history."""
+    digest = xxhash.xxh3_64_hexdigest(f'{window.name.plan}/{topology}'.encode())
+    return Window(History(history).window(window.start, digest), window.length)
 
 
 class RelaidWindow:
     """One rank's part of a window, assembled slot by slot.
 
-    `identity` and `slices`, by operator, are this rank's; `fetcher`, `seats` and `window` belong to
+    `identity`, `slices`, by operator, and `window` are this rank's; `fetcher` and `seats` belong to
     the other layout, of which the `wanted` owners have any of this rank's operators. Raises
     `RefusedWindow` if no copy of a header is readable.
     """
@@ -62,7 +63,7 @@ class RelaidWindow:
         self._fetcher = fetcher
         self._seats = seats
         self._seat = identity.placed.seat
-        self.window = Window(relaid_name(window.name, identity.topology), window.length)
+        self.window = window
         states = relaying.state_owners(seats)
         self._headers = {owner: fetcher.headers(owner) for owner in sorted({*wanted, *states})}
         self._states = states

@@ -102,16 +102,6 @@ def test_holders_keep_slots_that_verify_an_unjudged_recovery(
     assert protected.peer.next_asked() == (named(0) if unjudged else 0)
 
 
-def test_holders_drop_a_relaid_window_of_an_earlier_start(protected: Protected) -> None:
-    """It has the same name, and perhaps other bytes, so that the new one would be refused."""
-    start = WINDOW
-    protected.lifecycle.trial = Trial(named(start), 2 * WINDOW, of_all=True)
-    file = own_file(protected.windows, start)
-    protected.lifecycle.replicate_again(named(start), file, relaid=True)
-    protected.peer.answers.set()
-    assert protected.peer.next_asked() == start - 1
-
-
 def test_holders_drop_the_history_before_a_judged_recovery(protected: Protected) -> None:
     """Else they refuse the accepted captures, whose bits differ from what they have."""
     protected.lifecycle.withdraw_after(named(0))

@@ -141,7 +141,8 @@ def test_deaths_of_sources_refuse_no_window() -> None:
     recovery = recovery_of(
         _refused=[], _lost_sources=0, _position=None, _phases=None, _replay=Lost(),
         _fruitless=SimpleNamespace(progressed=lambda: None, met=lambda reports, found: found),
-        _follows_from=lambda reports: None, _membership=SimpleNamespace(reports=reports),
+        _follows_from=lambda reports: verdict, _membership=SimpleNamespace(reports=reports),
+        _protection=MagicMock(),
     )  # fmt: skip
     window = Window(WindowName(7, 'plan'), 3)
     verdict = Localized(9, frozenset({1}), frozenset({1}), frozenset({0}), window)

@@ -51,6 +51,7 @@ def test_lost_worker_rolls_all_stages_back(victim: int, fault_free: Expected) ->
     schedule = [Fault(victim, phase, FIRST + DISTANCE * n) for n, phase in enumerate(phases)]
     job = train_through(schedule, fault_free)
     assert len(job.recovered) == STAGES * len(phases)
+    assert len(job.histories) == 1 + len(phases), 'parts of before and after are joined'
 
 
 def test_two_workers_lost_at_once_are_recovered(fault_free: Expected) -> None:

@@ -107,6 +107,7 @@ def train_through(schedule: Sequence[Fault], expected: Expected) -> ThreadedJob:
     assert job.evaluations == STAGES * [iterations], 'not evaluated once'
     assert {event.scope for event in job.recovered} == {'localized'}
     assert not any(event.differing for event in job.recovered)
+    assert len(job.histories) == 1, 'windows of the survivors are of no use'
     return job
 
 

@@ -256,6 +256,7 @@ class Process:
     def _note(self, event: Event) -> None:
         if isinstance(event, (KEPT, RecoveryStarted)):
             self.job.persisted = max(self.job.persisted, event.start)
+        self.job.histories |= {event.plan[:16]} if isinstance(event, WindowPersisted) else set()
         if isinstance(event, RecoveryStarted):
             self.job.began.append(self.rank)
         if isinstance(event, Recovered):
@@ -321,9 +322,8 @@ class ThreadedJob:
         """Rank of each replay that began, again ones among them."""
         self.evaluations: list[int] = []
         """By rank, as it counts them at the end."""
-        self.restarts = 0
-        """Times that all processes were started again."""
-        self.persisted = -1
+        self.restarts = 0  # of all processes
+        self.persisted, self.histories = -1, set[str]()
         self.network = Network()
         self.ended: queue.Queue[Process] = queue.Queue()
         self._lock = threading.Lock()

@@ -185,14 +185,25 @@ def test_partly_received_window_is_received_again_after_a_rollback(
     assert replica_starts(server) == [3]
 
 
+def test_newest_capture_replaces_the_copy_of_an_earlier_one(
+    shm: Path, own: OwnerWindows, server: ReplicaServer, client: ReplicaClient
+) -> None:
+    """Its other slots must not be joined with those of the other ranks of the stage."""
+    put_window(client, commit(own, 3))
+    altered = altered_window(shm, 3)
+    client.put_slot(OWNER, altered, 0)
+    assert replica_starts(server) == [], 'a half of each is no copy'
+    put_window(client, altered)
+    [replica] = replicas(server).committed()
+    assert digest(replica.path) == digest(altered.path)
+
+
 def test_rollback_replaces_the_abandoned_past(
     shm: Path, own: OwnerWindows, server: ReplicaServer, client: ReplicaClient
 ) -> None:
     for start in (0, 3):
         put_window(client, commit(own, start))
     altered = altered_window(shm, 3)
-    with pytest.raises(PeerRefused, match='has other content'):
-        put_window(client, altered)
     client.discard_after(OWNER, 0)
     assert replica_starts(server) == [0]
     put_window(client, altered)

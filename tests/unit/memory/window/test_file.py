@@ -262,15 +262,15 @@ def test_file_bytes_match_the_format_version(shm: Path) -> None:
         launched = b'' if slot else encode(RunSettings({'--seed': '1'}))
         placed = Placed('training', Layout(4, pipeline=2, data=2), Seat(pipeline=1))
         file.seal_slot(msgspec.structs.replace(header, settings=launched, placed=placed))
-    assert FORMAT_VERSION == 4
-    assert digest(shm / 'w') == '624d946f97e8b989b53e1715ca09d1410e447fea6e6ea6c365276b8f098baef3'
+    assert FORMAT_VERSION == 5
+    assert digest(shm / 'w') == 'f5aa67e63ec54b54c06094c68be57c430e47ffddaa1e227133e4056879364c6b'
 
 
 @pytest.mark.parametrize('version', [FORMAT_VERSION - 1, FORMAT_VERSION + 1])
 def test_another_file_version_is_refused(shm: Path, version: int) -> None:
     file = make_file(shm / 'w')
     file.array[8] = version
-    with pytest.raises(UnknownVersion, match=f'version {version}, this program reads 4;'):
+    with pytest.raises(UnknownVersion, match=f'version {version}, this program reads 5;'):
         load(shm / 'w')
 
 

@@ -99,6 +99,17 @@ def test_given_up_window_is_recycled_but_not_the_persisted(store: NodeStore) -> 
     assert windows.begin(named(9)) is None, 'what is persisted cannot be given up'
 
 
+def test_window_of_another_history_is_outdated_by_one_with_its_start(store: NodeStore) -> None:
+    """Else windows that earlier starts put together, say, would occupy all files for ever."""
+    windows = OwnerWindows(store, 0, 0, capacity())
+    for plan in ('1_plan', '2_plan'):
+        commit(windows, 3, plan)
+    windows.persisted(named(3, '2_plan'))
+    assert windows.begin(named(6, '2_plan')) is not None
+    assert windows.file(named(3, '1_plan')) is None
+    assert windows.file(named(3, '2_plan')) is not None
+
+
 def test_late_agreement_on_an_older_window_changes_nothing(store: NodeStore) -> None:
     windows = OwnerWindows(store, 0, 0, capacity())
     windows.persisted(named(6))

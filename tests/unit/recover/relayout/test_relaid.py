@@ -41,7 +41,7 @@ from moevement_ext.recover.conversion import Conversion
 from moevement_ext.recover.relayout.fetching import Fetcher
 from moevement_ext.recover.relayout.found import Candidate, Elsewhere, merged
 from moevement_ext.recover.relayout.picking_up import PickingUp
-from moevement_ext.recover.relayout.relaid import RelaidWindow, relaid_name
+from moevement_ext.recover.relayout.relaid import RelaidWindow, relaid
 from moevement_ext.recover.relayout.stock import Stock, _Seen
 from moevement_ext.replicate.client import PeerLost, PeerRefused, ReplicaClient
 from moevement_ext.replicate.replica_server import ReplicaServer
@@ -158,8 +158,9 @@ class Job:
         identity = RankIdentity('new', 'new', rank, placed=placed(rank, Layout(of, data=of)))
         own = {name: slices(name, rank, of) for name in ('one', 'two')}
         window = RelaidWindow(
-            identity, own, Relaying(), fetcher, candidate.seats, range(OWNERS), candidate.window
-        )
+            identity, own, Relaying(), fetcher, candidate.seats, range(OWNERS),
+            relaid(candidate.window, 'new', 'history'),
+        )  # fmt: skip
         return window, fetcher
 
 
@@ -210,7 +211,9 @@ def test_a_rank_has_its_own_names_ranges_and_stamp(
 ) -> None:
     window, fetcher = job().window(rank)
     headers = written(window, tmp_path / 'w')
-    assert window.window == Window(relaid_name(NAME, 'new'), WINDOW)
+    name = window.window.name
+    assert (name.start, name.history, window.window.length) == (START, 'history', WINDOW)
+    assert name != relaid(Window(WindowName(START, 'other'), WINDOW), 'new', 'history').name
     assert [(header.owner, header.iteration) for header in headers] == [(rank, 7), (rank, 8)]
     assert {header.placed for header in headers} == {placed(rank, Layout(2, data=2))}
     contexts = [decode_context(header.context) for header in headers]
@@ -286,7 +289,7 @@ def obtained(
     operators = SimpleNamespace(slices={name: slices(name, 0, 2) for name in ('one', 'two')})
     picking: Any = PickingUp
     elsewhere = elsewhere or Elsewhere([made.found()], [OLD])
-    picker = picking(rank, made.shelves[0], elsewhere, memory, operators, Relaying())
+    picker = picking(rank, made.shelves[0], elsewhere, memory, operators, Relaying(), 'history')
     try:
         source: Conversion | None = picker.obtain()
         assert bool(windows.committed()) == (source is not None)
