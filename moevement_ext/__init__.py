@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from moevement_ext.config import ConfigurationError, SparseCheckpointConfig
 from moevement_ext.errors import (
+    EXIT_OTHER_BITS,
     EXIT_STUCK,
     EXIT_USER_ERROR,
     EXIT_WHOLE_JOB,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 __version__ = '0.1.0'
 
 __all__ = [
+    'EXIT_OTHER_BITS',
     'EXIT_STUCK',
     'EXIT_USER_ERROR',
     'EXIT_WHOLE_JOB',

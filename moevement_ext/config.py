@@ -211,9 +211,9 @@ class SparseCheckpointConfig:
     """Seconds without a heartbeat after which a worker counts as hung."""
     verify: str = REPORT
     """Compare a recovered state, bit for bit, with captures from before the failure that are newer
-    than the window it came from. 'report': list differences in the log and the events; 'stop': do
-    not continue from a state that differs, use the next tier; 'off': no comparison. Without
-    deterministic kernels a replay may differ."""
+    than the window it came from. 'report': list differences in the log and the events; 'stop': end
+    the job with status 77 if they differ, windows stay, and capture nothing until a recovery is
+    judged; 'off': no comparison. Without deterministic kernels a replay may differ."""
     stuck_timeout: float = 600.0
     """Seconds for which the training thread of a worker may block without waiting for another
     worker (in a data loader, a file system) before the worker ends and is replaced; 0: no limit."""

@@ -12,6 +12,11 @@ EXIT_STUCK = 76
 replaces the worker at once."""
 
 
+EXIT_OTHER_BITS = 77
+"""Exit status of a job whose recovery computed other bits than before, which
+`--sparse-ckpt-verify stop` forbids: another start would begin the same replay."""
+
+
 class SparseCheckpointError(RuntimeError):
     """Base class of the errors of sparse checkpointing; the message names the cause."""
 

@@ -380,6 +380,8 @@ class Job:
             self.trainer.auxiliary_state.set_counters(self._restart.conversion.last.state)
         self.trainer.loop.start()
         iteration = self.trainer.iteration
+        if self._restart is not None and self.protection.stops:
+            iteration = self._restart.catches_up_to  # what was recorded until then judges
         self.protection.memory.ledger.forget_after(iteration)  # entries of an abandoned history
         plan = self.protection.first_plan(iteration)
         self.protection.start(plan, store, self._on_disk, forget_former_places=not reads_memory())
@@ -387,12 +389,14 @@ class Job:
         self.protection.checkpointer.history = History(self._history, base)
         if self._restart is not None:
             conversion = self._restart.conversion
-            until = self._restart.catches_up_to
-            self.protection.begin_trial(conversion.window, until, of_all=True)
+            if not self.protection.stops:  # else once the recovery is judged
+                until = self._restart.catches_up_to
+                self.protection.room_for_recovery(conversion.window.start, until)
+                self.protection.windows.go_back_to(conversion.window)
             self.protection.windows.replicate_again(conversion.window, conversion.file())
             self._restart.tokens_lost = tokens_lost(self.rank, self.protection, conversion)
         else:
-            self.protection.forget_the_past()
+            self.protection.windows.forget_the_past()
         return self._protected(self.protection)
 
     def _protected(self, protection: Protection) -> WholeJobMode:

@@ -117,6 +117,11 @@ class LocalizedMode(WholeJobMode):
     def converted(self, start: Start) -> None:
         self.recovery.converted(start)
 
+    def end_if_other_bits(self, found: str) -> None:
+        """Not collective: a rank may have been replaced since. The others hear of it in a round."""
+        if found:
+            self.recovery.end_job(found)
+
     def failed(self) -> None:
         """Restart the whole job if another worker died after training had ended."""
         if self._trained and self.recovery.announced():

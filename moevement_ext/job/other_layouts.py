@@ -100,7 +100,7 @@ class OtherLayouts:
 
         `iteration` is the same on all ranks.
         """
-        if self._shelf is None or is_export() or protection.unjudged:
+        if self._shelf is None or is_export():
             return
         try:
             state = trainer.begin_iteration(iteration)

@@ -157,6 +157,10 @@ class WholeJobMode:
         self._keep(entry)
         self.rank.events.iteration = iteration
         self.committed(Start(iteration, state))
+        log = self.protection.memory.log
+        if log is not None and iteration < self._catch_up_to and self.protection.stops:
+            if not self.recovering:  # nothing is captured: another failure restarts all workers
+                log.drop_until(iteration)
         if iteration == self._catch_up_to:
             self._recovered()
 
@@ -170,10 +174,10 @@ class WholeJobMode:
             self._keep(entry)
 
     def _keep(self, entry: LedgerEntry) -> None:
-        """Append to the ledger; an unjudged entry never replaces a trusted one."""
+        """Append to the ledger; what a recovery is judged by stays as it was recorded first."""
         ledger = self.protection.memory.ledger
-        if self.protection.unjudged:
-            entry = ledger.get(entry.iteration) or entry.on_trial()
+        if self.protection.stops:
+            entry = ledger.get(entry.iteration) or entry
         ledger.append(entry)
 
     # For subclasses
@@ -252,7 +256,7 @@ class WholeJobMode:
     def _recovered(self) -> None:
         assert self._restart is not None
         verified = self._verification.result()
-        self._judge(str(verified))
+        self._judge()
         seconds = self._restart.seconds
         seconds['catch_up'] = time.perf_counter() - self._caught_up_from
         replayed = self._catch_up_to - self._restart.conversion.first.iteration
@@ -272,24 +276,23 @@ class WholeJobMode:
         if speaks:
             self._sum_up(replayed, verified, seconds)
 
-    def _judge(self, verified: str) -> None:
-        """With `--sparse-ckpt-verify stop`, refuse a recovery on all ranks if one rank refuses it.
-
-        Otherwise a rank could trust and keep results that it computed from wrong inputs.
-        """
-        if not self.protection.unjudged:
+    def _judge(self) -> None:
+        """With `--sparse-ckpt-verify stop`, end the job if the state is not what it had been."""
+        if not self.protection.stops:
             return
         assert self._restart is not None
-        forbids = self._verification.forbids(self.rank.config.verify)
-        said = self.rank.exchange('judged', verified.encode() if forbids else b'')
-        refused = [f'rank {rank}: {found.decode()}' for rank, found in enumerate(said) if found]
-        if refused:
-            window, predecessor = self._restart.conversion.window, self._restart.predecessor
-            told = '; '.join(refused[:_MOST_TOLD])
-            for entry in self._restart.recorded:  # also needed to judge the next tier
-                self.protection.memory.ledger.append(entry)
-            whole_job.refuse(self.protection, window, told, self.rank, predecessor)
-        self.protection.accept()
+        window, found = self._restart.conversion.window, ''
+        if self._verification.forbids(self.rank.config.verify):
+            found = f'window {window.start}: {self._verification.result()}'
+        self.end_if_other_bits(found)
+        self.protection.windows.go_back_to(window)
+
+    def end_if_other_bits(self, found: str) -> None:
+        """End the job if any rank has found differences. Collective."""
+        said = self.rank.exchange('judged', found.encode())
+        told = [f'rank {rank}: {item.decode()}' for rank, item in enumerate(said) if item]
+        if told:
+            whole_job.end_with_other_bits(self.rank, '; '.join(told[:_MOST_TOLD]))
 
     def _sum_up(self, replayed: int, verified: Verified, seconds: Mapping[str, float]) -> None:
         """Report the result of the recovery; one rank reports its own observations."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch.distributed import Store
 
-from moevement_ext.errors import EXIT_USER_ERROR, LaunchError
+from moevement_ext.errors import EXIT_OTHER_BITS, EXIT_USER_ERROR, LaunchError
 from moevement_ext.launch.statements import told_joining, told_survivors
 from moevement_ext.launch.worker import BadEnd, Worker
 
@@ -21,9 +21,14 @@ def refuse_mistakes(ends: Sequence[BadEnd], workers: Sequence[Worker]) -> None:
 
     A user error exists from the start, so a new worker would repeat it. After a replacement
     of any of the `workers` the same exit status may have another cause, such as too little
-    memory on one node, and is no longer refused.
+    memory on one node, and is no longer refused. A recovery that computes other bits, with
+    `--sparse-ckpt-verify stop`, ends the job at any time.
     """
     for end in ends:
+        if end.code == EXIT_OTHER_BITS:
+            raise LaunchError(
+                f'{end.how}: a recovery computed other bits{end.worker.last_words()}', end.code
+            )
         if end.code == EXIT_USER_ERROR and not any(worker.restarts for worker in workers):
             raise LaunchError(
                 f'{end.how}: it refuses what it was started with{end.worker.last_words()}',

@@ -36,7 +36,7 @@ from torch.distributed.run import determine_local_world_size, get_args_parser, r
 
 from moevement_ext.command import shown
 from moevement_ext.config import ConfigurationError
-from moevement_ext.errors import EXIT_USER_ERROR, UserError
+from moevement_ext.errors import EXIT_OTHER_BITS, EXIT_USER_ERROR, UserError
 from moevement_ext.store import flag
 from moevement_ext.store.outside import connect
 from moevement_ext.system import exit_signal, user_errors
@@ -122,7 +122,7 @@ class OutsideStore(RendezvousHandler):
 
 
 class _RestartingAgent(LocalElasticAgent):
-    """Torch's agent, except that a user error ends the job without a restart.
+    """Torch's agent, except that a user error, or other bits, end the job without a restart.
 
     On any signal to end, the agent sends its workers their exit signal.
     """
@@ -140,6 +140,8 @@ class _RestartingAgent(LocalElasticAgent):
         another cause, such as too little memory on one node.
         """
         result: RunResult = super()._monitor_workers(worker_group)
+        if any(failure.exitcode == EXIT_OTHER_BITS for failure in result.failures.values()):
+            sys.exit(EXIT_OTHER_BITS)  # its log says why
         if self._remaining_restarts == worker_group.spec.max_restarts:
             for rank, failure in result.failures.items():
                 if failure.exitcode == EXIT_USER_ERROR:

@@ -48,9 +48,8 @@ class Report(msgspec.Struct, frozen=True, gc=False):
     """Where its replica server listens; None until it has one."""
     details: bytes = b''
     """Further state for a new process, opaque here."""
-    unjudged: bool = False
-    """All stages recover together, and the result may still be refused: its state does not
-    count."""
+    other_bits: str = ''
+    """What its recovery computed otherwise than before; the job ends (`--sparse-ckpt-verify`)."""
     fruitless: int = 0
     """Consecutive recoveries without progress, including this one."""
     own_error: bool = False

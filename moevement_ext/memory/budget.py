@@ -62,7 +62,7 @@ class RankMemory(msgspec.Struct, frozen=True):
     ledger: int
     log_ring: int = 0
     beside: int = 0
-    """Locks, files shared at a rendezvous of all ranks, and the witness of a recovery."""
+    """Locks, and files shared at a rendezvous of all ranks."""
 
     @property
     def total(self) -> int:

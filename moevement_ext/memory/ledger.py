@@ -32,7 +32,7 @@ MAX_SCALARS = 16
 PREAMBLE_BYTES = 64
 
 _MAGIC = b'MoEvLed\0'
-_VERSION = 3
+_VERSION = 4
 _PREAMBLE = struct.Struct('<8sIIQQ')  # magic, version, record bytes, identity digest, records
 _COMPLETE = struct.Struct('<Q')  # 1 + start of the newest window that all ranks had; 0: none
 _COMPLETE_AT = PREAMBLE_BYTES - _COMPLETE.size
@@ -56,19 +56,13 @@ class LedgerEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Tokens of the global batch that gradients were divided by; 0 without that division."""
     loss: float | None = None
     """Loss on this rank, None if it has none. Not comparable with other ranks' records."""
-    judges: bool = True
-    """A replay must match this entry; False if an unjudged replay wrote the entry."""
     consumed_valid: int | None = None
     """Validation samples consumed before this iteration, which a replay does not evaluate; None if
     the trainer does not count them."""
 
     def shared(self) -> Self:
         """The entry reduced to the fields that are equal on all ranks."""
-        return msgspec.structs.replace(self, loss=None, judges=True)
-
-    def on_trial(self) -> Self:
-        """The entry as an unjudged replay writes it."""
-        return msgspec.structs.replace(self, judges=False)
+        return msgspec.structs.replace(self, loss=None)
 
 
 _DECODER = msgspec.msgpack.Decoder(LedgerEntry)

@@ -25,11 +25,6 @@ LEDGER_RECORDS = 4096
 BESIDE_BYTES = 64 * 1024
 """Further bytes of a rank in the tmpfs, such as its lock."""
 
-_WITNESS_BYTES = 512 * 1024
-# Bytes of a window file per byte of the witness (`memory.witness`). A slot's header has about 110
-# bytes per tensor, for two windows, and twice while the witness is rewritten.
-_PAYLOAD_PER_WITNESS = 1024
-
 SLOT_ROOM_BYTES = 128 * 1024
 """Room for the header of a slot, with the auxiliary state."""
 # Bytes of payload per byte of further room, for tensor alignment and router buffers.
@@ -117,10 +112,5 @@ def rank_memory(
         replicas=GENERATIONS * sum(map(in_pages, replica_files)),
         ledger=in_pages(Ledger.bytes_needed(LEDGER_RECORDS)),
         log_ring=in_pages(log_ring),
-        beside=beside_bytes(window_file),
+        beside=BESIDE_BYTES,
     )
-
-
-def beside_bytes(window_file: int) -> int:
-    """Upper bound of a rank's further files (locks, reports, witness) beside such window files."""
-    return BESIDE_BYTES + in_pages(_WITNESS_BYTES + window_file // _PAYLOAD_PER_WITNESS)

@@ -200,7 +200,7 @@ class SparseCheckpointer:
         name = self.history.window(iteration, digest)
         if partial is not None:
             self._before = name
-        file = self._lifecycle.open(name, length)
+        file = self._lifecycle.open(name)
         return None if file is None else _Writing(file, name, length, partial=partial)
 
     def _choose(self, iteration: int, experts: 'ExpertLedger') -> 'Checkpoint | None':

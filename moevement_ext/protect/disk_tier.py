@@ -131,10 +131,6 @@ class DiskTier:
         if self._goes_back_to(window.start):
             self._tracker.withdraw_after(window)
 
-    def refuse(self, window: WindowName) -> None:
-        """Exclude `window` and later ones from recoveries; otherwise as `withdraw_after`."""
-        self._goes_back_to(window.start - 1)
-
     def _goes_back_to(self, start: int) -> bool:
         """Set later windows aside; False if there are none."""
         with self._changed:

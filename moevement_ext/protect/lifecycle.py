@@ -6,8 +6,7 @@
 The training thread opens a file for a window. The sealing thread commits the window. The
 replicator's thread learns that all holders of replicas have it, and the tracker's thread that all
 ranks and their holders have it. After a failure the training thread withdraws, keeps or re-offers
-windows, and accepts or drops captures of an unjudged recovery (`trial`). `docs/design.md` says
-what happens to windows that are not persisted in time.
+windows. `docs/design.md` says what happens to windows that are not persisted in time.
 """
 
 import threading
@@ -26,7 +25,6 @@ from moevement_ext.memory.window.name import WindowName
 from moevement_ext.memory.window.slot import SlotHeader
 from moevement_ext.protect.persistence import PersistenceTracker
 from moevement_ext.protect.statistics import CaptureStatistics
-from moevement_ext.protect.trial import Trial
 from moevement_ext.replicate.client import ReplicaClient
 from moevement_ext.replicate.replicator import Replicator
 
@@ -45,7 +43,6 @@ class WindowLifecycle:
 
     Attributes:
         replicator: sends the windows to the peers.
-        trial: a recovery that is not judged yet; its captures stay private until `accept`.
     """
 
     def __init__(
@@ -67,7 +64,6 @@ class WindowLifecycle:
         self._freed = threading.Event()
         self._stalled = False
         self._newest: WindowName | None = None
-        self.trial: Trial | None = None
         self.replicator = Replicator(
             owner, peers, self.replicated, statistics.degraded, max_windows=GENERATIONS
         )
@@ -80,8 +76,8 @@ class WindowLifecycle:
 
     # Training thread
 
-    def open(self, name: WindowName, length: int) -> WindowFile | None:
-        """Take a file for a window of `length` slots; wait at most `max_wait_s`.
+    def open(self, name: WindowName) -> WindowFile | None:
+        """Take a file for a window; wait at most `max_wait_s`.
 
         After a timeout, calls do not wait again until a window is persisted. Return None if
         there is no file, the window is complete already, or another rank has given it up.
@@ -91,10 +87,7 @@ class WindowLifecycle:
         if self._windows.is_given_up(name):
             return None
         try:
-            if self.trial is None:
-                file = self._wait_for(lambda: self._windows.begin(name))
-            else:
-                file = self._on_trial(self.trial, name, length)
+            file = self._wait_for(lambda: self._windows.begin(name))
         except Exception as error:
             self.statistics.degraded(f'window {name.start} cannot be opened: {error}')
             self.give_up([name.start])
@@ -139,8 +132,6 @@ class WindowLifecycle:
     def abandon(self, name: WindowName, file: WindowFile) -> None:
         """Free the file of an unfinished window that no rank relies on."""
         self.replicator.abandon(name)
-        if self.trial is not None:
-            self.trial.forget(file)
         try:
             self._windows.abandon(file)
         except Exception as error:
@@ -171,33 +162,11 @@ class WindowLifecycle:
                     return None
                 self._freed.wait(min(remaining, _LOOK_S))
 
-    def _on_trial(self, trial: Trial, name: WindowName, length: int) -> WindowFile | None:
-        """Take a file for an unjudged window.
-
-        No file becomes free before the verdict. Of the windows complete by then only the
-        newest is kept: each takes the file of the previous one.
-        """
-        file = self._windows.begin(name, unjudged=True)
-        if file is None and trial.is_over_before(name.start, length):
-            before = trial.oldest(self._max_wait_s)
-            if before is not None:
-                self.give_up([before.required_name().start])
-                self.abandon(before.required_name(), before)
-                file = self._windows.begin(name, unjudged=True)
-        if file is not None:
-            trial.begins(file)
-        return file
-
     # Other threads, in training
 
     def sealed(self, file: WindowFile, header: SlotHeader) -> None:
         """Commit and replicate a slot after all its copies. Sealing thread."""
         file.seal_slot(header)
-        trial = self.trial
-        if trial is None or not trial.seal(file, header):
-            self._keep(file, header)
-
-    def _keep(self, file: WindowFile, header: SlotHeader) -> None:
         is_last = header.slot == header.window - 1
         if is_last:
             self._windows.commit(file)
@@ -255,23 +224,7 @@ class WindowLifecycle:
         self.withdraw_after(window)
         self._windows.persisted(window)
         self._windows.discard_after(window.start)
-
-    def accept(self) -> None:
-        """Accept the captures of the recovery, all of which must be sealed."""
-        trial, self.trial = self.trial, None
-        if trial is None:
-            return
-        self.replicator.discard_after(trial.back_to.start)
-        for file, headers in trial.windows():
-            self._windows.judged(file)
-            for header in headers:
-                self._keep(file, header)
-
-    def withdraw_captures(self) -> None:
-        """Drop all captures of a recovery that was refused or cut off."""
-        trial, self.trial = self.trial, None
-        for file, _ in trial.windows() if trial is not None else ():
-            self.abandon(file.required_name(), file)
+        self.replicator.discard_after(window.start)
 
     def forget_the_past(self) -> None:
         """Drop all windows, which belong to an abandoned history."""
@@ -280,8 +233,6 @@ class WindowLifecycle:
 
     def replicate_again(self, window: WindowName, file: WindowFile) -> None:
         """Replicate the window of the recovery again: a lost node may have held its replicas."""
-        if self.trial is None:  # else the peers keep slots that verify the recovery
-            self.replicator.discard_after(window.start)
         self.replicator.agree(Agreed(window))
         for slot in file.slots():
             self.replicator.submit(file, slot, urgent=True)

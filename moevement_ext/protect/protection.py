@@ -40,7 +40,6 @@ from moevement_ext.protect.reserving import longest_window, reserve
 from moevement_ext.protect.room import WindowRoom
 from moevement_ext.protect.stage_plan import event
 from moevement_ext.protect.statistics import CaptureStatistics, Figures
-from moevement_ext.protect.trial import Trial
 from moevement_ext.replicate.node_plan import Share
 
 if TYPE_CHECKING:  # jobs of other strategies do not import it
@@ -223,21 +222,14 @@ class Protection:
     def captured_after(self, start: int) -> list[SlotHeader]:
         """Headers to verify a recovery from the window at `start`; empty without checks.
 
-        Headers of newer slots are also kept for the next recovery, as this one may be refused or
-        cut off. The result includes earlier captures of the window itself.
+        A recovery that is cut off has overwritten some of them for the next one.
         """
         if self._rank.config.verify == OFF:
             return []
-        witness, own = self.memory.witness, self._rank.identity
+        own = self._rank.identity
         here = own.run, own.topology, own.rank
         found = self.memory.captured_after(start)
-        witness.remember([it for it in found if (it.run, it.topology, it.owner) == here])
-        return witness.after(start - 1)
-
-    def forget_the_past(self) -> None:
-        """Drop windows of earlier starts of the job, which this start does not continue."""
-        self.windows.forget_the_past()
-        self.memory.witness.forget()
+        return [it for it in found if (it.run, it.topology, it.owner) == here]
 
     def rewind_log(self, iteration: int) -> None:
         """Rewind the log to `iteration`: later sends are logged again."""
@@ -263,57 +255,24 @@ class Protection:
         self._rank.events.emit(lost)
         return lost.tokens
 
-    def begin_trial(self, back_to: WindowName, until: int, of_all: bool) -> None:
-        """Begin a recovery from `back_to`, judged at iteration `until`. Training thread.
-
-        With `stop` it may be refused, so its captures stay private until `accept`.
-        `of_all`: all stages roll back together.
-        """
-        self._room.for_recovery(back_to.start, until)
-        if self._rank.config.verify == STOP:
-            self.windows.trial = Trial(back_to, until, of_all)
-
-    def accept(self) -> None:
-        """Accept the captures of a recovery that was verified on all ranks."""
-        if self.unjudged:
-            self.checkpointer.drain()
-            self.windows.accept()
-        self.memory.witness.forget()
-
-    @contextmanager
-    def on_trial(self, back_to: WindowName, until: int) -> Iterator[None]:
-        """Accept the recovery if the context ends normally, else drop all its captures."""
-        self.begin_trial(back_to, until, of_all=False)
-        try:
-            yield
-        except Exception:
-            if self.unjudged:
-                self.checkpointer.stop_capturing()
-                self.windows.withdraw_captures()
-            raise
-        self.accept()
-
-    def refuse(self, window: WindowName) -> None:
-        """Drop `window`, as all ranks have refused the state recovered from it.
-
-        Headers of newer, earlier captures are kept to verify the next recovery.
-        """
-        self.checkpointer.stop_capturing()
-        self.windows.withdraw_captures()
-        self.memory.forget_window(window)
-        if self._disk is not None:
-            self._disk.refuse(window)
+    def room_for_recovery(self, start: int, until: int) -> None:
+        """Make room in the log for a recovery from window `start` to `until`. Training thread."""
+        if self.stops:  # the first window after that begins at its end
+            until += self.checkpointer.schedule.plan.window
+        self._room.for_recovery(start, until)
 
     @property
-    def unjudged(self) -> bool:
-        """True during a recovery that may still be refused."""
-        return self.windows.trial is not None
+    def stops(self) -> bool:
+        """True if the job ends when a recovery computes other bits; until then, no capture."""
+        return self._rank.config.verify == STOP
 
     def begin_window(self, iteration: int) -> None:
         """Begin a window with the state after `iteration`, by the plan in force, on all ranks.
 
-        Earlier windows that are not persisted are given up, as some ranks lack them.
+        Later, if a start of the whole job is not judged yet. Earlier windows that are not persisted
+        are given up, as some ranks lack them.
         """
+        iteration = max(iteration, self.checkpointer.schedule.origin)
         self.windows.give_up(range(iteration))
         self.checkpointer.stop_capturing()
         self.checkpointer.roll_back(iteration - 1)
@@ -359,7 +318,6 @@ class Protection:
             self._experts.begins()
         if self._position == 0:
             self._room.begins(iteration, schedule.plan.window)
-            self._shorten_log(iteration, schedule.plan.window)
         self._waited_before = self.checkpointer.waited_s
         self._step_began = time.perf_counter()
 
@@ -447,18 +405,6 @@ class Protection:
             threading.Thread(
                 target=self.memory.forget_former_places, name='sparse-ckpt-former', daemon=True
             ).start()
-
-    def _shorten_log(self, iteration: int, window: int) -> None:
-        """Make room in the log in a recovery of all stages, during which no window is persisted.
-
-        Another failure rolls all stages back again, so the log serves the newest window
-        only.
-        """
-        trial, log = self.windows.trial, self.memory.log
-        if trial is None or log is None or not trial.of_all:
-            return
-        if trial.is_over_before(iteration, window):
-            log.drop_until(iteration)
 
     def _withdraw_on_disk(self, window: WindowName) -> None:
         if self._disk is not None:

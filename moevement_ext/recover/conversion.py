@@ -68,14 +68,13 @@ class Conversion:
     def run(self, trainer: Trainer, verification: Verification) -> None:
         """Load slot after slot, and replay one iteration between each two.
 
-        Collective over the stages that convert. `verification` receives each loaded slot,
-        and the loss of each replayed iteration. Raises `RefusedWindow` if a slot is not available,
+        Collective over the stages that convert. `verification` receives the loss of
+        each replayed iteration. Raises `RefusedWindow` if a slot is not available,
         or belongs to another model.
         """
         with trainer.replaying():
             slot = self._slot(0)
             self._load(slot, trainer)
-            verification.loaded(slot.header)
             for index in range(1, self._source.window):
                 following = self._slot(index)  # contains the reductions of the replayed iteration
                 self._replay(slot, following, trainer)
@@ -83,7 +82,6 @@ class Conversion:
                     following.start.iteration, trainer.loss, following.context.loss
                 )
                 self._load(following, trainer)
-                verification.loaded(following.header)
                 slot = following
 
     def _load(self, slot: _Slot, trainer: Trainer) -> None:

@@ -10,11 +10,12 @@ continues (paper section 3.4).
 import logging
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from typing import Any, NoReturn
 
 from moevement_ext import faults
 from moevement_ext.config import GLOBAL, LOCALIZED
+from moevement_ext.errors import EXIT_OTHER_BITS, EXIT_WHOLE_JOB
 from moevement_ext.events import FailureDetected, Recovered, RecoveryPhase, RecoveryStarted
 from moevement_ext.faults import Phase
 from moevement_ext.membership.beside import Beside, Met
@@ -37,7 +38,7 @@ from moevement_ext.recover.summary import recovered_line
 from moevement_ext.recover.trainer import Start, Trainer
 from moevement_ext.recover.verdict import Localized, Verdict, WholeJob, decide_recovery
 from moevement_ext.recover.verification import Verification, Verified
-from moevement_ext.recover.whole_job import start_the_whole_job_again
+from moevement_ext.recover.whole_job import end_with_other_bits, start_the_whole_job_again
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +67,7 @@ class LocalizedRecovery:
         self._position = position
         self._replay = StageReplay(rank, trainer, protection, self._enters, self._trust_collectives)
         self._refused: list[Window] = []
+        self._other_bits = ''
         self._lost_sources = 0
         self._fruitless = Fruitless()
         self._report = OwnReport(rank, membership, trainer, protection, position, self._fruitless)
@@ -191,14 +193,14 @@ class LocalizedRecovery:
             if self._rank.number not in verdict.replacements:
                 self._protection.lose_holders(verdict.replacements)
             self._exchange_addresses(verdict)
-        with self._outage.replay(), self._on_trial(verdict):
+        if verdict.window is not None and self._rank.number in verdict.ranks:
+            self._protection.room_for_recovery(verdict.window.start, verdict.target)
+        with self._outage.replay():
             if self._rank.number in verdict.ranks:
                 verdict = self._replay_stage(verdict, iterate)
             else:
                 self._connect_early(verdict)
                 self._meet_replayed()
-        if self._position.rebuilding and self._rank.number in verdict.ranks:
-            self._position.rebuilt()
         faults.point(Phase.REGROUP)
         self._enters('regroup')
         self._connect_all(verdict)
@@ -257,7 +259,7 @@ class LocalizedRecovery:
                 self._trainer.loop.leave()
             self._membership.silence()
             try:
-                self._membership.meet(lambda: self._report.now(self._refused))
+                self._membership.meet(lambda: self._report.now(self._refused, self._other_bits))
             except StoreLost as lost:
                 self.give_up(f'{lost}, in a rendezvous')
             self._outage.met(self._membership.reports)
@@ -270,7 +272,7 @@ class LocalizedRecovery:
             self._lost_sources = 0  # the source that did not answer was the process that died
         verdict = self._fruitless.met(reports, self._follows_from(reports))
         if isinstance(verdict, WholeJob):
-            self.give_up(verdict.reason)
+            self.give_up(verdict.reason, verdict.code)
         self._protection.checkpointer.history = verdict.history_after(reports)
         return verdict
 
@@ -302,9 +304,16 @@ class LocalizedRecovery:
     def _others(self) -> list[bytes]:
         return [handover.trainer for handover in handovers(self._membership.reports)]
 
-    def give_up(self, reason: str) -> NoReturn:
-        """Take the next tier: all workers end, and the launcher restarts the whole job."""
+    def give_up(self, reason: str, code: int = EXIT_WHOLE_JOB) -> NoReturn:
+        """All workers end, and the launcher restarts the whole job, or ends it (`WholeJob`)."""
+        if code == EXIT_OTHER_BITS:
+            end_with_other_bits(self._rank, reason)
         start_the_whole_job_again(self._rank, reason)
+
+    def end_job(self, other_bits: str) -> NoReturn:
+        """Have all ranks end for what this rank's recovery computed otherwise than before."""
+        self._other_bits = other_bits
+        raise RoundEnded(other_bits)
 
     # Recovery
 
@@ -341,6 +350,8 @@ class LocalizedRecovery:
             self._refused.append(window)
             self._fruitless.progressed()  # another window is tried next
             raise RoundEnded(str(refusal)) from refusal
+        except self._replay.OtherBits as found:
+            self.end_job(str(found))
         except self._replay.SourceLost as lost:
             self._lost_sources += 1
             if self._lost_sources >= TRIES:
@@ -413,11 +424,6 @@ class LocalizedRecovery:
     def _connected_with(self, verdict: Localized) -> frozenset[int]:
         return connected_with(self._rank.number, verdict, self._membership.reports)
 
-    def _on_trial(self, verdict: Localized) -> AbstractContextManager[None]:
-        if verdict.window is None or self._rank.number not in verdict.ranks:
-            return nullcontext()
-        return self._protection.on_trial(verdict.window.name, verdict.target)
-
     def _roll_back(self) -> None:
         kept = self._position.kept
         assert kept is not None
@@ -452,7 +458,8 @@ class LocalizedRecovery:
         committed = self._protection.memory.ledger.get(verdict.target)
         goes_on = self._trainer.loop.finish_post_step(verdict.target, self._others(), committed)
         faults.point(Phase.RESUME)
-        if verdict.copies:  # the copying ranks lack the current window and a log
+        # Copying ranks lack the current window and a log, judged replays the current window.
+        if verdict.copies or self._protection.stops:
             self._protection.begin_window(verdict.target)
         self._position.resumed()
         self._refused.clear()  # new captures reuse the names

@@ -58,7 +58,7 @@ class OwnReport:
         self._position = position
         self._fruitless = fruitless
 
-    def now(self, refused: Sequence[Window]) -> Report:
+    def now(self, refused: Sequence[Window], other_bits: str = '') -> Report:
         """Report of a training thread that has left its round; `refused` windows are damaged."""
         memory, identity = self._protection.memory, self._rank.identity
         first_logged = memory.log.first_iteration if memory.log is not None else None
@@ -75,7 +75,7 @@ class OwnReport:
             clean_at=self._position.clean_at,
             first_logged=NOWHERE if first_logged is None else first_logged,
             refused=list(refused),
-            unjudged=self._protection.unjudged,
+            other_bits=other_bits,
             address=memory.addresses[self._rank.number],
             fruitless=self._fruitless.count,
             own_error=self._fruitless.own_error,
@@ -89,9 +89,8 @@ class OwnReport:
         self, window: Window, target: int, refused: Sequence[Window]
     ) -> Callable[[], Report]:
         """Return a function for another thread that reports this rank's replay up to `target`."""
-        # The replay may be refused, but only by this stage, before other ranks rely on it.
         under_way = UnderWay(window, target, self._membership.taken.round)
-        before = msgspec.structs.replace(self.now(refused), unjudged=False, under_way=under_way)
+        before = msgspec.structs.replace(self.now(refused), under_way=under_way)
         store, identity = self._protection.memory.store, self._rank.identity
         return lambda: msgspec.structs.replace(
             before, windows=held_windows(store, identity, self._only_on)

@@ -9,8 +9,7 @@ stage replays as well, its log is filled while it is read. If all stages roll ba
 A stage that replays alone keeps five rules. In Megatron's adapter, it sends into its own log only
 (`seams/p2p.py`), takes reduced scalars from slots and the ledger (`state/global_scalars.py`), and
 computes no weight gradients or updates of frozen operators (`state/frozen.py`). Here, it captures
-nothing until the state is dense. With `--sparse-ckpt-verify stop` its captures stay private until
-they are judged (`protect/trial.py`).
+nothing until the state is dense; with `--sparse-ckpt-verify stop`, nothing until it is judged.
 """
 
 import logging
@@ -49,6 +48,10 @@ class _WindowRefused(SparseCheckpointError):
     """This rank cannot get the data for a replay of the window; another window is tried next."""
 
 
+class _OtherBits(SparseCheckpointError):
+    """The replay computed other bits than before, with which the job must not continue."""
+
+
 class _SourceLost(SparseCheckpointError):
     """The source of the window, or of a log, does not answer; all ranks search again."""
 
@@ -65,6 +68,7 @@ class StageReplay:
     """
 
     Refused = _WindowRefused
+    OtherBits = _OtherBits
     SourceLost = _SourceLost
 
     def __init__(
@@ -163,6 +167,7 @@ class StageReplay:
         Raises:
             WindowRefused: this rank's part of the window, or a log that it needs, is damaged
                 at every holder.
+            OtherBits: the state differs, and `--sparse-ckpt-verify stop` forbids that.
             SourceLost: a source of the window or of a log does not answer.
         """
         assert verdict.window is not None
@@ -220,18 +225,25 @@ class StageReplay:
             self._trust_collectives()
             position.reached(conversion.last)
             self.verification.check(conversion.last.iteration)
-            lost = self._protection.roll_back(conversion.window, conversion.file())
-            self.verification.tokens_lost = lost
+            if self._protection.stops:
+                self._protection.checkpointer.roll_back(target - 1)  # captures nothing until then
+            else:
+                self._roll_back(conversion)
             phases.convert = time.perf_counter() - began - phases.fetch
             self._enters('catch-up')
             self._catch_up(conversion.last.iteration, target, iterate)
             if self.verification.forbids(self._rank.config.verify):
                 verified = self.verification.result()
-                raise _WindowRefused(f'window {start}, replayed to iteration {target}: {verified}')
-            if not self._protection.unjudged:  # else complete only if no rank refuses
-                position.rebuilt()
+                raise _OtherBits(f'window {start}, replayed to iteration {target}: {verified}')
+            if self._protection.stops:
+                self._roll_back(conversion)
+            position.rebuilt()
         self.replayed = target - start
         phases.catch_up = time.perf_counter() - began - phases.fetch - phases.convert
+
+    def _roll_back(self, conversion: Conversion) -> None:
+        lost = self._protection.roll_back(conversion.window, conversion.file())
+        self.verification.tokens_lost = lost
 
     def _catch_up(self, dense_at: int, target: int, iterate: Callable[[int], object]) -> None:
         """Continue from the dense state with the ledger's records of the iterations."""

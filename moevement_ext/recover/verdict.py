@@ -10,9 +10,13 @@ from typing import NamedTuple
 
 import msgspec
 
+from moevement_ext.errors import EXIT_OTHER_BITS, EXIT_WHOLE_JOB
 from moevement_ext.membership.report import NOWHERE, Report, UnderWay
 from moevement_ext.memory.window.name import History, Window
 from moevement_ext.recover.inventory import candidates
+
+# Longest list of ranks in one message.
+_MOST_TOLD = 4
 
 
 class Localized(msgspec.Struct, frozen=True):
@@ -51,9 +55,11 @@ class Localized(msgspec.Struct, frozen=True):
 
 
 class WholeJob(msgspec.Struct, frozen=True):
-    """All workers restart, as no survivor can help or no rank survived."""
+    """All workers end, as no survivor can help or no rank survived, and are restarted."""
 
     reason: str
+    code: int = EXIT_WHOLE_JOB
+    """Exit status; another one ends the job for good."""
 
 
 Verdict = Localized | WholeJob
@@ -84,6 +90,8 @@ def decide_recovery(
     survivors = [report for report in reports if report.survivor]
     if not survivors:
         return WholeJob('no worker survived')
+    if told := [f'rank {n}: {r.other_bits}' for n, r in enumerate(reports) if r.other_bits]:
+        return WholeJob('; '.join(told[:_MOST_TOLD]), EXIT_OTHER_BITS)
     strangers = _strangers(reports)
     if strangers:
         return WholeJob(
@@ -93,8 +101,6 @@ def decide_recovery(
     target = max(report.committed for report in survivors)
     if target == NOWHERE:
         return WholeJob('nothing is committed yet')
-    if any(report.unjudged for report in survivors):
-        return WholeJob('the recovery that was under way has not been verified')
     behind = [
         rank
         for rank, report in enumerate(reports)

@@ -92,7 +92,7 @@ class Verification:
             checksums.update(
                 (item.key, item.checksum) for item in header.records if item.operator not in older
             )
-        self._recorded = {entry.iteration: entry for entry in recorded if entry.judges}
+        self._recorded = {entry.iteration: entry for entry in recorded}
         self._compares = True
         self._scalars_of: set[int] = set()
         self._compared: set[str] = set()
@@ -106,20 +106,6 @@ class Verification:
         nothing = cls((), {})
         nothing._compares = False
         return nothing
-
-    def loaded(self, header: SlotHeader) -> None:
-        """Compare a slot that the recovery starts from with an earlier capture of the same state.
-
-        A recovery that was cut off may have captured the window, with other bits than before.
-        """
-        expected = self._expected.pop(header.iteration, {})
-        older = older_experts(header)
-        for item in header.records:
-            key = item.key
-            compared = key in self._sources and item.operator not in older
-            if compared and expected.get(key, item.checksum) != item.checksum:
-                self._differing.setdefault(item.operator, header.iteration)
-        self._report(header.iteration)
 
     def replayed(self, iteration: int, loss: float | None, captured: float | None = None) -> None:
         """Compare the loss of an iteration replayed in a conversion; other scalars are given.

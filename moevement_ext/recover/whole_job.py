@@ -14,7 +14,7 @@ from typing import NoReturn
 import msgspec
 
 from moevement_ext.config import OFF
-from moevement_ext.errors import EXIT_WHOLE_JOB, UserError
+from moevement_ext.errors import EXIT_OTHER_BITS, EXIT_WHOLE_JOB, UserError
 from moevement_ext.events import FailureDetected, NextTier
 from moevement_ext.membership.rank import Rank
 from moevement_ext.memory import deaths
@@ -25,12 +25,11 @@ from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.shelf import base_of, directories_of, left_by_elastic
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.listing import patiently
-from moevement_ext.memory.window.name import HeldWindow, Window, WindowName, drawn_history
+from moevement_ext.memory.window.name import HeldWindow, Window, drawn_history
 from moevement_ext.memory.window.refused import RefusedWindow, UnreadableWindow
 from moevement_ext.memory.window.settings import told
 from moevement_ext.memory.window.slot import SlotHeader
 from moevement_ext.plan.strategy.choice import disk_only
-from moevement_ext.protect.protection import Protection
 from moevement_ext.recover import launched_alike, other_runs
 from moevement_ext.recover.absence import FLAG, refuse_to_forget, tier_of
 from moevement_ext.recover.conversion import Conversion
@@ -167,7 +166,6 @@ def obtain(
             assert obtained is not None
             file, source = obtained
             memory.windows.persisted(candidate.name)
-            memory.windows.discard_after(candidate.start)
             return Conversion(VerifiedWindow(file), source)
         logger.warning('window %d is not whole on every rank', candidate.start)
     _stop_if_unread(unread, rank)
@@ -185,27 +183,12 @@ def _stop_if_unread(unread: Sequence[str], rank: Rank) -> None:
         )
 
 
-def next_tier(reason: str, rank: Rank, dense_iteration: int, older: int | None = None) -> None:
-    """Log why the newest windows are not used, and the replacement: an older one, if any."""
-    tier = tier_of(dense_iteration) if older is None else f'window {older}'
+def next_tier(reason: str, rank: Rank, dense_iteration: int) -> None:
+    """Log why the windows are not used, and the replacement."""
+    tier = tier_of(dense_iteration)
     rank.events.emit(NextTier(reason=reason, tier=tier))
     if rank.number == 0:
         logger.warning('sparse checkpointing: recovering from %s: %s', tier, reason)
-
-
-def refuse(
-    protection: Protection, window: WindowName, found: str, rank: Rank, predecessor: Predecessor
-) -> NoReturn:
-    """Refuse a recovered state that differs, as `--sparse-ckpt-verify stop` demands.
-
-    All ranks call this, and the next start takes the next tier. The recovery started from
-    `window`; `found` describes the differences of the state.
-    """
-    protection.refuse(window)
-    reason = f'the state recovered from window {window.start} is not what it had been: {found}'
-    older = [other.start for other in predecessor.candidates if other.start < window.start]
-    next_tier(reason, rank, predecessor.dense_iteration, max(older, default=None))
-    end_at_once(EXIT_WHOLE_JOB)
 
 
 def _verified(
@@ -237,3 +220,16 @@ def start_the_whole_job_again(rank: Rank, reason: str) -> NoReturn:
     rank.events.emit(NextTier(reason=reason, tier='the whole job'))
     logger.warning('sparse checkpointing: the whole job starts again: %s', reason)
     end_at_once(EXIT_WHOLE_JOB)
+
+
+def end_with_other_bits(rank: Rank, found: str) -> NoReturn:
+    """End the job, as `--sparse-ckpt-verify stop` demands; `found` names ranks and operators."""
+    rank.events.emit(NextTier(reason=found, tier='none: the job ends'))
+    logger.warning(
+        'sparse checkpointing: the job ends with exit status %d, as a recovery computed other bits '
+        'than before. %s. All windows stay: replace the node of a failing chip and start again; '
+        '--sparse-ckpt-verify report goes on from such a state.',
+        EXIT_OTHER_BITS,
+        found,
+    )
+    end_at_once(EXIT_OTHER_BITS)

@@ -29,10 +29,9 @@ from moevement_ext.memory.sizing import LEDGER_RECORDS, rank_memory
 from moevement_ext.memory.upstream_log.log import UpstreamLog
 from moevement_ext.memory.window.file import FileTooSmall, WindowFile
 from moevement_ext.memory.window.generations import FileSize, OwnerWindows
-from moevement_ext.memory.window.name import Window, WindowName
+from moevement_ext.memory.window.name import Window
 from moevement_ext.memory.window.refused import RefusedWindow, UnreadableWindow
 from moevement_ext.memory.window.slot import SlotHeader
-from moevement_ext.memory.witness import Witness
 from moevement_ext.plan.strategy.choice import disk_only
 from moevement_ext.replicate.client import PeerLost, PeerRefused, ReplicaClient, TwinClient
 from moevement_ext.replicate.domains import own_domain
@@ -76,7 +75,6 @@ class HostMemory:
         members: descriptions of all ranks, by rank.
         copies: placement of the copies of all ranks' windows.
         plan: bytes of all ranks of this node.
-        witness: headers captured before a recovery that is not judged yet.
         disk_only: no recovery starts from windows in memory.
         server: serves windows and log to the peers.
         receive_cost: CPU time of receiving replicas.
@@ -178,7 +176,6 @@ class HostMemory:
 
     def _serve(self, own: Member, present: Sequence[Member]) -> None:
         rank, config = self.rank, self._config
-        self.witness = Witness(self.store.holder_path(rank) / 'captured-before')
         self.ledger = Ledger(self.store.ledger_path(rank), LEDGER_RECORDS, self._share.identity)
         hosts = Counter(member.host for member in self.members)
         self.cores = cores_left() / hosts[own.host]
@@ -389,21 +386,6 @@ class HostMemory:
             finally:
                 client.close()
         return found
-
-    def forget_window(self, name: WindowName) -> None:
-        """Drop a window in this rank's memory: its own part and the replicas for other ranks.
-
-        Every rank drops its own files, so that no rank depends on one that may have ended.
-        This also frees memory that earlier starts of the job kept here for ranks now on
-        other nodes.
-        """
-        self.windows.discard(name)
-        for inbox in self._inboxes.values():
-            inbox.windows.discard(name)
-        with suppress(UnreadableWindow):  # copies of former holders alone make no whole window
-            for stored in (*self.store.scan(), *self.store.scan_stubs()):
-                if stored.name == name and stored.holder not in self.plan.ranks:
-                    stored.path.unlink(missing_ok=True)
 
     def forget_former_places(self) -> None:
         """Free memory that earlier starts of the job kept here for ranks now on other nodes.

@@ -451,20 +451,6 @@ def test_wrong_bit_in_a_replay_is_reported(cluster: Callable[..., Cluster]) -> N
     assert re.search(r'differing: [1-9]', job.output(0))
 
 
-@pytest.mark.mutation
-@pytest.mark.thorough
-def test_training_never_continues_from_a_refused_replay(
-    cluster: Callable[..., Cluster], reference: Callable[..., dict]
-) -> None:
-    """Neither the stage nor the whole job comes back by a replay; the start is left."""
-    flags = flags_of(BASE)
-    job = cluster(*flags, '--sparse-ckpt-window', '3', '--sparse-ckpt-verify', 'stop')
-    job.survive(fail_at='3:8:backward', mutation='mutations.localized:one_bit_wrong_in_the_replay')
-    assert differences(reference(*flags), read_digest(job)) == []
-    tiers = [event.tier for event in job.events_of(NextTier, rank=0)]
-    assert tiers[0] == 'the whole job' and tiers[-1] == 'the start'
-
-
 @pytest.mark.thorough
 def test_wrong_bit_after_the_newest_capture_shows_in_the_next_loss(
     cluster: Callable[..., Cluster],

@@ -14,6 +14,7 @@ from megatron.moevement.seams import cpu_device
 ROOT = Path(__file__).resolve().parents[2]
 SURFACES = {
     'moevement_ext': [
+        'EXIT_OTHER_BITS',
         'EXIT_STUCK',
         'EXIT_USER_ERROR',
         'EXIT_WHOLE_JOB',
@@ -62,7 +63,8 @@ def test_importing_the_package_alone_imports_nothing_large(package: str) -> None
 
 def test_exit_statuses_are_those_that_scripts_rely_on() -> None:
     engine = importlib.import_module('moevement_ext')
-    assert (engine.EXIT_USER_ERROR, engine.EXIT_WHOLE_JOB, engine.EXIT_STUCK) == (2, 75, 76)
+    assert (engine.EXIT_USER_ERROR, engine.EXIT_OTHER_BITS) == (2, 77)
+    assert (engine.EXIT_WHOLE_JOB, engine.EXIT_STUCK) == (75, 76)
 
 
 @pytest.mark.parametrize('package', SURFACES)

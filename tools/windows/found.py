@@ -28,7 +28,6 @@ DISK = 'disk'
 
 _STATES = {
     'window': 'committed', 'writing': 'being written', 'aside': 'set aside', 'free': 'free',
-    'unjudged': 'not verified yet',
 }  # fmt: skip
 _FILE = re.compile(rf'({"|".join(_STATES)})-((\d+)(-\w+)?)\.window')
 _ON_DISK = re.compile(r'rank(\d+)')

@@ -79,14 +79,10 @@ class FileState(enum.Enum):
 
     FREE = 'free'
     WRITING = 'writing'
-    UNJUDGED = 'unjudged'
     COMMITTED = 'committed'
     CUT_OFF = 'cut off'
     """Left incomplete by an earlier process: free, but recoveries compare with it until it is
     reused."""
-
-
-BEING_FILLED = FileState.WRITING, FileState.UNJUDGED
 
 
 class WindowFile:

@@ -3,8 +3,6 @@
 
     free-<k>.window                nothing of value
     writing-<start>-<plan>.window  being filled, worthless until committed
-    unjudged-<start>-<plan>.window filled in a recovery that is not judged yet: worthless, even if
-                                   whole, for recovery and for comparison
     window-<start>-<plan>.window   committed: whole and immutable (invariant I3)
 
 Commit is a rename; a file gets another name *before* its first byte is overwritten. So the name
@@ -33,10 +31,6 @@ def writing_name(name: WindowName) -> str:
     if not _PLAN.fullmatch(name.plan):
         raise ValueError(f'plan digest {name.plan!r} must be letters, digits and "_" (file name)')
     return f'writing-{name}.window'
-
-
-def unjudged_name(name: WindowName) -> str:
-    return f'unjudged-{writing_name(name).removeprefix("writing-")}'
 
 
 def committed_name(name: WindowName) -> str:

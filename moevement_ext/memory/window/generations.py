@@ -13,12 +13,11 @@ from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.pinning import pin_like, pinned_as_far_as
 from moevement_ext.memory.sizing import GENERATIONS
 from moevement_ext.memory.window.agreed import Agreed
-from moevement_ext.memory.window.file import BEING_FILLED, FileState, WindowFile
+from moevement_ext.memory.window.file import FileState, WindowFile
 from moevement_ext.memory.window.file_names import (
     committed_in,
     committed_name,
     free_name,
-    unjudged_name,
     writing_name,
 )
 from moevement_ext.memory.window.name import StoredWindow, WindowName
@@ -89,15 +88,11 @@ class OwnerWindows:
         """The newest window known to be persisted on every rank."""
         return self._agreed.persisted
 
-    def begin(
-        self, name: WindowName, unjudged: bool = False, room: int = 0, fetched: bool = False
-    ) -> WindowFile | None:
+    def begin(self, name: WindowName, room: int = 0, fetched: bool = False) -> WindowFile | None:
         """Open a file for a new window: a free file, a given up window's, or an outdated window's.
 
         Args:
             name: of the window.
-            unjudged: the window is captured in a recovery that is not judged yet. Until `judged`,
-                no recovery starts from it or compares with it.
             room: bytes that the window takes, if windows in force may take less.
             fetched: a thread that may be abandoned fills the file. Until it calls `commit` or
                 `abandon`, no other window gets the file, even if this window is discarded.
@@ -112,7 +107,7 @@ class OwnerWindows:
             ValueError: this window exists already (call `discard_after` after a rollback), or its
                 plan's digest cannot be part of a file name.
         """
-        path = self.path / (unjudged_name(name) if unjudged else writing_name(name))
+        path = self.path / writing_name(name)
         with self._lock:
             if self._find(name) is not None:
                 raise ValueError(
@@ -129,7 +124,7 @@ class OwnerWindows:
             # The rename comes first: a file named window-* is never written (invariant I3).
             self._rename(chosen, path)
             self._fit(chosen, room)
-            chosen.state = FileState.UNJUDGED if unjudged else FileState.WRITING
+            chosen.state = FileState.WRITING
             chosen.fetched = fetched
             chosen.begin(name)
             return chosen
@@ -163,13 +158,6 @@ class OwnerWindows:
             file.begin(name)
             return file
 
-    def judged(self, file: WindowFile) -> None:
-        """Make this window a regular one, once its recovery is accepted."""
-        with self._lock:
-            self._require_being_filled(file)
-            self._rename(file, self.path / writing_name(file.required_name()))
-            file.state = FileState.WRITING
-
     def commit(self, file: WindowFile) -> None:
         """Make a completely sealed window permanent by renaming it.
 
@@ -180,9 +168,6 @@ class OwnerWindows:
             raise TruncatedWindow(f'{file.path}: cannot be committed with only slots {slots}')
         with self._lock:
             self._require_being_filled(file)
-            if file.state is FileState.UNJUDGED:
-                reason = 'the recovery that it was captured in is not judged yet'
-                raise ValueError(f'{file.path}: {reason}')
             file.freeze()
             file.rename(self.path / committed_name(file.required_name()))
             file.state, file.fetched = FileState.COMMITTED, False
@@ -289,7 +274,7 @@ class OwnerWindows:
         return [file for file in self._files if file.state in states]
 
     def _find(self, name: WindowName) -> WindowFile | None:
-        of_value = self._in_state(*BEING_FILLED, FileState.COMMITTED)
+        of_value = self._in_state(FileState.WRITING, FileState.COMMITTED)
         return next((file for file in of_value if file.name == name), None)
 
     def _committed_of(self, name: WindowName) -> WindowFile | None:
@@ -297,7 +282,7 @@ class OwnerWindows:
         return next((file for file in committed if file.name == name), None)
 
     def _require_being_filled(self, file: WindowFile) -> None:
-        if file not in self._files or file.state not in BEING_FILLED:
+        if file not in self._files or file.state is not FileState.WRITING:
             raise ValueError(f'{file.path} is not being written')
 
     def _choose(self) -> WindowFile | None:
@@ -333,7 +318,7 @@ class OwnerWindows:
     def _is_needed(self, file: WindowFile) -> bool:
         """True if the window is being written, or a recovery may start from it."""
         if file.state is not FileState.COMMITTED:
-            return file.state in BEING_FILLED
+            return file.state is FileState.WRITING
         name = file.required_name()
         return not (self._agreed.is_outdated(name) or self._agreed.is_given_up(name.start))
 
@@ -408,7 +393,7 @@ class OwnerWindows:
                 continue
             self._add(file, FileState.COMMITTED)
         for path in sorted(self.path.glob('*.window'), reverse=True):  # free ones last
-            if path.name.startswith(('free-', 'writing-', 'unjudged-')):
+            if not path.name.startswith('window-'):
                 self._adopt_free(path)
 
     def _room_of(self, path: Path) -> int | None:

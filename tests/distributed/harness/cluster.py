@@ -23,6 +23,7 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
+from moevement_ext.errors import EXIT_OTHER_BITS
 from moevement_ext.events import Event, decode
 from moevement_ext.launch.statements import told_finished
 from moevement_ext.membership.launch import PROCESS
@@ -173,6 +174,8 @@ class Cluster:
     ) -> dict[int, int]:
         """Run to the end under a launcher that restarts only the workers that died.
 
+        Like real launchers, it ends the job after `EXIT_OTHER_BITS`.
+
         Args:
             fail_at: `MOEVEMENT_FAIL_AT`.
             fault: called repeatedly with the workers and a function that starts the worker of a
@@ -211,6 +214,8 @@ class Cluster:
                     raise TimeoutError(f'job did not end in {timeout_s:g} s\n{self.tail()}')
                 if sum(starts.values()) > 40:
                     raise RuntimeError(f'workers die again and again: {starts}\n{self.tail()}')
+                if any(worker.exitcode == EXIT_OTHER_BITS for worker in workers):
+                    break
                 for rank, worker in enumerate(workers):
                     if worker.exitcode not in (None, 0):
                         self._refuse_late_death(store, rank, workers)

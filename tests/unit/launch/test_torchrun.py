@@ -42,10 +42,10 @@ def store() -> Iterator[Server]:
 
 @pytest.mark.parametrize(
     ('statuses', 'status', 'attempts'),
-    [('2,1,0', 2, 1), pytest.param('1,2,0', 0, 3, marks=pytest.mark.thorough)],
-    ids=['from the start', 'a worker that was started again'],
+    [('2,1,0', 2, 1), ('1,77,0', 77, 2), pytest.param('1,2,0', 0, 3, marks=pytest.mark.thorough)],
+    ids=['from the start', 'other bits', 'a worker that was started again'],
 )
-def test_user_error_ends_the_agent_before_any_restart(
+def test_user_error_or_other_bits_end_the_agent_without_a_restart(
     statuses: str, status: int, attempts: int, store: Server, tmp_path: Path
 ) -> None:
     program, starts = tmp_path / 'program.py', tmp_path / 'starts'

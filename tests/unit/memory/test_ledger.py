@@ -211,7 +211,6 @@ def test_up_to_max_scalars_fit_and_more_are_refused(shm: Path) -> None:
         num_microbatches=2**32,
         num_tokens=2**63,
         loss=0.1,
-        judges=False,
         consumed_valid=2**63,
     )
     fitting = msgspec.structs.replace(

@@ -313,17 +313,6 @@ def test_after_a_rollback_later_windows_are_set_aside_and_the_next_is_copied(
     wait_for(lambda: back.starts() == other.starts() == [6, 0])
 
 
-def test_refused_window_is_set_aside_with_all_later_windows(make: Callable[..., Job]) -> None:
-    job = make(FAST, FAST)
-    for start in (0, 3):
-        job.persist(start)
-        job.wait_for(start)
-    for rank in job.ranks:
-        rank.tier.refuse(named(3))
-        assert rank.starts() == [0]
-        assert list(rank.disk.path.glob('aside-3-*'))
-
-
 def test_rollback_ends_the_copy_of_a_withdrawn_window(make: Callable[..., Job]) -> None:
     job = make(1.0)
     (rank,) = job.ranks

@@ -13,7 +13,6 @@ from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.memory.window.name import WindowName
 from moevement_ext.protect.lifecycle import WindowLifecycle
 from moevement_ext.protect.statistics import CaptureStatistics
-from moevement_ext.protect.trial import Trial
 from tests.unit.memory.samples import WINDOW, capacity, commit, named, tmpfs_directory
 from tests.unit.replicate.peers import OWNER, SlowPeer, own_file, wait_for
 
@@ -89,23 +88,8 @@ def test_window_whose_transfer_ends_after_its_withdrawal_is_not_reported(
     assert protected.reports == [named(0)]
 
 
-@pytest.mark.parametrize('unjudged', [False, True])
-def test_holders_keep_slots_that_verify_an_unjudged_recovery(
-    unjudged: bool, protected: Protected
-) -> None:
-    """Otherwise they drop windows that will be captured again."""
-    protected.lifecycle.withdraw_after(named(0))
-    if unjudged:
-        protected.lifecycle.trial = Trial(named(0), 2 * WINDOW, of_all=True)
-    protected.lifecycle.replicate_again(named(0), own_file(protected.windows, 0))
-    protected.peer.answers.set()
-    assert protected.peer.next_asked() == (named(0) if unjudged else 0)
-
-
-def test_holders_drop_the_history_before_a_judged_recovery(protected: Protected) -> None:
-    """Else they refuse the accepted captures, whose bits differ from what they have."""
-    protected.lifecycle.withdraw_after(named(0))
-    protected.lifecycle.trial = Trial(named(0), 2 * WINDOW, of_all=True)
-    protected.lifecycle.accept()
+def test_a_rank_and_its_holders_drop_what_is_captured_again(protected: Protected) -> None:
+    protected.lifecycle.go_back_to(named(0))
+    assert [window.name for window in protected.windows.committed()] == [named(0)]
     protected.peer.answers.set()
     assert protected.peer.next_asked() == 0

@@ -133,6 +133,7 @@ def test_deaths_of_sources_refuse_no_window() -> None:
 
     class Lost:
         Refused, SourceLost = StageReplay.Refused, StageReplay.SourceLost
+        OtherBits = StageReplay.OtherBits
 
         def run(self, *_: object) -> NoReturn:
             raise self.SourceLost('the neighbour died')

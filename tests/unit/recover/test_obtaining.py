@@ -110,14 +110,6 @@ def test_a_lost_connection_costs_no_window(obtaining: Obtaining) -> None:
     assert (obtaining.asked, obtaining.told) == (TRIES, [])
 
 
-def test_windows_after_the_obtained_one_are_dropped(obtaining: Obtaining) -> None:
-    """Else their names are taken when the replay captures them again."""
-    obtaining.job.commit(0, start=WINDOW)
-    assert obtaining.obtain() is not None
-    windows = obtaining.memory.windows
-    assert [window.name for window in windows.committed()] == [named(0)]
-
-
 def test_window_of_a_silent_holder_is_given_up_only_when_told(
     obtaining: Obtaining, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--sparse-ckpt-verify stop`: nothing is gone on from that was captured in a refused recovery.
+"""`--sparse-ckpt-verify stop`: a recovery that computes other bits ends the job, and windows stay.
 
 Processes are threads (see `threaded_job`). A chip computes other bits where one of them recomputes
-an iteration, so often; every state in the end is that of a run without failure, bit for bit.
+an iteration. The next start has the states of a run without failure, bit for bit.
 """
 
 import functools
-import itertools
-import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -15,13 +13,15 @@ from typing import Any
 
 import pytest
 
+from moevement_ext.config import GLOBAL, LOCALIZED
+from moevement_ext.errors import EXIT_OTHER_BITS
 from moevement_ext.faults import Phase
 from moevement_ext.recover.stage_replay import StageReplay
 from moevement_ext.replicate.replicator import Replicator
-from tests.quick import with_quick
 from tests.unit.memory.samples import tmpfs_directory
 from tests.unit.recover import threaded_job
 from tests.unit.recover.fake_trainer import FakeTrainer
+from tests.unit.recover.test_recovery import train
 from tests.unit.recover.threaded_job import (
     OF_THREADS,
     STAGES,
@@ -31,13 +31,12 @@ from tests.unit.recover.threaded_job import (
     Process,
     ThreadedJob,
 )
-from tests.unit.replicate.peers import wait_for
 
 START = 3 * WINDOW
 """Of the newest window that all have; of the one after it the victim's last slot is missing."""
 STRUCK = START + 2 * WINDOW + 1
 ALL_STRUCK = START + 4 * WINDOW - 1
-ITERATIONS = ALL_STRUCK + WINDOW
+ITERATIONS = STRUCK + 8 * WINDOW
 NO_WAITING = 10**6
 
 pytestmark = [pytest.mark.timed, *OF_THREADS]
@@ -59,12 +58,12 @@ def stops(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 class WrongChip:
-    """Of the process of one rank: a bit flips before an iteration that is computed again."""
+    """Of the process of one rank: a bit flips before an iteration that is computed again, once."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, rank: int, at: int, times: int) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, rank: int, at: int) -> None:
         self._rank = rank
         self._at = at
-        self.left = times
+        self.left = 1
         self._newest = -1
         self._iterate = FakeTrainer.iterate
         monkeypatch.setattr(FakeTrainer, 'iterate', lambda trainer, i: self.iterate(trainer, i))
@@ -80,7 +79,21 @@ class WrongChip:
         self._iterate(trainer, iteration)
 
 
-class WithEvidence(ThreadedJob):
+class Ended(Exception):
+    """The launcher ends the job."""
+
+
+class Launched(ThreadedJob):
+    """Its launcher restarts nothing after that exit status."""
+
+    def _reap(self, process: Process) -> None:
+        if process.code == EXIT_OTHER_BITS:
+            process.release()
+            raise Ended
+        super()._reap(process)
+
+
+class WithEvidence(Launched):
     """Rank 1 is struck when its holder has all but one slot of a window that all others have."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *args: Any) -> None:
@@ -114,127 +127,89 @@ class WithEvidence(ThreadedJob):
         super()._reap(process)
 
 
-def differing(job: ThreadedJob, expected: Expected) -> list[tuple[int, int]]:
-    keys = itertools.product(range(STAGES), range(1, job.iterations + 1))
-    return [key for key in keys if job.states[key] != expected[key]]
+def windows_in(directory: Path) -> set[Path]:
+    return {*directory.glob('run/*/*/*/window-*')}
 
 
-def run_to_the_end(job: ThreadedJob) -> None:
+def is_as_without_failure(directory: Path, expected: Expected) -> None:
+    """The next start: the chip is replaced, and what was recorded first judges again."""
+    job = Launched(directory, ITERATIONS, [], expected)
     job.run()
-    assert not job.schedule, 'not all faults have struck'
+    assert len(job.recovered) == STAGES, 'all have gone on from windows'
+    assert not any(event.differing for event in job.recovered)
 
 
-NOTHING_MORE = None
-SAME_RANK = Fault(1, Phase.DETECT)
-OTHER_RANK = Fault(0, Phase.DETECT)
 OTHER_NODE = Fault(0, Phase.DETECT, node_lost=True)
 
 
-@pytest.mark.parametrize(
-    'meanwhile',
-    with_quick([NOTHING_MORE, SAME_RANK, OTHER_RANK, OTHER_NODE], NOTHING_MORE, OTHER_NODE),
-)
-@pytest.mark.parametrize('times', with_quick([1, 2], 2))
+@pytest.mark.parametrize('meanwhile', [None, OTHER_NODE], ids=['', 'another is lost'])
 def test_refused_replay_is_not_continued(
-    times: int,
     meanwhile: Fault | None,
     stops: Callable[..., None],
     fault_free: Expected,
     monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Also if a rank dies when it is refused, be it the one that alone knows of that."""
-    chip = WrongChip(monkeypatch, rank=1, at=START + WINDOW - 1, times=times)
+    chip = WrongChip(monkeypatch, rank=1, at=START + WINDOW - 1)
     with tmpfs_directory() as directory:
         schedule = [Fault(1, Phase.P2P, STRUCK, node_lost=True)]
         job = WithEvidence(monkeypatch, directory, ITERATIONS, schedule)
-        replay, refusals = StageReplay.run, []
+        replay, before, kept = StageReplay.run, set[Path](), set[Path]()
 
         def judged(self: StageReplay, *args: Any) -> None:
+            before.update(windows_in(directory))
             try:
                 replay(self, *args)
-            except StageReplay.Refused as refusal:
-                refusals.append(str(refusal))
-                if meanwhile is not None and len(refusals) == 1:
-                    job.schedule.append(meanwhile)
+            except StageReplay.OtherBits:
+                kept.update(windows_in(directory))
+                job.schedule += [] if meanwhile is None else [meanwhile]
                 raise
 
         monkeypatch.setattr(StageReplay, 'run', judged)
-        run_to_the_end(job)
-    assert refusals and 'differing: 5' in refusals[0], 'four operators and the loss'
-    assert not chip.left
-    assert differing(job, fault_free) == []
+        with pytest.raises(Ended):
+            job.run()
+        assert not chip.left and not job.schedule
+        if meanwhile is None:
+            assert kept == windows_in(directory) >= before
+            own = {path.name for path in kept - before if path.parent.name == '1'}
+            assert all(name.startswith(f'window-{START}-') for name in own), 'but fetched'
+            is_as_without_failure(directory, fault_free)
+    (said,) = {text for text in caplog.messages if 'the job ends with exit status 77' in text}
+    assert 'rank 1: window' in said and 'differing: 5 (1.a from iteration' in said
 
 
-def test_captures_of_a_replay_that_was_cut_off_are_no_evidence(
-    stops: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With `report`, too: a chip that is wrong in both replays alike is reported."""
-    stops(verify='report')
-    WrongChip(monkeypatch, rank=1, at=START + WINDOW - 1, times=2)
-    with tmpfs_directory() as directory:
-        schedule = [Fault(1, Phase.P2P, STRUCK, node_lost=True), Fault(1, Phase.REPLAYED)]
-        job = WithEvidence(monkeypatch, directory, ITERATIONS, schedule)
-        run_to_the_end(job)
-    assert [len(event.differing) for event in job.recovered if event.replayed] == [4]
-
-
-@pytest.mark.parametrize('on_disk', with_quick([0, 1, 2], 0, 2))
 def test_refused_start_of_the_whole_job_is_not_continued(
-    on_disk: int,
     stops: Callable[..., None],
     fault_free: Expected,
     monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Nor is it a witness for the next; on the way back to an old window much is captured.
-
-    So many windows are left on disk, and none in memory; without a disk the newest are. The chip
-    computes other bits in each recovery from a window.
-    """
-    if on_disk:
-        stops(disk=str(tmp_path), disk_every=2 * WINDOW)
-    chip = WrongChip(monkeypatch, rank=0, at=ALL_STRUCK - WINDOW - 2, times=max(on_disk, 1))
+    WrongChip(monkeypatch, rank=0, at=ALL_STRUCK - WINDOW + 1)
     with tmpfs_directory() as directory:
-        job = _FromAnOldWindow(directory, ITERATIONS, on_disk, tmp_path / 'run')
-        run_to_the_end(job)
-    assert not chip.left
-    assert job.restarts == 1 + max(on_disk, 1)
-    assert differing(job, fault_free) == []
+        job = Launched(directory, ITERATIONS, [Fault(0, Phase.P2P, ALL_STRUCK, all_die=True)])
+        with pytest.raises(Ended):
+            job.run()
+        assert job.restarts == 1 and not job.recovered
+        files = directory.glob('run/*/*/*/w*-*')  # window- or writing-
+        histories = {path.name.split('-')[2][:16] for path in files}
+        assert len(histories) == 1, 'nothing is captured on the way'
+        is_as_without_failure(directory, fault_free)
+    assert any('rank 0: ' in text and 'exit status 77' in text for text in caplog.messages)
 
 
-class _FromAnOldWindow(ThreadedJob):
-    """All die, and a node is lost; with a disk, only its oldest windows are left."""
-
-    def __init__(self, directory: Path, iterations: int, on_disk: int, disk: Path) -> None:
-        super().__init__(directory, iterations, [Fault(0, Phase.P2P, ALL_STRUCK, all_die=True)])
-        self._on_disk = on_disk
-        self._disk = disk
-
-    def note(self, rank: int, trainer: FakeTrainer) -> None:
-        super().note(rank, trainer)
-        if self._on_disk and trainer.iteration == ALL_STRUCK - 1 and not self.restarts:
-            wait_for(lambda: len(self._everywhere()) >= self._on_disk)
-
-    def _everywhere(self) -> set[int]:
-        ranks = [self._disk.glob(f'rank{rank}/window-*') for rank in range(STAGES)]
-        return set.intersection(*({_start(path) for path in paths} for paths in ranks))
-
-    def _start_all_again(self, running: dict[int, Process], first: Process) -> dict[int, Process]:
-        self.restarts += 1
-        self._kill(running)
-        self._reap(first)
-        self.persisted = -1
-        if self.restarts == 1:
-            shutil.rmtree(self.directory / 'run' / 'node1')
-            if self._on_disk:
-                kept = sorted(self._everywhere())[: self._on_disk]
-                for path in self._disk.glob('rank*/window-*'):
-                    if _start(path) not in kept:
-                        path.unlink()
-                for path in self.directory.glob('run/node*/*/1'):
-                    shutil.rmtree(path)
-        return {rank: Process(self, rank) for rank in range(STAGES)}
-
-
-def _start(path: Path) -> int:
-    return int(path.name.split('-')[1])
+@pytest.mark.parametrize('recovery', [LOCALIZED, GLOBAL])
+def test_windows_begin_again_once_a_recovery_is_judged(
+    recovery: str, stops: Callable[..., None], fault_free: Expected
+) -> None:
+    """Also after another failure before that, and after a restart of all workers."""
+    stops(recovery=recovery)
+    schedule = [
+        Fault(1, Phase.P2P, STRUCK),
+        Fault(1, Phase.CATCH_UP),
+        Fault(0, Phase.P2P, STRUCK + 1, node_lost=True),
+        Fault(2, Phase.P2P, STRUCK + 4 * WINDOW, all_die=True),
+        Fault(1, Phase.P2P, STRUCK + 4 * WINDOW + 1),
+        Fault(0, Phase.P2P, STRUCK + 7 * WINDOW),
+    ]
+    job = train(ITERATIONS, schedule, fault_free)
+    assert job.recovered and not any(event.differing for event in job.recovered)

@@ -10,7 +10,7 @@ import pytest
 from moevement_ext.config import SparseCheckpointConfig
 from moevement_ext.membership.report import encode
 from moevement_ext.memory.node_store import NodeStore
-from moevement_ext.memory.window.name import RankIdentity
+from moevement_ext.memory.window.name import History, RankIdentity
 from moevement_ext.plan.replanning import PlanParameters
 from moevement_ext.recover.localized import LocalizedRecovery
 from moevement_ext.recover.outage import Phases
@@ -43,8 +43,9 @@ def recovery(folder: Path, experts: int) -> LocalizedRecovery:
         SimpleNamespace(loop=SimpleNamespace(hand_over=lambda: b'')),
         SimpleNamespace(
             memory=memory,
-            checkpointer=SimpleNamespace(schedule=PlanParameters(VERSION, ORIGIN, 4, shares)),
-            unjudged=False,
+            checkpointer=SimpleNamespace(
+                schedule=PlanParameters(VERSION, ORIGIN, 4, shares), history=History()
+            ),
         ),
         RankState(ORIGIN, Start(ORIGIN, b'state')),
     )

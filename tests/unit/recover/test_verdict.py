@@ -7,6 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from moevement_ext.errors import EXIT_OTHER_BITS
 from moevement_ext.membership.report import NOWHERE, Report
 from moevement_ext.memory.window.name import HeldWindow, Window, WindowName
 from moevement_ext.recover.verdict import Localized, Verdict, WholeJob, decide_recovery
@@ -144,12 +145,12 @@ def localized(verdict: Verdict) -> Localized:
 
 
 @given(jobs())
-def test_unverified_state_is_not_kept(job: Job) -> None:
-    """Not even by those that had no part in the failure: all had gone back together."""
+def test_other_bits_of_one_rank_end_the_job(job: Job) -> None:
     reports = [*job.reports]
     for rank in job.survivors[:1]:
-        reports[rank] = msgspec.structs.replace(reports[rank], unjudged=True)
-    assert isinstance(job._replace(reports=reports).verdict(), WholeJob)
+        reports[rank] = msgspec.structs.replace(reports[rank], other_bits='expert.0')
+        told = WholeJob(f'rank {rank}: expert.0', EXIT_OTHER_BITS)
+        assert job._replace(reports=reports).verdict() == told
 
 
 @given(job=jobs())

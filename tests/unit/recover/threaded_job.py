@@ -279,7 +279,7 @@ def _comes_later(job: Job, due: int) -> bool:
     protection = job.protection
     assert protection is not None
     # A dead one may have reported it not, and the next step does; or a recovery is judged before.
-    if job._mode.recovery.pending() or protection.unjudged:
+    if job._mode.recovery.pending() or protection.checkpointer.schedule.origin > due:
         return True
     # A busy machine that holds a slot up gives a window up.
     starts, disk = range(due, due + PERIOD), protection._disk

@@ -201,26 +201,20 @@ def test_slots_of_an_unfinished_window_outlive_several_processes(
         assert captured_after(windows, 0) == [(3, 0)]
 
     windows.persisted(named(0))
-    unjudged = windows.begin(named(2), unjudged=True)
-    assert unjudged is not None and captured_after(windows, 0) == []
+    assert windows.begin(named(2)) is not None and captured_after(windows, 2) == []
     store.close()
 
 
-@pytest.mark.parametrize('unjudged', [False, True])
-def test_unfinished_window_is_captured_again_in_another_file(
-    unjudged: bool, store: NodeStore
-) -> None:
+def test_unfinished_window_is_captured_again_in_another_file(store: NodeStore) -> None:
     windows = OwnerWindows(store, 0, 0, capacity(), generations=3)
     unfinished = windows.begin(named(3))
     assert unfinished is not None
     write_slot(unfinished, 0)
     store = restart(store)
     windows = OwnerWindows(store, 0, 0, capacity(), generations=3)
-    file = windows.begin(named(3), unjudged)
+    file = windows.begin(named(3))
     assert file is not None
     write_window(file)
-    if unjudged:
-        windows.judged(file)
     windows.commit(file)
     first, second, third = file_names(windows)
     assert first.startswith('free-') and second.startswith('free-')
@@ -487,7 +481,7 @@ def test_file_that_was_renamed_but_not_begun_is_compared_with_nothing(
     start: int, store: NodeStore
 ) -> None:
     windows = OwnerWindows(store, 0, 0, capacity())
-    refused = windows.begin(named(12), unjudged=True)
+    refused = windows.begin(named(12))
     assert refused is not None
     write_slot(refused, 0)
     windows.abandon(refused)
