@@ -38,6 +38,7 @@ class Fruitless:
 
     def __init__(self) -> None:
         self.count = 0
+        self._between_steps = 0  # own errors there, on which no progress depends
         self._error: Exception | None = None
 
     @property
@@ -45,13 +46,14 @@ class Fruitless:
         """True if this rank's own error, not another rank's announcement, ended the last round."""
         return self._error is not None
 
-    def failed(self, error: Exception, ended_round: bool) -> None:
+    def failed(self, error: Exception, ended_round: bool, between_steps: bool = False) -> None:
         """Record that this rank has left a round because of the training thread's error.
 
         `ended_round`: no rank had ended the round before.
         """
         self.count += 1
         own = ended_round and not isinstance(error, RoundEnded)
+        self._between_steps += own and between_steps
         self._error = _without_frames(error) if own else None
 
     def progressed(self) -> None:
@@ -69,13 +71,14 @@ class Fruitless:
         left = (report.fruitless for report in survivors if report.under_way is None)
         self.count = min(left, default=0)
         if len(survivors) < len(reports):  # a lost process is the reason
-            self.count = max(self.count - 1, 0)
+            self.count, self._between_steps = max(self.count - 1, 0), 0
             return verdict
         blamed = any(report.own_error for report in reports)
         if self.count >= (2 * MOST if blamed else MOST):
             verdict = WholeJob(f'{self.count} recoveries in a row have brought nothing')
         full = error is not None and no_gpu_memory(error) and self.count >= MOST_WITHOUT_MEMORY
-        if error is not None and (isinstance(verdict, WholeJob) or self.count == MOST or full):
+        often = self.count == MOST or self._between_steps >= MOST
+        if error is not None and (isinstance(verdict, WholeJob) or often or full):
             said = in_words(error) if full else repr(error)
             logger.error('sparse checkpointing: this rank ends with its own error: %s', said)
             raise error

@@ -31,7 +31,7 @@ from moevement_ext.recover.fruitless import Fruitless
 from moevement_ext.recover.lost_peer import in_words, lost_peer
 from moevement_ext.recover.outage import Outage, Phases
 from moevement_ext.recover.own_report import OwnReport, handovers
-from moevement_ext.recover.rank_state import RankState, Running
+from moevement_ext.recover.rank_state import RankState, Running, Whole
 from moevement_ext.recover.reconnection import connected_with, exchange_addresses
 from moevement_ext.recover.stage_replay import StageReplay
 from moevement_ext.recover.summary import recovered_line
@@ -163,9 +163,14 @@ class LocalizedRecovery:
                 if not self.caused_by_others(error):
                     raise
                 self._leave(in_words(error))
-                self._fruitless.failed(error, self._membership.ended_round)
+                ended = self._membership.ended_round
+                self._fruitless.failed(error, ended, self._between_steps)
             self._meet()
             again = True
+
+    @property
+    def _between_steps(self) -> bool:
+        return isinstance(self._position.position, Whole) and not self.pending()
 
     def pending(self) -> bool:
         """Return True if `carry_out` must run before the next iteration, after a failure."""
@@ -212,8 +217,14 @@ class LocalizedRecovery:
     # Failure
 
     def caused_by_others(self, error: BaseException) -> bool:
-        """Return True if the loss of another rank is the known cause of `error`."""
-        return lost_peer(error) or self.announced()
+        """Return True if the loss of another rank is the known cause of `error`.
+
+        Between two steps a `ConnectionError` is that of the program: of a server of its own, or of
+        a reader of its output. After the last step all others only wait for this rank.
+        """
+        over = self._membership.committed >= self._trainer.last_iteration
+        of_program = self._between_steps and (over or isinstance(error, ConnectionError))
+        return (lost_peer(error) and not of_program) or self.announced()
 
     def announced(self) -> bool:
         """Return True if another rank was lost, even if the announcement is still to follow."""

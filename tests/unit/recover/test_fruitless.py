@@ -60,19 +60,21 @@ class Faulty:
         when: Callable[[Process, int], bool],
         kind: Callable[[], Exception] = KINDS['a data server that refuses'],
         method: str = 'iterate',
+        of: type = FakeTrainer,
     ) -> None:
         self.raised: list[Process] = []
-        original = getattr(FakeTrainer, method)
+        original = getattr(of, method)
 
-        def fail(trainer: FakeTrainer, *args: object) -> object:
+        def fail(this: object, *args: object) -> object:
             process = _present()
-            if trainer.stage == 1 and process is not None and when(process, trainer.iteration):
+            assert process is not None
+            if process.rank == 1 and when(process, process.trainer.iteration):
                 self.raised.append(process)
                 assert len(self.raised) < FOR_EVER, 'it is recovered from for ever'
                 raise kind()
-            return original(trainer, *args)
+            return original(this, *args)
 
-        monkeypatch.setattr(FakeTrainer, method, fail)
+        monkeypatch.setattr(of, method, fail)
 
 
 def run(expected: Expected, most_errors: int = 0, schedule: Sequence[Fault] = ()) -> ThreadedJob:
@@ -168,6 +170,42 @@ def test_error_without_a_window_does_not_restart_the_job_forever(
     with pytest.raises(ConnectionRefusedError):
         run(fault_free, most_errors=2)
     assert len(faulty.raised) >= 3
+
+
+# Between two steps
+
+
+@pytest.mark.parametrize('last', [False, True])
+@pytest.mark.parametrize('kind', KINDS.values(), ids=KINDS.keys())
+def test_error_after_each_step_is_the_program_s_own(
+    kind: Callable[[], Exception],
+    last: bool,
+    fault_free: Expected,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever progress follows each error; a connection of the program is told at once."""
+    begins = ITERATIONS if last else FAILS_AT
+    faulty = Faulty(
+        monkeypatch, lambda _, iteration: iteration >= begins, kind, 'note', ThreadedJob
+    )
+    with pytest.raises(type(kind())) as ended:
+        run(fault_free)
+    assert str(ended.value) == str(kind())
+    assert len(faulty.raised) == (1 if last or isinstance(kind(), ConnectionError) else MOST)
+
+
+def test_error_after_a_step_recovers_if_a_rank_is_gone(
+    fault_free: Expected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def when(process: Process, iteration: int) -> bool:
+        strikes = iteration == FAILS_AT and not faulty.raised
+        if strikes:
+            process.point(Phase.EVALUATE)
+        return strikes
+
+    faulty = Faulty(monkeypatch, when, method='note', of=ThreadedJob)
+    job = run(fault_free, schedule=[Fault(1, Phase.EVALUATE, FAILS_AT, kills=2)])
+    assert len(faulty.raised) == 1 and not job.errors and job.restarts == 0
 
 
 # The count
