@@ -37,6 +37,7 @@ from torch.distributed.run import determine_local_world_size, get_args_parser, r
 from moevement_ext.command import shown
 from moevement_ext.config import ConfigurationError
 from moevement_ext.errors import EXIT_OTHER_BITS, EXIT_USER_ERROR, UserError
+from moevement_ext.memory.window.settings import digest_of
 from moevement_ext.store import flag
 from moevement_ext.store.outside import connect
 from moevement_ext.system import exit_signal, user_errors
@@ -61,6 +62,8 @@ class OutsideStore(RendezvousHandler):
         self._nodes = nodes
         self._run_id = run_id
         self._timeout = timeout
+        # An agent with another command is of another job, and takes no place of this one's.
+        self._key = f'agent/{rank}/{digest_of(sys.argv)}'
         self._token = secrets.token_hex(8)
         self._began = False
 
@@ -86,11 +89,10 @@ class OutsideStore(RendezvousHandler):
 
     def _take_place(self, store: Store) -> None:
         """Claim this node rank for the newest agent; workers of two would fence each other out."""
-        key = f'agent/{self._rank}'
         if not self._began:
             self._began = True
-            store.set(key, self._token)
-        elif store.compare_set(key, '', self._token).decode() != self._token:
+            store.set(self._key, self._token)
+        elif store.compare_set(self._key, '', self._token).decode() != self._token:
             raise ConfigurationError(
                 f'--node-rank {self._rank}: another agent was started with it, and this one ends. '
                 'Start one agent for each node rank.'

@@ -16,6 +16,9 @@ _BITS = 7
 _MOST = (1 << _BITS) - 1
 # Fraction of a period between one counter and the next; the golden ratio keeps them all apart.
 _SPREAD = 0.618
+# Twice the longest period between two heartbeats.
+_SURELY_HEARD_S = 10.0
+_PAUSE_S = 0.2
 
 
 class Heartbeats:
@@ -46,6 +49,14 @@ class Heartbeats:
 def hear(store: Store, round: int, rank: int) -> int:
     """A value that changes with each heartbeat of a rank."""
     return _part(store.add(_key(round, rank), 0), rank)
+
+
+def lives(store: Store, round: int) -> bool:
+    """True if one of the first ranks sends a heartbeat in the round; waits for it."""
+    before, until = store.add(_key(round, 0), 0), time.monotonic() + _SURELY_HEARD_S
+    while (now := store.add(_key(round, 0), 0)) == before and time.monotonic() < until:
+        time.sleep(_PAUSE_S)
+    return now != before
 
 
 def turn_of(rank: int, period_s: float) -> tuple[int, float]:

@@ -12,8 +12,11 @@ import msgspec
 from torch.distributed import Store
 
 from moevement_ext.errors import UserError
+from moevement_ext.membership.heartbeats import lives
 from moevement_ext.membership.rank import Rank
-from moevement_ext.membership.report import Report
+from moevement_ext.membership.rendezvous import Rendezvous, brought_to, present_round
+from moevement_ext.membership.report import Report, decode_all
+from moevement_ext.membership.welcome import waiting_survivor
 from moevement_ext.memory.window import settings
 from moevement_ext.memory.window.name import RankIdentity
 from moevement_ext.memory.window.settings import Differences, differences, of_protection, told
@@ -21,6 +24,7 @@ from moevement_ext.recover.inventory import Inventory, launch_of
 
 logger = logging.getLogger(__name__)
 
+REMEDY = 'Launch it with the same flags, files, versions and environment.'
 _STRICT = '--sparse-ckpt-strict'
 _KEY = 'launched'
 _PROTECTION = 'protection'
@@ -82,8 +86,26 @@ def check_protection(store: Store, reports: Sequence[Report], identity: RankIden
         )
 
 
+def refuse_stranger(place: Rendezvous, identity: RankIdentity, strict: bool) -> None:
+    """Refuse this process before it takes the place of a rank of a job with other settings.
+
+    Raises `UserError` if that job lives; otherwise it is an earlier one.
+    """
+    store = place.store
+    round = present_round(store)
+    found = brought_to(store, round, place.rank) or brought_to(store, round, 0)
+    if found is None or decode_all([found])[0].launched == launch_of(identity):
+        return
+    if waiting_survivor(place) is not None or lives(store, round):
+        reason = why_not(store, [], identity, strict)
+        if reason is not None:
+            raise UserError(f'{reason}. {REMEDY} Another job needs another --master-port.')
+
+
 def leave(store: Store, identity: RankIdentity) -> None:
-    """Store the job's settings for joining processes; called by its first rank."""
+    """Have rank 0 store the job's settings, for processes that start later."""
+    if identity.rank != 0:
+        return
     encoded = settings.encode(identity.settings)
     left = msgspec.msgpack.encode((identity.run, identity.topology, encoded))
     store.set(_KEY, left)  # type: ignore[arg-type]
@@ -95,7 +117,7 @@ def why_not(
     """Return the reason why a new process must not join a running job; None if it may.
 
     `strict` also refuses differences that may decide bits; otherwise they cause a warning.
-    `store` is that of this attempt of the job.
+    `store` is that of `leave`.
     """
     own = launch_of(identity)
     if own in {report.launched for report in reports if report.survivor}:

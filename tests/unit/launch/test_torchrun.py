@@ -74,7 +74,11 @@ def test_two_agents_of_one_node_do_not_take_turns(store: Server) -> None:
         assert one.next_rendezvous().world_size == 2
     with pytest.raises(ConfigurationError, match='--node-rank 1: another agent'):
         first.next_rendezvous()
-    store.connect().delete_key('agents/none/2/agent/1')  # as in another store in its place
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(sys, 'argv', ['of another job'])
+        agent(1).next_rendezvous()
+    second.next_rendezvous()
+    store.connect().delete_key(f'agents/none/2/{second._key}')  # as in another store in its place
     second.next_rendezvous()
     with pytest.raises(ConfigurationError):
         first.next_rendezvous()

@@ -2,17 +2,23 @@
 """A difference between ranks, or to the launch that captured windows, is told by name."""
 
 import logging
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from torch.distributed import HashStore
+from torch.distributed import HashStore, TCPStore
 
 from moevement_ext.config import SparseCheckpointConfig
 from moevement_ext.errors import UserError
-from moevement_ext.membership.report import Report
+from moevement_ext.membership import heartbeats
+from moevement_ext.membership.heartbeats import Heartbeats
+from moevement_ext.membership.rendezvous import Rendezvous, is_broken, present_round
+from moevement_ext.membership.report import Report, encode
 from moevement_ext.memory.window import settings
 from moevement_ext.memory.window.name import RankIdentity
 from moevement_ext.memory.window.settings import RunSettings, differences
@@ -162,3 +168,50 @@ def test_joining_process_is_refused_without_recorded_settings() -> None:
     identity = RankIdentity('run', 'layout', 1, OWN)
     said = launched_alike.why_not(HashStore(), [survivor], identity, strict=False)
     assert said == 'rank 1 has other settings than the job'
+
+
+@pytest.fixture
+def running() -> Iterator[tuple[TCPStore, Callable[[], object]]]:
+    """The store of a job of two ranks, launched with `OWN`, and a function that stops it."""
+    server = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
+    stopped = threading.Event()
+
+    def rank(number: int) -> None:
+        store = TCPStore('127.0.0.1', server.port, is_master=False)
+        identity = RankIdentity('run', 'layout', number, OWN)
+        report = encode(Report(False, 'a', 1, [], launched=launch_of(identity)))
+        met = Rendezvous(store, number, 2).meet(lambda: report, timedelta(seconds=60))
+        launched_alike.leave(store, identity)
+        beats = Heartbeats(store, met.round, number)
+        ready.wait()
+        while not stopped.wait(0.05):
+            beats.give()
+
+    ready = threading.Barrier(3)
+    with ThreadPoolExecutor(2) as pool:
+        ends = [pool.submit(rank, number) for number in range(2)]
+        ready.wait()
+
+        def stop() -> None:
+            stopped.set()
+            wait(ends)
+
+        yield server, stop
+        stop()
+
+
+@pytest.mark.parametrize('number', [1, 2])
+def test_stranger_is_refused_before_it_takes_a_place(
+    number: int, running: tuple[TCPStore, Callable[[], object]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A living rank's, or a further one of a larger job; one of a job that is over is free."""
+    server, stop = running
+    place = Rendezvous(server, number, 3)
+    launched_alike.refuse_stranger(place, RankIdentity('run', 'layout', number, OWN), False)
+    stranger = RankIdentity('run', 'layout', number, OTHER_SEED)
+    with pytest.raises(UserError, match=f'--seed: the job 1, rank {number} 2. .* --master-port'):
+        launched_alike.refuse_stranger(place, stranger, False)
+    assert not is_broken(server, present_round(server))
+    stop()
+    monkeypatch.setattr(heartbeats, '_SURELY_HEARD_S', 0.0)
+    launched_alike.refuse_stranger(place, stranger, False)
