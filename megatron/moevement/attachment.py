@@ -54,7 +54,7 @@ from moevement_ext.config import ConfigurationError, SparseCheckpointConfig
 from moevement_ext.job import own_device
 from moevement_ext.job.digest_file import write_digest
 from moevement_ext.job.loop_entry import LoopGoesOn
-from moevement_ext.system import user_errors
+from moevement_ext.system import leaving
 
 
 @dataclass
@@ -150,7 +150,7 @@ def attach(
         UserError: a part of Megatron-Core or torch differs from the one that this package needs.
     """
     own_device.take()
-    user_errors.explain_uncaught()
+    leaving.leave_in_any_case()
     refuse_mixed_up_sends(model)
     refuse_recorded_passes(model)
     facts = facts_of_loop(model, optimizer, plan)

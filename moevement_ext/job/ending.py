@@ -1,16 +1,88 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Announces the planned end of a process to its launcher."""
+"""The planned end of a process: it waits for those of all ranks, and tells its launcher."""
 
+import logging
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 
+import torch
 from torch.distributed import DistError
 
-from moevement_ext.launch.statements import tell_finished
-from moevement_ext.membership.rendezvous import launcher_store
+from moevement_ext.job.exporting import reads_memory
+from moevement_ext.job.joining import own_store
+from moevement_ext.launch.statements import tell_finished, tell_trained
+from moevement_ext.membership.membership import Membership
+from moevement_ext.membership.rank import Rank
+from moevement_ext.membership.rendezvous import (
+    Rendezvous,
+    RendezvousResult,
+    RoundEnded,
+    launcher_store,
+    present_round,
+)
 from moevement_ext.recover.relayout import surplus
+from moevement_ext.recover.whole_job import start_the_whole_job_again
+
+logger = logging.getLogger(__name__)
 
 _STORE_TIMEOUT = timedelta(seconds=10)
+_STAY = 'sparse checkpointing: windows stay, as the store is lost: %s'
+
+
+class LastBarrier:
+    """A barrier of all ranks at the ends of their processes. Made by all, while all train."""
+
+    def __init__(self, rank: Rank) -> None:
+        self.store = launcher_store(_STORE_TIMEOUT) or own_store(None, rank)
+        self._place = Rendezvous(self.store, rank.number, rank.world_size)
+        self._round = RendezvousResult(present_round(self.store), self.store, [], self.store)
+
+    def wait(self) -> None:
+        """Raises `RoundEnded` if a process was started again, `DistError` without its store."""
+        self._place.barrier(self._round, 'ended', None)
+        self._place.sign(self._round, 'left')
+        if self._place.rank == 0:  # it may serve the store
+            self._place.barrier(self._round, 'left', None)
+
+
+def trained_together(rank: Rank, membership: Membership | None) -> LastBarrier | None:
+    """Wait until all ranks have trained; None if the store is lost.
+
+    Raises `RoundEnded` if a rank was lost before, although NCCL's barrier returns in that case.
+    """
+    try:
+        barrier = LastBarrier(rank)
+        torch.distributed.barrier()
+        tell_trained(barrier.store)  # from now on the launcher restarts all workers
+        if membership is not None:
+            membership.barrier('trained')
+    except DistError as error:  # no iteration need be computed again
+        logger.warning(_STAY, error)
+        return None
+    return barrier
+
+
+def end(
+    rank: Rank,
+    barrier: LastBarrier | None,
+    planned: int,
+    remove: bool,
+    close: Callable[[bool], None],
+    code: int,
+) -> None:
+    """End this process, whose exit status is `code`, with those of all ranks."""
+    if code != planned or barrier is None:
+        return  # windows stay
+    try:
+        barrier.wait()
+    except RoundEnded:
+        start_the_whole_job_again(rank, 'a worker died after training had ended')
+    except DistError as error:
+        logger.warning(_STAY, error)
+        return
+    announce(rank.number, code, freed=remove and not reads_memory())
+    close(remove)
 
 
 def announce(rank: int, code: int, freed: bool = False) -> None:

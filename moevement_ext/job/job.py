@@ -28,7 +28,7 @@ from moevement_ext.errors import EXIT_STUCK, HostMemoryError, UserError
 from moevement_ext.events import Finished, ProtectionReduced, RecoveryStarted, WorkerStarted
 from moevement_ext.job import before_training, own_device
 from moevement_ext.job.digest_file import digest_of_bytes, digest_of_slices, write_digest
-from moevement_ext.job.ending import announce
+from moevement_ext.job.ending import LastBarrier, end, trained_together
 from moevement_ext.job.exporting import is_export, reads_memory, refuse_without_window
 from moevement_ext.job.joining import connect, join_launched, own_store
 from moevement_ext.job.localized_mode import LocalizedMode
@@ -58,7 +58,7 @@ from moevement_ext.recover import whole_job
 from moevement_ext.recover.own_report import handovers
 from moevement_ext.recover.trainer import Trainer
 from moevement_ext.regroup import nccl_environment
-from moevement_ext.system import user_errors, watchdog
+from moevement_ext.system import leaving, watchdog
 from moevement_ext.system.device_watch import DeviceWatch
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class Job:
 
     Custom loops call `join`. Construct it before the first process group, as it sets NCCL's
     environment variables. As a context manager it ends the job on all ranks: after the last
-    iteration host memory is freed; after an earlier end or an exception the windows remain.
+    iteration host memory is freed when all processes end well; after another end windows remain.
     Raises `UserError` if `--sparse-ckpt-disk` is not usable.
 
     Args:
@@ -111,6 +111,7 @@ class Job:
         self._guard: Guard | None = None
         self._device_watch: DeviceWatch | None = None
         self._watchdog: watchdog.Watchdog | None = None
+        self._last_barrier: LastBarrier | None = None
         self._observer = metrics.observe(rank)
         start_up_s = time.time() - psutil.Process().create_time()
         rank.events.emit(WorkerStarted(start_up_s=start_up_s))
@@ -141,7 +142,7 @@ class Job:
                 that it joins.
         """
         own_device.take()
-        user_errors.explain_uncaught()
+        leaving.leave_in_any_case()
         job = cls(*join_launched(config, settings, backend, timeout))
         job.init_process_group(timeout)
         return job
@@ -460,17 +461,17 @@ class Job:
         if keeps:
             self.part()
         self.end_together()
-        announce(self.rank.number, 0, freed=not (keeps or reads_memory()))
-        self.close(remove=not keeps)
+        self.finish(0, remove=not keeps)
 
     def end_together(self) -> None:
-        """Wait until all ranks end, so that no rank frees windows that another rank needs.
+        """Wait until all ranks have trained; raises `RoundEnded` if a rank was lost before."""
+        self._last_barrier = trained_together(self.rank, self.membership)
 
-        Raises `RoundEnded` if a rank was lost before, although NCCL's barrier returns in that case.
-        """
-        torch.distributed.barrier()
-        if self.membership is not None:
-            self.membership.barrier('trained')
+    def finish(self, code: int, remove: bool) -> None:
+        """End protection; with `remove` host memory is freed once all processes end with `code`."""
+        self._stop()
+        act = partial(end, self.rank, self._last_barrier, code, remove, self.close)
+        leaving.last_acts.append(act)
 
     def write_digest(self, path: str) -> None:
         """Write SHA-256 digests of the state, for `tools.compare_digests`. Collective."""
@@ -483,15 +484,21 @@ class Job:
         if self.protection is not None and not self.recovering:
             self._layouts.part(self.protection, self.trainer, self.committed)
 
+    def _stop(self) -> None:
+        for copying in (self.protection, self.membership):
+            if copying is not None:
+                copying.stop()
+        for part in (self._device_watch, self._guard, self._watchdog):
+            if part is not None:
+                part.close()
+
     def close(self, remove: bool = True) -> None:
         """Stop all threads; with `remove` free host memory, unless an export has read it."""
         remove = remove and not reads_memory()
-        if self._device_watch is not None:
-            self._device_watch.close()
+        self._stop()
         if self.protection is not None:
             self.protection.close(remove, keep_disk=is_export())
         self.rank.events.emit(Finished(removed=remove))  # no thread is left
-        rest = self._observer, self._disk, self._guard, self.membership, self._watchdog
-        for part in (*rest, self.rank.events):
+        for part in (self._observer, self._disk, self.membership, self.rank.events):
             if part is not None:
                 part.close()

@@ -46,6 +46,7 @@ from moevement_ext.regroup.process_groups import FAKE, stand_in_for
 from moevement_ext.replicate.secret import VARIABLE, closed_between_nodes, marks_here
 from moevement_ext.store.outside import meet_there
 from moevement_ext.system.forks import isolate_children
+from moevement_ext.system.leaving import last_acts, leave_in_any_case
 from moevement_ext.system.name_lookups import ask_again_soon
 from moevement_ext.system.orphans import end_orphans
 from moevement_ext.system.watchdog import under_torchrun, watch_set_up
@@ -72,12 +73,17 @@ def join(
     `timeout` limits the arrival of all ranks. `not_localized` is the reason why any failure
     restarts the whole job, or None.
 
+    From now on `leave` ends this process.
+
     Raises:
-        UserError: this process has other settings than the job that it joins, or may open too
-            few files.
+        UserError: this process has other settings than the job that it joins, has joined one
+            before, or may open too few files.
         ConfigurationError: the store of `--sparse-ckpt-store` does not answer, or is another
             job's; or nodes without a secret cannot give the protection that the flags demand.
     """
+    leave_in_any_case()
+    if last_acts:
+        raise UserError('this process has joined a job before: start a process for each job.')
     require_files(world_size if backend == 'gloo' else 0)  # NCCL connects only to some peers
     protection = {**config.of_all_ranks(), VARIABLE: b''.join(marks_here()).hex() or 'not set'}
     told = replace(identity.settings, protection=protection)
@@ -143,8 +149,14 @@ def _meet(
     _let_agent_serve(identity.rank, world_size, config)
     launcher = launcher_store(timeout)
     if launcher is None:
+        not_localized = 'no launcher, such as torchrun, keeps a store'
+    if config.recovery != WHOLE_JOB and not_localized is not None and identity.rank == 0:
+        logger.warning('sparse checkpointing: recovery restarts the whole job: %s', not_localized)
+    if launcher is None:
         return None, None
     tell_memory(launcher, directory / run_id)
+    place = Rendezvous(launcher, identity.rank, world_size)
+    launched_alike.refuse_stranger(place, identity, config.strict)
     if config.recovery != WHOLE_JOB and not_localized is None:
         tell_joining(launcher, identity.rank)
         tell_survivors(launcher)
@@ -153,19 +165,18 @@ def _meet(
             replacement_report, node, identity, only_source(config, run_id, identity.rank)
         )
         membership = Membership(
-            Rendezvous(launcher, identity.rank, world_size),
+            place,
             timeout,
             config.hang_timeout,
             report,
             config.stuck_timeout,
         )
-        _take_part(membership, identity, config)
+        _take_part(membership, launcher, identity, config)
         return membership, None if membership.joining else membership.store
-    if config.recovery != WHOLE_JOB and identity.rank == 0:
-        logger.warning('sparse checkpointing: recovery restarts the whole job: %s', not_localized)
     own = Report(False, node_name(), own_process(), [], launched=launch_of(identity))
-    result = Rendezvous(launcher, identity.rank, world_size).meet(lambda: encode(own), timeout)
+    result = place.meet(lambda: encode(own), timeout)
     launched_alike.check_protection(result.store, decode_all(result.reports), identity)
+    launched_alike.leave(launcher, identity)
     return None, result.store
 
 
@@ -183,20 +194,16 @@ def _let_agent_serve(rank: int, world_size: int, config: SparseCheckpointConfig)
 
 
 def _take_part(
-    membership: Membership, identity: RankIdentity, config: SparseCheckpointConfig
+    membership: Membership, launcher: Store, identity: RankIdentity, config: SparseCheckpointConfig
 ) -> None:
     """Start the job with the other ranks, or join it if this process has the same settings."""
     if not membership.joining:
         launched_alike.check_protection(membership.store, membership.reports, identity)
-        if identity.rank == 0:
-            launched_alike.leave(membership.archive, identity)
+        launched_alike.leave(launcher, identity)
         return
-    reason = launched_alike.why_not(membership.archive, membership.reports, identity, config.strict)
+    reason = launched_alike.why_not(launcher, membership.reports, identity, config.strict)
     if reason is not None:
-        membership.refuse(reason)
-        raise UserError(
-            f'{reason}. Launch it with the same flags, files, versions and environment.'
-        )
+        raise UserError(f'{reason}. {launched_alike.REMEDY}')
 
 
 def connect(rank: Rank, store: Store | None, joining: bool, timeout: timedelta) -> None:

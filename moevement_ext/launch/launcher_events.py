@@ -59,19 +59,6 @@ class WorkerStopped(Event, frozen=True):
         return f'rank {self.rank} (pid {self.pid}) is stopped'
 
 
-class WorkerLostAtExit(Event, frozen=True):
-    """A signal killed a worker that had finished its work, before its process ended."""
-
-    rank: int
-    pid: int
-    code: int
-    """The negative number of the signal."""
-
-    def __str__(self) -> str:
-        how = describe_exit(self.code)
-        return f'warning: rank {self.rank} (pid {self.pid}) had finished, but {how} at its exit'
-
-
 class WorkerLate(Event, frozen=True):
     """The launcher killed a replacement that did not join the waiting workers in time."""
 

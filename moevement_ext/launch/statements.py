@@ -65,6 +65,11 @@ def tell_survivors(store: Store) -> None:
     _own(store).set(_SURVIVORS, '1')
 
 
+def tell_trained(store: Store) -> None:
+    """Report that training has ended, so that no dead worker can be replaced alone any more."""
+    _own(store).delete_key(_SURVIVORS)
+
+
 def told_survivors(store: Store) -> bool:
     """True if a dead worker can be replaced alone; otherwise all workers must restart."""
     return store.check([_SURVIVORS])

@@ -32,7 +32,6 @@ from moevement_ext.launch.launcher_events import (
     WorkerEnded,
     WorkerEvicted,
     WorkerLate,
-    WorkerLostAtExit,
     WorkerStopped,
     WorkerUnkillable,
 )
@@ -209,8 +208,6 @@ class Supervisor:
         done = [worker for worker in others if self._is_done(worker)]
         refuse_mistakes(self._bad_ends, self.workers)
         survivors = told_survivors(self._said)
-        if survivors and len(done) == len(others) and self._were_lost_at_the_end(others):
-            return
         if done and self._may_end_first(done):
             return
         if done:
@@ -224,33 +221,17 @@ class Supervisor:
             self._start_all_again(min(self._bad_ends, key=lambda end: end.is_error))
 
     def _was_done(self, end: BadEnd) -> bool:
-        """True if the worker had finished its work, so that no rank waits for a replacement."""
+        """True if all ranks had finished their work, so that none waits for a replacement."""
         worker = end.worker
         if worker.finished:
             return True
         announced = self._told(worker)
         if announced is None:
             return False
-        if end.code < 0:
-            self._report(WorkerLostAtExit(worker.rank, worker.pid, end.code))
-        elif end.code != announced:  # reported after the ends of the other workers
+        if end.code != announced:  # reported after the ends of the other workers
             self._failed_at_exit.append(f'{end.how} when it had finished{worker.last_words()}')
         worker.finished = True
         self._announced_code = max(self._announced_code, announced)
-        return True
-
-    def _were_lost_at_the_end(self, others: list[Worker]) -> bool:
-        """True if signals killed the dead workers at the end, before they reported success.
-
-        Workers that survive failures report this only after all have trained to the end.
-        """
-        killed = all(end.code < 0 for end in self._bad_ends)
-        if not (others and killed and all(self._told(worker) == 0 for worker in others)):
-            return False
-        for end in self._bad_ends:
-            self._report(WorkerLostAtExit(end.worker.rank, end.worker.pid, end.code))
-            end.worker.finished = True
-        self._bad_ends.clear()
         return True
 
     def _may_end_first(self, done: list[Worker]) -> bool:

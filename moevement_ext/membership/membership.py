@@ -285,17 +285,6 @@ class Membership:
         if self._watch.broken.is_set():
             self._interrupt()
 
-    def refuse(self, reason: str) -> None:
-        """Refuse to take part, during the set-up, and tell the other ranks why.
-
-        The caller then ends the process.
-        """
-        self.have_met()
-        with self._setting_up:
-            self._settled = True  # no thread joins another round
-        if self._lost is None:
-            self.leave(reason)
-
     def barrier(self, name: str) -> None:
         """Wait for all ranks of the round; for a busy rank, as long as it sends heartbeats.
 
@@ -336,15 +325,19 @@ class Membership:
         """Let all collectives return at once, without effect, until groups are connected."""
         self._groups.silence(self.store)
 
+    def stop(self) -> None:
+        """Watch no rank any more, as all have trained to the end."""
+        self._watch.stop()
+        self._closed.set()
+        self._loss.close()
+
     def close(self) -> None:
         """End the job on all ranks, and the waits of this process's threads in the store.
 
         These threads wake up when the round ends; before that, all ranks must have stopped watching
         it.
         """
-        self._watch.stop()
-        self._closed.set()
-        self._loss.close()
+        self.stop()
         try:
             self._rendezvous.barrier(self._result, 'over', _CLOSING)
             end_round(self._store, self._result.round, 'the job is over')

@@ -40,7 +40,7 @@ from moevement_ext.store.peek import peek
 
 logger = logging.getLogger(__name__)
 
-BARRIERS = ('ready', 'replayed', 'trained', 'over')
+BARRIERS = ('ready', 'replayed', 'trained', 'ended', 'left', 'over')
 """All names of barriers; each is used once in a round."""
 UNKNOWN = -1
 """Stands for a rank that the store does not name."""

@@ -380,14 +380,16 @@ class Protection:
         """Copy the last window, which is persisted, to disk, too; see `DiskTier.keep_last`."""
         return self._disk is None or self._disk.keep_last(window, timeout_s)
 
+    def stop(self) -> None:
+        if self._started:
+            self._started = False
+            for part in (self.checkpointer, self._replanner, self.windows, self._disk):
+                if part is not None:
+                    part.stop()
+
     def close(self, remove: bool, keep_disk: bool = False) -> None:
         """Stop all threads; with `remove` delete windows and replicas, and those on disk."""
-        if self._started:
-            self.checkpointer.stop()
-            self._replanner.stop()
-            self.windows.stop()
-            if self._disk is not None:
-                self._disk.stop()
+        self.stop()
         if remove and self.memory.disk is not None and not keep_disk:
             self.memory.disk.remove(self._rank.events.iteration)
         self.memory.close(remove)

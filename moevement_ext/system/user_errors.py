@@ -4,11 +4,9 @@
 import argparse
 import difflib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from types import TracebackType
 
 from moevement_ext.command import called
 from moevement_ext.errors import EXIT_USER_ERROR, UserError
@@ -36,27 +34,6 @@ def _program() -> str:
     if spec is not None:  # started by -m
         return f'python -m {spec.name.removesuffix(".__main__")}'
     return Path(sys.argv[0]).name
-
-
-def explain_uncaught() -> None:
-    """Make the main thread end with one line after a `UserError` that the program leaves uncaught.
-
-    Its exit status tells the launcher that another start of the worker would end in the same way.
-    """
-    sys.excepthook = partial(_explain, sys.excepthook)
-
-
-def _explain(
-    otherwise: Callable[[type[BaseException], BaseException, TracebackType | None], object],
-    kind: type[BaseException],
-    error: BaseException,
-    trace: TracebackType | None,
-) -> None:
-    if not isinstance(error, UserError):
-        otherwise(kind, error, trace)
-        return
-    with in_one_line():
-        raise error
 
 
 def usage_error(parser: argparse.ArgumentParser, message: str) -> str:

@@ -55,6 +55,22 @@ def test_whole_job_recovers_from_windows(loop: Callable[[], Cluster], expected: 
     assert differences(expected, read_digest(job)) == []
 
 
+@pytest.mark.parametrize('survives', [False, True])
+def test_worker_killed_after_the_job_costs_nothing(
+    survives: bool, loop: Callable[[], Cluster], expected: dict
+) -> None:
+    """The windows stay until all processes have ended well."""
+    job, killed = loop(), 'mutations.data_parallel_loop:killed_after_the_job'
+    if survives:
+        assert job.survive(mutation=killed) == dict.fromkeys(range(job.ranks), 1)
+    else:
+        assert job.run(mutation=killed)[1] == -9
+        job.finish(mutation=killed)
+    assert job.events_of(Recovered)[-1].replayed > 0
+    assert differences(expected, read_digest(job)) == []
+    assert not job.memory.exists()
+
+
 @pytest.mark.mutation
 @pytest.mark.thorough
 @pytest.mark.parametrize('mutation', ['schedule_not_restored', 'settings_of_groups_not_restored'])

@@ -23,7 +23,7 @@ COLLECTIVES = {
     'dp_copy.py': 'in a recovery',
     'optimizer_state.py': 'in a recovery',
     'module_operators.py': 'in a recovery',
-    'job.py': 'at the end',
+    'ending.py': 'at the end',
     'planned_exits.py': 'at the end',
     'digest_file.py': 'at the end',
 }

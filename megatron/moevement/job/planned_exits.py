@@ -22,7 +22,6 @@ from moevement_ext import faults
 from moevement_ext.config import OFF
 from moevement_ext.errors import UserError
 from moevement_ext.faults import Phase
-from moevement_ext.job.ending import announce
 from moevement_ext.job.exporting import reads_memory
 from moevement_ext.job.job import Job
 from moevement_ext.system.leaving import leave
@@ -51,8 +50,7 @@ def exit_as_planned(facts: JobFacts, session: Session, ending: SystemExit) -> No
     remove = saved and _is_loaded(facts, session.job, code) and not reads_memory()
     if not remove and code == 0:  # the rerun machine leaves a half-done iteration in the buffers
         session.job.part()
-    announce(facts.rank, int(code), freed=remove)
-    session.job.close(remove)
+    session.job.finish(int(code), remove)
     if session.job.kept_in is not None and facts.rank == facts.world_size - 1:
         directory = facts.save if remove else session.job.kept_in.parent
         assert directory is not None  # of the dense checkpoint that was saved

@@ -29,6 +29,7 @@ from moevement_ext.launch.statements import told_finished
 from moevement_ext.membership.launch import PROCESS
 from moevement_ext.membership.rendezvous import announce_failure
 from moevement_ext.replicate import secret
+from moevement_ext.system.leaving import leave
 from tests.distributed.harness import dense_saves, exact_memory
 from tests.distributed.harness.ports import free_port
 from tools.lab.evidence import kind_of
@@ -68,6 +69,7 @@ def _worker(
         place, _, function = one.rpartition(':')
         getattr(import_module(f'tests.distributed.{place or "mutations.whole_job"}'), function)()
     module.main()
+    leave(0)  # as a program's last line does; a fork of the fork server has none
 
 
 @dataclass

@@ -17,7 +17,6 @@ from moevement_ext.launch.launcher_events import (
     WorkerEnded,
     WorkerEvicted,
     WorkerLaunched,
-    WorkerLostAtExit,
     WorkerStopped,
 )
 from moevement_ext.launch.statements import tell_memory, tell_needed
@@ -160,7 +159,7 @@ def test_errors_of_different_ranks_do_not_count_together(job: Job) -> None:
 
 @pytest.mark.parametrize('survive', [True, False])
 @pytest.mark.parametrize('last', [True, False])
-def test_finished_rank_may_die_at_its_exit(job: Job, last: bool, survive: bool) -> None:
+def test_rank_killed_at_its_exit_fails_the_job(job: Job, last: bool, survive: bool) -> None:
     """Before or after the others have ended; it is not replaced."""
 
     def note(event: Event) -> None:
@@ -174,9 +173,9 @@ def test_finished_rank_may_die_at_its_exit(job: Job, last: bool, survive: bool) 
     job.on_event = note
     job.finish_when = lambda: False
     flags = ('0.0=exit:0:others', '1.0=kill:abort', '2.0=exit:0:others')
-    assert job.run(*flags, survive=survive, nodes=3) == 0
+    assert job.run(*flags, survive=survive, nodes=3) == 1
     assert ended(job) == {0: [0], 1: [-9], 2: [0]}
-    assert WorkerLostAtExit(1, job.started(1)[0].pid, -9) in job.events
+    assert 'was killed by SIGKILL when it had finished' in failure(job)
 
 
 def test_finish_report_of_an_earlier_process_is_ignored(job: Job) -> None:
@@ -211,22 +210,18 @@ def test_error_after_training_fails_the_job(job: Job) -> None:
     assert len(job.started()) == 2
 
 
-def test_rank_killed_after_its_last_iteration_counts_as_finished(job: Job) -> None:
-    """It has not reported yet; the others report only once all ranks have trained to the end."""
+def test_rank_killed_after_training_restarts_all(job: Job) -> None:
+    """As it writes its model: the others wait for it at the ends of their processes."""
 
-    def note(event: Event) -> None:
-        if isinstance(event, WorkerLaunched) and event.rank == 2:
-            job.said.set('finished/0', f'{job.process(0)} 0')
+    def note(event: WorkerLaunched) -> None:
+        if event.rank == 1 and event.restarts == 0:
+            job.said.delete_key('survivors')
             job.touch('die')
-        if isinstance(event, WorkerEnded) and event.rank == 1:
-            job.said.set('finished/2', f'{job.process(2)} 0')
-            job.finish()
 
-    job.on_event = note
-    job.finish_when = lambda: False
-    assert job.run('1.0=kill:die', nodes=3) == 0
-    assert ended(job) == {0: [0], 1: [-9], 2: [0]}
-    assert WorkerLostAtExit(1, job.started(1)[0].pid, -9) in job.events
+    job.on(WorkerLaunched, note)
+    job.finish_when = lambda: len(job.started()) == 4
+    assert job.run('1.0=kill:die', nodes=2) == 0
+    assert ended(job) == {0: [0], 1: [-9, 0]} and len(job.seen(WorkerStopped)) == 1
 
 
 @pytest.mark.parametrize('said', [True, False])

@@ -27,7 +27,6 @@ from moevement_ext.membership.store_loss import StoreLoss
 from tests.unit.forks import Forked
 from tests.unit.membership import ranks
 from tests.unit.membership.way import Way
-from tests.unit.replicate.peers import wait_for
 
 pytestmark = pytest.mark.timed
 
@@ -131,18 +130,6 @@ def test_process_of_an_earlier_attempt_of_the_job_is_fenced_out(
     job.move_on(joined[0][1])
     with pytest.raises(FencedOut, match='started again without this process'):
         job.move_on(joined[0][0]).result()
-
-
-def test_refused_process_breaks_the_round_with_its_reason(
-    job: Job, joined: tuple[list[Membership], Membership]
-) -> None:
-    survivors, new = joined
-    new.refuse('rank 2 has other flags')
-    moving = [job.move_on(member) for member in survivors]
-    here = f'here/{present_round(job.store)}'
-    wait_for(lambda: arrivals.missing(job.store, here, WORLD) == [2])
-    assert [member.reason for member in survivors] == ['rank 2 has other flags'] * 2
-    assert job.start(2).result().joining and all(future.result() for future in moving)
 
 
 def test_settled_process_joins_only_from_its_training_thread(

@@ -2,14 +2,17 @@
 """Collectives that a failure ends without an error, as NCCL's: no state from them is whole."""
 
 import threading
+from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, NoReturn
 from unittest.mock import MagicMock
 
 import pytest
 import torch
+from torch.distributed import DistNetworkError
 
-from moevement_ext.job import job as job_module
+from moevement_ext.job import ending
 from moevement_ext.job.job import Job
 from moevement_ext.membership.rendezvous import RoundEnded
 from moevement_ext.membership.report import NOWHERE, Report
@@ -21,6 +24,7 @@ from moevement_ext.recover.rank_state import RankState
 from moevement_ext.recover.stage_replay import StageReplay
 from moevement_ext.recover.trainer import Start
 from moevement_ext.recover.verdict import Localized
+from moevement_ext.system import leaving
 
 
 class AbortedOnTheDevice:
@@ -112,20 +116,30 @@ def test_state_of_a_stage_with_an_aborted_conversion_is_not_whole() -> None:
     position.reached.assert_not_called()
 
 
-def test_windows_stay_if_the_last_barrier_was_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize('lost', [RoundEnded('rank 0 was killed'), DistNetworkError('Broken pipe')])
+def test_windows_stay_if_the_last_barrier_was_ended(
+    lost: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The whole job goes on from them; without the store, all that was trained is trained."""
+
     def turned_away(name: str) -> NoReturn:
-        raise RoundEnded('rank 0 was killed')
+        raise lost
 
     job: Any = object.__new__(Job)
     closed: list[bool] = []
     job.keeps_windows, job.rank = False, SimpleNamespace(number=1)
     job.membership = SimpleNamespace(barrier=turned_away)
-    job.close = lambda remove: closed.append(remove)
+    job._stop, job.close = lambda: None, lambda remove: closed.append(remove)
+    acts: list[Callable[[int], None]] = []
+    monkeypatch.setattr(leaving, 'last_acts', acts)
     monkeypatch.setattr(torch.distributed, 'barrier', lambda: None)
-    monkeypatch.setattr(job_module, 'announce', lambda *given, **more: None)
-    with pytest.raises(RoundEnded):
+    monkeypatch.setattr(ending, 'LastBarrier', MagicMock())
+    monkeypatch.setattr(ending, 'tell_trained', lambda store: None)
+    with pytest.raises(RoundEnded) if isinstance(lost, RoundEnded) else nullcontext():
         job._finish()
-    assert not closed
+    for act in acts:
+        act(0)
+    assert not closed and len(acts) == isinstance(lost, DistNetworkError)
 
 
 def test_deaths_of_sources_refuse_no_window() -> None:

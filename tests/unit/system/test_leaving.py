@@ -18,7 +18,8 @@ PROGRAM = """
 import atexit, sys, threading, time
 from datetime import timedelta
 from torch.distributed import TCPStore
-from moevement_ext.system.leaving import leave
+from moevement_ext.errors import UserError
+from moevement_ext.system.leaving import leave, leave_in_any_case
 
 store = TCPStore('127.0.0.1', int(sys.argv[1]), is_master=False)
 
@@ -38,25 +39,63 @@ threading.Thread(target=lambda: (time.sleep(0.3), print('worker is done'))).star
 atexit.register(print, 'written at exit')
 sys.late = Late()
 time.sleep(0.2)
-leave(16)
+
+
+def end(how):
+    if how == 'leave':
+        leave(16)
+    if how == 'exit':
+        sys.exit(7)
+    if how == 'exit with words':
+        sys.exit('it failed')
+    if how == 'error':
+        raise ValueError('it failed')
+    if how == 'user error':
+        raise UserError('it failed')
+
+
+leave_in_any_case()
+leave_in_any_case()
+try:
+    end(sys.argv[2])
+finally:
+    print('last')
 """
 
 
-def test_waiting_threads_do_not_abort_the_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ('how', 'code', 'lines'),
+    [
+        ('leave', 16, 0),
+        ('return', 0, 0),
+        ('exit', 7, 0),
+        ('exit with words', 1, 1),
+        ('error', 1, 6),
+        ('user error', 2, 1),
+    ],
+)
+def test_waiting_threads_do_not_abort_the_process(
+    how: str, code: int, lines: int, tmp_path: Path
+) -> None:
+    """An ordinary end of the program aborts with current CPython."""
     program = tmp_path / 'program.py'
     program.write_text(PROGRAM)
     store = TCPStore(
         '127.0.0.1', 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
     )
     done = subprocess.run(
-        [sys.executable, str(program), str(store.port)],
+        [sys.executable, str(program), str(store.port), how],
         capture_output=True,
         text=True,
         env={**os.environ, 'PYTHONPATH': str(ROOT)},
         check=False,
     )
-    assert done.returncode == 16, done.stderr
-    assert done.stdout == 'worker is done\nwritten at exit\n'
+    assert done.returncode == code, done.stderr
+    last = 'last\n' if how != 'leave' else ''
+    assert done.stdout == last + 'worker is done\nwritten at exit\n'
+    said = [line for line in done.stderr.splitlines() if not line.startswith('[W')]  # torch's
+    assert len(said) == lines
+    assert ('it failed' in done.stderr) == bool(lines)
 
 
 _ENDS = """

@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-import subprocess
 import sys
 from importlib.machinery import ModuleSpec
 
@@ -37,21 +36,3 @@ def test_user_error_ends_the_program_with_one_line_and_status_2(
 def test_other_errors_keep_their_traceback() -> None:
     with pytest.raises(SparseCheckpointError), in_one_line():
         raise SparseCheckpointError('a bug')
-
-
-@pytest.mark.parametrize('error, status, lines', [('UserError', 2, 1), ('ValueError', 1, 5)])
-def test_a_program_that_leaves_a_user_error_uncaught_ends_with_one_line(
-    error: str, status: int, lines: int
-) -> None:
-    program = (
-        'from moevement_ext.errors import UserError\n'
-        'from moevement_ext.system import user_errors\n'
-        'user_errors.explain_uncaught()\n'
-        'user_errors.explain_uncaught()\n'
-        f'raise {error}("--flag must be 1")\n'
-    )
-    ended = subprocess.run(
-        [sys.executable, '-c', program], capture_output=True, text=True, check=False
-    )
-    assert ended.returncode == status
-    assert len(ended.stderr.splitlines()) <= lines and '--flag must be 1' in ended.stderr

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from moevement_ext.system.leaving import leave
 from tests.distributed.harness.ports import free_port
 from tests.unit.forks import PROGRAM
 
@@ -112,6 +113,8 @@ def run(scenario: Callable[[Path], Any], directory: Path) -> Any:
     try:
         assert receiver.poll(_SECONDS), 'it does not end'
         error, result = receiver.recv()
+        if error is None:
+            process.join(_SECONDS)
     finally:
         process.kill()
         process.join()
@@ -137,3 +140,5 @@ def _child(scenario: Callable[[Path], Any], directory: Path, sender: Connection)
         sender.send((None, scenario(directory)))
     except BaseException as error:  # passed to the parent process
         sender.send((f'{type(error).__name__}: {error}', None))
+    else:
+        leave(0)  # as a program's last line does

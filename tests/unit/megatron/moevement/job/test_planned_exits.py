@@ -38,7 +38,7 @@ def _calls(
         kept_in=None,
         end_together=lambda: None,
         part=lambda: calls.append('part'),
-        close=lambda remove: calls.append(f'close({remove})'),
+        finish=lambda code, remove: calls.append(f'finish({remove})'),
     )
     facts: Any = SimpleNamespace(rank=0, load=load, save='dense')
     session: Any = SimpleNamespace(job=job)
@@ -48,7 +48,7 @@ def _calls(
 
 
 def test_dense_checkpoint_replaces_the_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _calls(0, monkeypatch) == ['close(True)']
+    assert _calls(0, monkeypatch) == ['finish(True)']
 
 
 @pytest.mark.parametrize('load', ['dense', 'another'])
@@ -56,18 +56,18 @@ def test_windows_of_all_layouts_outlive_a_dense_checkpoint_of_one(
     load: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another number of stages could not load it."""
-    assert _calls(0, monkeypatch, load, elastic='restart') == ['part', 'close(False)']
+    assert _calls(0, monkeypatch, load, elastic='restart') == ['part', 'finish(False)']
 
 
 def test_windows_of_a_job_that_is_done_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     """As at its end without an exit: no launch continues from the last iteration."""
-    assert _calls(0, monkeypatch, last_iteration=7, elastic='restart') == ['close(True)']
+    assert _calls(0, monkeypatch, last_iteration=7, elastic='restart') == ['finish(True)']
 
 
 def test_findings_of_the_rerun_machine_are_loaded_in_any_case(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert _calls(16, monkeypatch, elastic='restart') == ['close(True)']
+    assert _calls(16, monkeypatch, elastic='restart') == ['finish(True)']
 
 
 @pytest.mark.parametrize(('code', 'load'), [(17, 'dense'), (16, 'another')])
@@ -75,4 +75,4 @@ def test_half_done_iteration_is_not_kept(
     code: int, load: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rerun machine restores no router biases; windows of before have whole iterations."""
-    assert _calls(code, monkeypatch, load, elastic='restart') == ['close(False)']
+    assert _calls(code, monkeypatch, load, elastic='restart') == ['finish(False)']
