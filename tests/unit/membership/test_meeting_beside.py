@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A new process joins the rendezvous during its set-up, once a survivor waits for it."""
 
-import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
@@ -16,7 +15,6 @@ from moevement_ext.membership.rendezvous import (
     Rendezvous,
     end_round,
     present_round,
-    why_broken,
 )
 from moevement_ext.membership.report import Report, encode
 
@@ -158,17 +156,3 @@ def test_new_process_ends_if_all_survivors_are_lost(
     assert ended == [EXIT_WHOLE_JOB]
     job.start(2).result(LIMIT_S)  # the others wait for its replacement
     assert [future.result(LIMIT_S).joining for future in others] == [False, False]
-
-
-def test_refused_process_breaks_the_round_after_the_rendezvous(
-    job: Job, survivors: list[Membership]
-) -> None:
-    first = job.move_on(survivors[0])
-    job.waits(0, 1)
-    new = job.start(2).result(LIMIT_S)
-    refusing = threading.Thread(target=new.refuse, args=('it is launched otherwise',))
-    refusing.start()
-    second = job.move_on(survivors[1])
-    assert len(first.result(LIMIT_S)) == len(second.result(LIMIT_S)) == WORLD
-    refusing.join(LIMIT_S)
-    assert why_broken(job.store, 1) == 'it is launched otherwise'

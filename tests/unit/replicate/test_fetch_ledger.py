@@ -40,7 +40,7 @@ def test_a_whole_ledger_is_one_bounded_reply(ledger: Ledger, client: ReplicaClie
     """Without what only that rank knows, and however much is asked for."""
     first = LARGEST - LEDGER_RECORDS
     for iteration in range(first, LARGEST):
-        ledger.append(entry(iteration, loss=0.5, judges=False))
+        ledger.append(entry(iteration, loss=0.5))
     expected = [entry(iteration) for iteration in range(first, LARGEST)]
     assert client.fetch_ledger(first - 1, LARGEST - 1) == expected
     assert client.fetch_ledger(0, LARGEST - 1) == expected
