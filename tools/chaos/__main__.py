@@ -2,14 +2,14 @@
 """Injects random faults into training jobs and checks that they end as without faults.
 
     python -m tools.chaos --faults 20 --seed 1
-    python -m tools.chaos --faults 1000 --seed 1 --configurations 20 --cover all:kill,node,stop
+    python -m tools.chaos --faults 1000 --seed 1 --configurations 20
     python -m tools.chaos --resume runs/chaos
     python -m tools.chaos --elastic --faults 20 --seed 1
 
 A small GPT trains on real text under a launcher that replaces single workers. At random moments the
-campaign kills, stops or blocks workers, deletes the memory of nodes, or kills launchers; with
-`--cover` also in a chosen phase of the recovery from an earlier fault. With `--configurations`
-layout, precision, features of Megatron, window, replicas, spares and launcher are drawn as well; a
+campaign kills, stops or blocks workers, deletes the memory of nodes, or kills launchers; of a
+`double` the second kill may hit the recovery from the first. With `--configurations` layout,
+precision, features of Megatron, window, replicas, spares and launcher are drawn as well; a
 configuration that plain Megatron refuses is drawn again. The final state of every job is compared,
 bit for bit, with that of plain Megatron with the same flags and without faults. The same seed draws
 the same faults; the moment within an iteration depends on the machine.
@@ -31,8 +31,8 @@ With `--elastic` each fault kills all processes of one job, which starts again i
 Megatron, which goes through the same layouts from one checkpoint to the next. Only --faults, --seed
 and --output have an effect then.
 
-Exit status: 0 all faults were injected, nothing was lost, all states are equal and all cells are
-covered, 1 otherwise, 2 a job failed.
+Exit status: 0 all faults were injected, nothing was lost and all states are equal, 1 otherwise, 2 a
+job failed.
 """
 
 import argparse
@@ -52,7 +52,7 @@ from moevement_ext.config import ConfigurationError
 from tools.chaos.campaign import Campaign
 from tools.chaos.configuration import HANG_TIMEOUT_S
 from tools.chaos.elastic import ElasticCampaign, draw_lives, run_here
-from tools.chaos.landing import Coverage, parse_cells
+from tools.chaos.landing import landing_table
 from tools.chaos.results import NAME, Begun, ResultError, Results
 from tools.lab.arguments import Parser
 from tools.lab.benchmark import exit_on_sigterm, print_failure
@@ -76,10 +76,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         'process that has imported Megatron, instead of hot spares: quick starts')  # fmt: skip
     add('--kinds', help=f'of {",".join(Kind)} (default: {",".join(_ALWAYS)}; all of them with '
         '--configurations)')  # fmt: skip
-    add('--cover', default='', metavar='PHASES:KINDS',
-        help='aim second faults of these kinds at these phases of a recovery (lists with commas, '
-        'or all), and fail if none landed there')  # fmt: skip
-    add('--aimed', type=float, default=0.5, help='share of faults with an aimed second one (0.5)')
     add('--faults-per-job', type=int, default=10, help='limit per job (default: 10)')
     add('--hang-timeout', type=int, default=HANG_TIMEOUT_S, metavar='SECONDS',
         help='time without a heartbeat after which a worker is replaced; on a busy machine a '
@@ -122,12 +118,6 @@ def check(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ValueError(f'--{name.replace("_", "-")} must be at least 1')
-    if not 0 <= args.aimed <= 1:
-        raise ValueError(f'--aimed {args.aimed} must be from 0 to 1')
-    try:
-        args.cover = parse_cells(args.cover)
-    except ValueError as error:
-        raise ValueError(f'--cover {error}') from error
     if args.fork and args.share_gpu:
         raise ValueError('--fork --share-gpu: CUDA does not work in a fork; leave out --fork')
     if args.stand_ins and (args.share_gpu or not args.configurations):
@@ -137,15 +127,13 @@ def check(args: argparse.Namespace) -> None:
     if not names or not set(names) <= set(Kind):
         raise ValueError(f'--kinds {args.kinds} must be some of {",".join(Kind)}')
     args.kinds = [Kind(name) for name in names]
-    if not args.configurations and Kind.AGENT in {*args.kinds, *(cell.kind for cell in args.cover)}:
+    if not args.configurations and Kind.AGENT in args.kinds:
         raise ValueError(f'--kinds {Kind.AGENT} needs torchrun, which only --configurations draw')
 
 
 def _campaign(args: argparse.Namespace, results: Results, console: Console) -> Campaign:
-    coverage = Coverage(args.cover)
-    results.count(coverage)
     output = args.output.resolve()
-    return Campaign(output, prepare_text(output / 'data'), args, results, coverage, console)
+    return Campaign(output, prepare_text(output / 'data'), args, results, console)
 
 
 def lock(output: Path) -> IO[bytes]:
@@ -174,11 +162,11 @@ def _clear(output: Path) -> None:
     (output / NAME).unlink(missing_ok=True)
 
 
-def verdict(args: argparse.Namespace, results: Results, coverage: Coverage) -> int:
+def verdict(args: argparse.Namespace, results: Results) -> int:
     if results.failed:
         return 2
     stalled = args.max_stall is not None and results.longest_stall_s > args.max_stall
-    wrong = results.lost_iterations or results.survivors_lost or coverage.empty()
+    wrong = results.lost_iterations or results.survivors_lost
     few = len(results.faults) < args.faults
     return 1 if wrong or few or stalled or not results.identical else 0
 
@@ -205,18 +193,14 @@ def _run(args: argparse.Namespace, console: Console) -> int:
         results.add(Begun(args.arguments, args.seed))
     console.print(f'chaos: seed {args.seed}', highlight=False)
     try:
-        campaign = _campaign(args, results, console)
-        campaign.run()
+        _campaign(args, results, console).run()
     except (ConfigurationError, DigestFileError) as error:
         console.print(f'chaos: {error}', style='bold red', markup=False)
         return 2
     except LabError as error:
         print_failure(console, f'chaos: seed {args.seed}', error)
         return 2
-    coverage = campaign.coverage
-    console.print(coverage.table())
-    for cell in coverage.empty():
-        console.print(f'chaos: no fault landed in {cell}', style='bold red', markup=False)
+    console.print(landing_table(cell for fault in results.faults for cell in fault.cells))
     for job in results.failed:
         failed = f'chaos: job {job.number} failed: {job.failed}'
         console.print(failed, style='bold red', markup=False)
@@ -224,8 +208,8 @@ def _run(args: argparse.Namespace, console: Console) -> int:
         injected = f'chaos: {len(results.faults)} of {args.faults} faults were injected'
         console.print(injected, style='bold red', highlight=False)
     console.print(f'chaos: longest stall {results.longest_stall_s:.1f} s', highlight=False)
-    print(results.summary(coverage), flush=True)
-    return verdict(args, results, coverage)
+    print(results.summary(), flush=True)
+    return verdict(args, results)
 
 
 def _run_elastic(args: argparse.Namespace, console: Console) -> int:

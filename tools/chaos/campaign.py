@@ -22,7 +22,6 @@ from tools.chaos.configuration import (
 )
 from tools.chaos.drawing import Fault, draw_faults, draw_window
 from tools.chaos.injecting import FEWEST_ITERATIONS, LAST_ITERATIONS, FaultInjector
-from tools.chaos.landing import Coverage
 from tools.chaos.model import RUN_ID, parse_layout
 from tools.chaos.results import FaultRecord, JobDone, Refused, Results
 from tools.lab.digests import StateDigest, difference_table, differences, read_digest
@@ -51,7 +50,7 @@ class _Plain(NamedTuple):
 
 @dataclass(frozen=True)
 class Campaign:
-    """Runs jobs until all faults are injected and all cells are covered.
+    """Runs jobs until all faults are injected.
 
     A campaign that draws configurations continues with the next job after a failed one.
     """
@@ -64,7 +63,6 @@ class Campaign:
     """Arguments of the program, as `check` has converted them."""
     results: Results
     """Results so far, including those before an interruption."""
-    coverage: Coverage
     console: Console
 
     @property
@@ -78,30 +76,28 @@ class Campaign:
             LabError: plain Megatron failed; or a job did, and configurations are not drawn.
         """
         most_jobs = _MORE_JOBS * -(-self.args.faults // self.faults_per_job) + _MORE_JOBS
-        while len(self.results.jobs) < most_jobs and not self._enough():
+        while len(self.results.jobs) < most_jobs and self._left():
             job = self._job(len(self.results.jobs) + 1)
             self.results.add(job)
             if job.failed and not self.args.configurations:
                 raise LabError(f'job {job.number}: {job.failed}')
 
-    def _enough(self) -> bool:
-        return len(self.results.faults) >= self.args.faults and not self.coverage.empty()
+    def _left(self) -> int:
+        """Number of faults still to inject."""
+        return max(0, self.args.faults - len(self.results.faults))
 
     def _job(self, number: int) -> JobDone:
         configuration_number = (number - 1) % (self.args.configurations or 1)
         configuration, plain = self._reference(number, configuration_number)
         self._print(f'job {number}: {configuration}')
-        left = self.args.faults - len(self.results.faults)
         kinds = [kind for kind in self.args.kinds if kind in configuration.kinds()] or [Kind.KILL]
-        aimed = self.args.aimed if self.args.cover else 0.0
         faults = draw_faults(
             self.args.seed,
-            min(left, self.faults_per_job) if left > 0 else self.faults_per_job,
+            min(self._left(), self.faults_per_job),
             kinds,
             configuration.nodes,
             configuration.workers_per_node,
             job=number,
-            aimed=aimed if left > 0 else 1.0,
         )
         return self._disturb(number, configuration_number, configuration, faults, plain)
 
@@ -125,7 +121,7 @@ class Campaign:
 
         def hurt(job: Job) -> None:
             last = self._iterations(configuration)
-            injector = FaultInjector(job, last, configuration, self.coverage, report, plain.pause_s)
+            injector = FaultInjector(job, last, configuration, report, plain.pause_s)
             try:
                 injector.inject_all(faults)
             finally:

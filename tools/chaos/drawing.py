@@ -35,8 +35,6 @@ class Fault(NamedTuple):
     """Additional wait, in iterations."""
     apart_s: float = 0.0
     """Seconds between the two kills of a `DOUBLE`."""
-    aimed: bool = False
-    """A second fault follows in a phase of the recovery from this one."""
 
     def __str__(self) -> str:
         ranks = ', '.join(map(str, self.victims))
@@ -51,21 +49,17 @@ def draw_faults(
     nodes: int,
     workers_per_node: int,
     job: int = 0,
-    aimed: float = 0.0,
 ) -> list[Fault]:
     """Draw the faults of one job.
 
     Kinds come from a shuffled deck, so that a few dozen faults have all of them. No two faults have
-    the same kind, victims and number of iterations before them. `aimed` is the probability that a
-    second fault is aimed at the recovery from a fault.
+    the same kind, victims and number of iterations before them.
     """
     rng = random.Random(f'{seed} faults {job}')
     drawn: list[Fault] = []
     seen = set()
     for kind in itertools.islice(_kinds(rng, kinds), count):
         fault = _draw(rng, kind, nodes, workers_per_node)
-        if rng.random() < aimed:
-            fault = fault._replace(kind=Kind.KILL, victims=fault.victims[:1], apart_s=0, aimed=True)
         while _likeness(fault) in seen:
             fault = fault._replace(after=fault.after + 1)
         seen.add(_likeness(fault))

@@ -5,11 +5,9 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 
-from moevement_ext.events import RecoveryPhase
-from tools.chaos.aiming import Aim
 from tools.chaos.configuration import Configuration
 from tools.chaos.drawing import Fault
-from tools.chaos.landing import Cell, Coverage, landed
+from tools.chaos.landing import Cell, landed
 from tools.chaos.results import FaultRecord
 from tools.lab.errors import LabError
 from tools.lab.evidence import (
@@ -29,9 +27,6 @@ LAST_ITERATIONS = 6
 """Last iterations of a job, without faults: a finished worker cannot help another to recover."""
 FEWEST_ITERATIONS = 3
 """Iterations that a job needs for each fault, for the fault and for its analysis."""
-# An aimed kill hits the victims of the first fault again if the drawn `phase`, at most 2, is above
-# this.
-_ELSEWHERE = 1.4
 
 
 class FaultInjector:
@@ -41,7 +36,6 @@ class FaultInjector:
         job: a running job with events.
         last: number of its last iteration.
         configuration: configuration of the job.
-        coverage: chooses what to aim at, and counts what was hit.
         report: called with the record of each fault, and a line for people.
         pause_s: longest time from one iteration to the next without faults, which may include an
             evaluation and a dense save.
@@ -52,7 +46,6 @@ class FaultInjector:
         job: Job,
         last: int,
         configuration: Configuration,
-        coverage: Coverage,
         report: Callable[[FaultRecord, str], None],
         pause_s: float,
     ) -> None:
@@ -60,7 +53,6 @@ class FaultInjector:
         self._job = job
         self._last = last
         self._configuration = configuration
-        self._coverage = coverage
         self._report = report
         self._back_at = 0.0
         self._from = 0
@@ -76,11 +68,10 @@ class FaultInjector:
         # The first iteration shows how long a start takes, which the limit of a stall depends on.
         self._wait_for('protection', lambda: self._protected() and self._at() > 0)
         for number, fault in enumerate(faults):
-            cell = self._coverage.aim(self._configuration.kinds()) if fault.aimed else None
-            if not self._is_time(fault, cell, faults_left=len(faults) - number):
+            if not self._is_time(fault, faults_left=len(faults) - number):
                 waiting = fault
                 break
-            self._one(fault, cell)
+            self._one(fault)
         self._wait_for('the end', lambda: False)
         if waiting and waiting.kind is Kind.NODE and not self._protected():
             raise LabError(
@@ -88,23 +79,22 @@ class FaultInjector:
                 f'waiting for {waiting}; see {self._job.folder}'
             )
 
-    def _is_time(self, fault: Fault, cell: Cell | None, faults_left: int) -> bool:
+    def _is_time(self, fault: Fault, faults_left: int) -> bool:
         """Wait for the moment of a fault; False if the job ends first."""
         share = (self._last - LAST_ITERATIONS - self._from) // faults_left - FEWEST_ITERATIONS
         due = self._from + min(fault.after, max(0, share))
-        loses_memory = Kind.NODE in (fault.kind, cell.kind if cell else None)
         arrived = self._wait_for(
             'the next fault',
-            lambda: self._at() >= due and (not loses_memory or self._protected()),
+            lambda: self._at() >= due and (fault.kind is not Kind.NODE or self._protected()),
         )
         if not arrived or self._at() > self._last - LAST_ITERATIONS:
             return False
         time.sleep(fault.phase * self._iteration_s())
         return self._job.running() and self._at() <= self._last - LAST_ITERATIONS // 2
 
-    def _one(self, fault: Fault, aimed: Cell | None) -> None:
+    def _one(self, fault: Fault) -> None:
         iteration = self._at()
-        injections = self._inject(fault, aimed)
+        injections = self._inject(fault)
         last = injections[-1]
         found = self._recovery(last.time, str(fault))
         self._back_at, self._from = found.at, found.target
@@ -114,7 +104,6 @@ class FaultInjector:
             Cell(landed(events, first, one.time, one.pid), one.kind)
             for first, one in zip(firsts, injections, strict=True)
         ]
-        self._coverage.add(cells)
         seconds = found.at - last.time
         record = FaultRecord(
             fault=str(fault),
@@ -126,12 +115,10 @@ class FaultInjector:
             seconds=round(seconds, 3),
             stall_s=round(max(0.0, seconds - self._expected_s(last, found.tier)), 3),
         )
-        second = f', then {cells[-1]}' if len(cells) > 1 else ''
-        missed = f' (aimed: {aimed})' if aimed not in (None, cells[-1]) else ''
         also = ''.join(f'; {death}' for death in self._new_deaths())
         self._report(
             record,
-            f'{fault}{second}{missed} after iteration {iteration}: {found.tier} in '
+            f'{fault} after iteration {iteration}: {found.tier} in '
             f'{seconds:.1f} s, at {found.target} again, {found.replayed} replayed, '
             f'{record.lost} lost{also}',
         )
@@ -154,40 +141,12 @@ class FaultInjector:
 
     # Injecting
 
-    def _inject(self, fault: Fault, cell: Cell | None) -> list[Injection]:
-        if cell is not None:
-            return self._inject_twice(fault, cell)
+    def _inject(self, fault: Fault) -> list[Injection]:
         if fault.kind is Kind.DOUBLE and fault.apart_s:
             first = self._job.hurt(Kind.KILL, fault.victims[:1])
             time.sleep(fault.apart_s)
             return [first, self._job.hurt(Kind.DOUBLE, fault.victims[1:])]
         return [self._job.hurt(fault.kind, fault.victims)]
-
-    def _inject_twice(self, fault: Fault, cell: Cell) -> list[Injection]:
-        def suitable(rank: int) -> bool:
-            return cell.kind is not Kind.AGENT or rank > 0
-
-        aim = Aim(self._job.events_folder, cell.phase, suitable)
-        injections = [self._job.hurt(Kind.KILL, fault.victims)]
-        caught = aim.catch(self._job.running)
-        if caught is None:
-            return injections
-        return [*injections, self._inject_caught(fault, cell.kind, caught)]
-
-    def _inject_caught(self, fault: Fault, kind: Kind, caught: RecoveryPhase) -> Injection:
-        """Hit the caught worker, or release it and hit another one."""
-        rank, pid = caught.rank, caught.pid
-        if kind is Kind.KILL and fault.phase > _ELSEWHERE:
-            self._job.release(pid)
-            return self._job.hurt(kind, fault.victims)
-        if kind is Kind.DOUBLE:
-            return self._job.hurt(kind, (rank, (rank + 1) % self._job.world_size), pid)
-        return self._job.hurt(kind, self._victims(kind, rank), pid)
-
-    def _victims(self, kind: Kind, rank: int) -> Sequence[int]:
-        if kind is Kind.NODE:
-            return self._job.ranks_of_node(rank)
-        return range(self._job.world_size) if kind in (Kind.WHOLE, Kind.JOB) else (rank,)
 
     # Waiting
 

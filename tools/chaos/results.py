@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 
-from tools.chaos.landing import Cell, Coverage
+from tools.chaos.landing import Cell
 from tools.lab.evidence import Tier
 
 NAME = 'campaign.jsonl'
@@ -138,16 +138,10 @@ class Results:
     def longest_stall_s(self) -> float:
         return max((fault.stall_s for fault in self.faults), default=0.0)
 
-    def count(self, coverage: Coverage) -> None:
-        for fault in self.faults:
-            coverage.add(fault.cells)
-
-    def summary(self, coverage: Coverage) -> str:
+    def summary(self) -> str:
         tiers = [fault.tier for fault in self.faults]
         counts = ' '.join(f'{tier}={tiers.count(tier)}' for tier in Tier)
-        covered = len(coverage.asked) - len(coverage.empty())
         return (
             f'chaos: faults={len(tiers)} {counts} lost_iterations={self.lost_iterations} '
-            f'bit_identical={str(self.identical).lower()} '
-            f'phases_covered={covered}/{len(coverage.asked)} survivors_lost={self.survivors_lost}'
+            f'bit_identical={str(self.identical).lower()} survivors_lost={self.survivors_lost}'
         )

@@ -231,26 +231,24 @@ class Job:
 
     # Faults
 
-    def hurt(self, kind: Kind, victims: Sequence[int], pid: int | None = None) -> Injection:
+    def hurt(self, kind: Kind, victims: Sequence[int]) -> Injection:
         """Inject a fault.
 
         Args:
             kind: kind of the fault; `NODE` hits the node of the first victim.
             victims: ranks.
-            pid: process id of the first victim, if known and stopped.
 
         Raises:
             LabError: the node has no memory, or the job no agents.
         """
-        pid = pid or self.pids()[victims[0]]
+        pid = self.pids()[victims[0]]
         match kind:
             case Kind.NODE:
                 at, _ = self.lose_node(victims[0])
             case Kind.STOP:
                 at = self.send(victims, signal.SIGSTOP)
             case Kind.STUCK:
-                self.release(pid)
-                at = self._stick(victims[0])
+                at = self._stick(pid)
             case Kind.AGENT:
                 at = self._lose_agent(victims[0])
             case Kind.JOB:
@@ -285,10 +283,6 @@ class Job:
             with contextlib.suppress(ProcessLookupError):  # it may have just died
                 os.killpg(pid, number)
         return signalled_at
-
-    def release(self, pid: int) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGCONT)
 
     def lose_node(self, rank: int) -> tuple[float, int]:
         """Kill all workers on the node of a rank and delete the node's memory.
@@ -326,9 +320,8 @@ class Job:
         self._launcher.start()
         return killed_at
 
-    def _stick(self, rank: int) -> float:
+    def _stick(self, pid: int) -> float:
         """Block the data loader of a worker forever; returns the time."""
-        pid = self.pids()[rank]
         self._faulted.add(pid)
         stuck_at = time.time()
         self._stall.with_name(f'{_STALL}.{pid}').touch()

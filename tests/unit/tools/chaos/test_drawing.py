@@ -34,13 +34,6 @@ class TestFaults:
     def test_jobs_have_different_faults(self) -> None:
         assert draw_faults(7, 30, KINDS, 2, 2, job=1) != draw_faults(7, 30, KINDS, 2, 2, job=2)
 
-    def test_a_second_fault_follows_the_loss_of_one_worker(self) -> None:
-        faults = draw_faults(7, 100, KINDS, 2, 2, aimed=0.5)
-        aimed = [fault for fault in faults if fault.aimed]
-        assert 30 < len(aimed) < 70
-        for fault in aimed:
-            assert (fault.kind, len(fault.victims), fault.apart_s) == (Kind.KILL, 1, 0)
-
     def test_victims_match_the_kind_of_fault(self) -> None:
         for fault in draw_faults(5, 200, KINDS, 2, 2):
             match fault.kind:

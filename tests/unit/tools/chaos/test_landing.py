@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a fault landed, out of the events, and what was covered."""
+"""Where a fault landed, out of the events, and how many in each phase."""
 
 import pytest
 
 from moevement_ext.events import Event, FailureDetected, RecoveryPhase, WindowPersisted
 from tests.unit.tools.samples import happened
-from tools.chaos.landing import ALL, RECOVERY, Cell, Coverage, Phase, landed, parse_cells
+from tools.chaos.landing import Cell, Phase, landed, landing_table
 from tools.lab.job import Kind
 
 pytestmark = pytest.mark.timed
@@ -67,27 +67,9 @@ class TestLanding:
         assert landed(events, self.FIRST, 106.0, 10) is Phase.TRAINING
 
 
-class TestCoverage:
-    def test_text_is_parsed_to_cells(self) -> None:
-        assert parse_cells('meet,fetch:kill') == [
-            Cell(Phase.MEET, Kind.KILL),
-            Cell(Phase.FETCH, Kind.KILL),
-        ]
-        assert len(parse_cells(f'{ALL}:kill,node')) == 2 * len(RECOVERY) == 18
-
-    @pytest.mark.parametrize('text', ['meet', 'training:kill', 'meet:burn', ':'])
-    def test_wrong_cells_are_refused(self, text: str) -> None:
-        with pytest.raises(ValueError, match='must be'):
-            parse_cells(text)
-
-    def test_empty_cells_are_aimed_at_in_turn_until_they_are_hit(self) -> None:
-        cells = parse_cells('meet,fetch:kill,node')
-        coverage = Coverage(cells)
-        assert coverage.empty() == cells
-        assert {coverage.aim([Kind.KILL, Kind.NODE]) for _ in cells} == set(cells)
-        coverage.add([cell for cell in cells if cell.kind is Kind.NODE])
-        assert {coverage.aim([Kind.KILL, Kind.NODE]) for _ in range(4)} == set(cells[:2])
-        assert coverage.aim([Kind.NODE]) in cells[2:]
-        assert coverage.aim([Kind.AGENT]) is None
-        coverage.add(cells[:2])
-        assert coverage.empty() == []
+def test_table_counts_faults_by_phase_and_kind() -> None:
+    cells = [Cell(Phase.MEET, Kind.KILL), Cell(Phase.MEET, Kind.NODE)]
+    counted = landing_table([*cells, cells[0]])
+    columns = {column.header: list(column.cells) for column in counted.columns}
+    meet = columns['phase'].index(Phase.MEET)
+    assert [columns[kind][meet] for kind in (Kind.KILL, Kind.NODE, Kind.STOP)] == ['2', '1', '']

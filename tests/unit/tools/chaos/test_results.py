@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tools.chaos.__main__ import _clear, lock, main, parse_arguments, verdict
-from tools.chaos.landing import Cell, Coverage, Phase, parse_cells
+from tools.chaos.landing import Cell, Phase
 from tools.chaos.results import NAME, Begun, FaultRecord, JobDone, Refused, ResultError, Results
 from tools.lab.evidence import Tier
 from tools.lab.job import Kind
@@ -37,9 +37,7 @@ class TestResults:
         after = Results(path)
         assert after.begun() == Begun(['--faults', '9'], 7)
         assert (after.jobs, after.refusals(2), after.refusals(1)) == (before.jobs, 1, 0)
-        coverage = Coverage([hit])
-        after.count(coverage)
-        assert coverage.empty() == []
+        assert after.faults[0].cells == [hit]
         after.add(done(2))
         assert [job.number for job in Results(path).jobs] == [1, 2]
 
@@ -53,11 +51,11 @@ class TestResults:
         )
 
     def test_campaign_resumes_with_the_same_arguments_and_seed(self, tmp_path: Path) -> None:
-        arguments = '--faults 9 --configurations 3 --cover meet:kill'.split()
+        arguments = '--faults 9 --configurations 3 --kinds kill'.split()
         Results(tmp_path / NAME).add(Begun(arguments, 7))
         args = parse_arguments(['--resume', str(tmp_path)])
         assert (args.faults, args.configurations, args.seed, args.output) == (9, 3, 7, tmp_path)
-        assert args.cover == [Cell(Phase.MEET, Kind.KILL)]
+        assert args.kinds == [Kind.KILL]
 
     def test_foreign_file_is_refused_as_a_campaign(self, tmp_path: Path) -> None:
         with pytest.raises(ResultError, match='no campaign to resume'):
@@ -71,11 +69,9 @@ class TestResults:
         results.add(done(1, fault(Tier.LOCALIZED), fault(Tier.LOCALIZED)))
         lost = {'survivors_lost': ['rank 2'], 'identical': False}
         results.add(done(2, fault(Tier.DISK, lost=7), **lost))
-        coverage = Coverage(parse_cells('meet,fetch:kill'))
-        coverage.add([Cell(Phase.MEET, Kind.KILL)])
-        assert results.summary(coverage) == (
+        assert results.summary() == (
             'chaos: faults=3 localized=2 whole_job=0 disk=1 lost_iterations=7 bit_identical=false '
-            'phases_covered=1/2 survivors_lost=1'
+            'survivors_lost=1'
         )
 
     @pytest.mark.parametrize(
@@ -96,8 +92,7 @@ class TestResults:
         results = Results(tmp_path / NAME)
         results.add(job)
         args = argparse.Namespace(max_stall=15.0, faults=1)
-        assert verdict(args, results, Coverage([])) == status
-        assert verdict(args, results, Coverage(parse_cells('meet:kill'))) == max(status, 1)
+        assert verdict(args, results) == status
 
 
 def test_two_campaigns_do_not_share_a_folder(
@@ -130,8 +125,6 @@ def test_only_folders_of_campaigns_are_cleared(tmp_path: Path) -> None:
         ('--faults 0', '--faults must be at least 1'),
         ('--kinds kill,burn', '--kinds kill,burn'),
         ('--kinds agent', 'needs torchrun'),
-        ('--cover meet', 'phases:kinds'),
-        ('--aimed 2', '--aimed 2'),
     ],
 )
 def test_wrong_flags_are_named(
