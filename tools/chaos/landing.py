@@ -73,5 +73,5 @@ def landing_table(cells: Iterable[Cell]) -> Table:
     """Phase x kind, with the number of faults."""
     counts = Counter(cells)
     columns = ('phase', *(f'>{kind}' for kind in Kind))
-    rows = ((phase, *(str(counts[phase, kind] or '') for kind in Kind)) for phase in Phase)
+    rows = ((phase, *(str(counts[Cell(phase, kind)] or '') for kind in Kind)) for phase in Phase)
     return table(columns, rows, title='faults by the phase in which they landed')

@@ -13,17 +13,17 @@ Exit status: 0 if the computation ran; a difference from the paper is not an err
 import sys
 from collections.abc import Iterable, Sequence
 from itertools import groupby
+from operator import attrgetter
 
 import msgspec
 from rich.console import Console
-from rich.table import Table
 
 from tools.lab.arguments import Parser
 from tools.lab.figures import print_json
 from tools.lab.tables import table
-from tools.simulate.paper import memory, tables
-from tools.simulate.paper.cells import Cell, Constants, Verdict, all_cells, fit_all
+from tools.simulate.paper.cells import Cell, Constants, Verdict, all_cells, fit, table6_cells
 from tools.simulate.paper.claims import Claim, all_claims
+from tools.simulate.paper.printed import DENSE, MOC, MOEVEMENT, PAPER, ROWS, TABLES
 
 PIPE_WIDTH = 120
 FOLLOWS = {
@@ -31,18 +31,6 @@ FOLLOWS = {
     Verdict.NO_INPUTS: 'no inputs', Verdict.FINDING: '',
 }  # fmt: skip
 STYLES = {Verdict.FOLLOWS: 'green', Verdict.DIFFERS: 'red'}
-TITLES = {
-    'ettr': 'ETTR',
-    'recovery_s': 'seconds of recovery in a run',
-    'overhead_percent': 'overhead, percent of an iteration',
-    'overhead_s': 'overhead, seconds per iteration',
-    'interval': 'iterations between checkpoints',
-    'host_gb': 'host memory, GB',
-    'windows_gb': 'host memory of windows, GB',
-    'logs_gb': 'host memory of logs, GB',
-    'total_gb': 'host memory, GB',
-    'more_percent': 'host memory beyond that of Gemini, percent',
-}
 
 
 class Count(msgspec.Struct, frozen=True):
@@ -76,14 +64,14 @@ class Report(msgspec.Struct, frozen=True):
 
 def recompute() -> Report:
     """Recompute every readable cell of Tables 3, 6 and 7, and the claims of text and figures."""
-    constants = fit_all()
+    constants = [fit(row, found) for row, found in ROWS.items() if row[2] in DENSE]
     fits = {(one.table, one.setting, one.system): one for one in constants}
-    cells, known = [*all_cells(fits), *memory.table6_cells()], tables.ettr_tables()
+    cells = [*all_cells(fits), *table6_cells()]
     times = {
         name: {setting.name: setting.iteration_s for setting in table.settings}
-        for name, table in known.items()
+        for name, table in TABLES.items()
     }
-    notes = [(name, *note) for name, table in known.items() for note in table.notes]
+    notes = [(name, *note) for name, table in TABLES.items() for note in table.notes]
     return Report(times, cells, constants, all_claims(fits), count(cells), notes)
 
 
@@ -94,15 +82,15 @@ def count(cells: Iterable[Cell]) -> list[Count]:
         if cell.verdict in STYLES:
             kinds.setdefault((cell.system, cell.quantity), []).append(cell)
 
-    def follow(verdicts: Iterable[Verdict | None]) -> int:
-        return list(verdicts).count(Verdict.FOLLOWS)
+    def follow(found: list[Cell], verdict: str) -> int:
+        return sum(getattr(cell, verdict) == Verdict.FOLLOWS for cell in found)
 
     return [
         Count(
             *kind,
             len(found),
-            follow(cell.verdict for cell in found),
-            follow(cell.fitted_verdict for cell in found) if found[0].fitted_verdict else None,
+            follow(found, 'verdict'),
+            follow(found, 'fitted_verdict') if found[0].fitted_verdict else None,
         )
         for kind, found in kinds.items()
     ]
@@ -114,9 +102,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         description='Recompute the tables and figures of the paper.',
     )
     parser.add_argument('--json', action='store_true', help='print everything as JSON instead')
-    args = parser.parse_args(argv)
     report = recompute()
-    if args.json:
+    if parser.parse_args(argv).json:
         print_json(report)
     else:
         console = Console()
@@ -125,13 +112,43 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def print_report(report: Report, console: Console) -> None:
-    """Print tables of computed and printed numbers, constants, claims, notes and counts."""
-    for (name, quantity), found in groupby(
-        sorted(report.cells, key=_table_and_quantity), key=_table_and_quantity
-    ):
-        console.print(cell_table(f'{name}: {TITLES[quantity]}', list(found)))
-    console.print(claim_table(report.claims))
-    console.print(constant_table(report.constants))
+    """Print tables of computed and printed numbers, claims, constants, notes and counts."""
+
+    def show(
+        title: str, columns: str, rows: Iterable[Sequence[str]], judged: Sequence = ()
+    ) -> None:
+        console.print(
+            table(columns.split('|'), rows, [STYLES.get(one.verdict) for one in judged] or None,
+                  title=title, title_justify='left', box=None, padding=(0, 1))
+        )  # fmt: skip
+
+    kind = attrgetter('table', 'quantity')
+    for (name, quantity), found in groupby(sorted(report.cells, key=kind), key=kind):
+        title, digits = PAPER.quantities[quantity]
+        cells = list(found)
+        show(
+            f'{name}: {title}',
+            '!setting|!system|!MTBF|>!paper|>!ours|>!differs by|>!exact|>!fitted|!follows',
+            ((cell.setting, cell.system, cell.mtbf or 'all', _number(cell.theirs, f'.{digits}f'),
+              _number(cell.ours, f'.{digits}f'), _difference(cell, f'+.{digits}f'),
+              _number(cell.exact, f'.{digits}f'), _number(cell.fitted, f'.{digits}f'),
+              FOLLOWS[cell.verdict]) for cell in cells),
+            cells,
+        )  # fmt: skip
+    show(
+        'Figures and text',
+        'where|what|>!paper|>!ours|>!differs by|!follows|ours from',
+        ((claim.source, claim.statement, _number(claim.theirs, '.4g'), _number(claim.ours, '.4g'),
+          _difference(claim, '.4g'), FOLLOWS[claim.verdict], claim.how)
+         for claim in report.claims),
+        report.claims,
+    )  # fmt: skip
+    show(
+        'Fitted to the ETTRs of a setting and system, one pair for all MTBFs',
+        '!table|!setting|!system|>s more per iteration|>s per restart|>cells|>within 1.5 points',
+        ((one.table, one.setting, one.system, f'{one.extra_s:.3f}', f'{one.restart_s:.0f}',
+          str(one.cells), str(one.within)) for one in report.constants),
+    )  # fmt: skip
     console.print('Iteration times, never printed: seconds over percent of the overhead of MoC.')
     for name, times in report.iteration_s.items():
         values = ', '.join(f'{setting} {seconds:.2f} s' for setting, seconds in times.items())
@@ -143,62 +160,14 @@ def print_report(report: Report, console: Console) -> None:
     console.print(summary(report), style='bold', highlight=False)
 
 
-def _plain(
-    title: str, columns: Sequence[str], rows: Iterable[Sequence[str]],
-    styles: Iterable[str | None] | None = None,
-) -> Table:  # fmt: skip
-    return table(columns, rows, styles, title=title, title_justify='left', box=None, padding=(0, 1))
-
-
-def cell_table(title: str, cells: Sequence[Cell]) -> Table:
-    columns = '!setting !system !MTBF >!paper >!ours >!differs_by >!exact >!fitted !follows'
-    rows = (
-        (cell.setting, cell.system, cell.mtbf or 'all', _number(cell, cell.theirs),
-         _number(cell, cell.ours), _number(cell, cell.difference, '+'), _number(cell, cell.exact),
-         _number(cell, cell.fitted), FOLLOWS[cell.verdict])
-        for cell in cells
-    )  # fmt: skip
-    headings = [name.replace('_', ' ') for name in columns.split()]
-    return _plain(title, headings, rows, [STYLES.get(cell.verdict) for cell in cells])
-
-
-def claim_table(claims: Sequence[Claim]) -> Table:
-    columns = ('where', 'what', '>!paper', '>!ours', '>!differs by', '!follows', 'ours from')
-    rows = (
-        (
-            claim.source,
-            claim.statement,
-            *('' if value is None else f'{value:.4g}'
-              for value in (claim.theirs, claim.ours, claim.difference)),
-            FOLLOWS[claim.verdict],
-            claim.how,
-        )
-        for claim in claims
-    )  # fmt: skip
-    return _plain('Figures and text', columns, rows, [STYLES.get(one.verdict) for one in claims])
-
-
-def constant_table(constants: Iterable[Constants]) -> Table:
-    """Constants fitted to each row of ETTRs."""
-    title = 'Fitted to the ETTRs of a setting and system, one pair for all MTBFs'
-    columns = ('!table', '!setting', '!system', '>s more per iteration', '>s per restart',
-               '>cells', '>within 1.5 points')  # fmt: skip
-    rows = (
-        (one.table, one.setting, one.system, f'{one.extra_s:.3f}', f'{one.restart_s:.0f}',
-         str(one.cells), str(one.within))
-        for one in constants
-    )  # fmt: skip
-    return _plain(title, columns, rows)
-
-
 def summary(report: Report) -> str:
-    systems = (tables.CHECKFREQ, tables.GEMINI, tables.MOC, tables.MOEVEMENT)
+    systems = (*DENSE, MOC, MOEVEMENT)
     ettr, recovery = (
-        ', '.join(f'{one.system} {one.follow} of {one.cells}' for one in found)
-        for found in (
-            [report.count(system, quantity) for system in systems]
-            for quantity in ('ettr', 'recovery_s')
+        ', '.join(
+            f'{one.system} {one.follow} of {one.cells}'
+            for one in (report.count(system, quantity) for system in systems)
         )
+        for quantity in ('ettr', 'recovery_s')
     )
     within = sum(one.within for one in report.constants)
     cells = sum(one.cells for one in report.constants)
@@ -210,15 +179,12 @@ def summary(report: Report) -> str:
     )
 
 
-def _table_and_quantity(cell: Cell) -> tuple[str, str]:
-    return cell.table, cell.quantity
+def _difference(one: Cell | Claim, form: str) -> str:
+    return '' if one.ours is None or one.theirs is None else format(one.ours - one.theirs, form)
 
 
-def _number(cell: Cell, value: float | None, sign: str = '') -> str:
-    if value is None:
-        return ''
-    digits = {'ettr': 3, 'overhead_s': 2}.get(cell.quantity, 1)
-    return f'{value:{sign}.{digits}f}'
+def _number(value: float | None, form: str) -> str:
+    return '' if value is None else format(value, form)
 
 
 if __name__ == '__main__':

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Printed and computed numbers, for every readable cell of Tables 3 and 7.
+"""Printed and computed numbers, for every readable cell of Tables 3, 6 and 7.
 
 Inputs are the iteration times, the windows, the intervals and the overheads in seconds. A global
 rollback loses half an interval, MoEvement 3/2 of a window (paper, appendix C), MoC one iteration.
@@ -17,15 +17,33 @@ import numpy as np
 
 from moevement_ext.plan.strategy.intervals import young_s
 from tools.simulate.closed_form import Dense, Sparse, first_order
-from tools.simulate.paper import tables
-from tools.simulate.paper.tables import Condition
+from tools.simulate.paper.printed import (
+    CHECKFREQ,
+    GEMINI,
+    MOC,
+    MOEVEMENT,
+    PAPER,
+    ROWS,
+    Condition,
+    Row,
+)
 
 ETTR_TOLERANCE = 0.015
 """1.5 points: the largest difference that the paper reports for its own simulator (Table 4)."""
 SCALED_TOLERANCE = 0.1
 """Relative: seconds of recovery and intervals scale with their inputs."""
+MEMORY_TOLERANCE = 0.02
+"""Relative."""
 EXTRA_S = np.arange(0.0, 0.5, 0.002)
 RESTART_S = np.arange(0.0, 800.0, 2.0)
+DENSE_BYTES = 12
+"""fp32 master weight and two moments."""
+WEIGHT_BYTES = 2
+"""bf16 compute weight."""
+GENERATIONS = 2
+"""One kept window, one under way."""
+FITTED_GEMINI_BYTES = 26
+"""Bytes per parameter, fitted to all rows of Gemini; 2 more than two generations."""
 
 
 class Verdict(StrEnum):
@@ -61,10 +79,6 @@ class Cell(msgspec.Struct, frozen=True):
     """Result with the constants fitted to this setting and system (see `Constants`)."""
     fitted_verdict: Verdict | None = None
 
-    @property
-    def difference(self) -> float | None:
-        return None if self.ours is None else self.ours - self.theirs
-
 
 class Constants(msgspec.Struct, frozen=True):
     """Constants fitted to one row of ETTRs."""
@@ -81,8 +95,7 @@ class Constants(msgspec.Struct, frozen=True):
     """Number of cells within ETTR_TOLERANCE."""
 
 
-Fits = Mapping[tuple[str, str, str], Constants]
-"""Constants by table, setting and system."""
+Fits = Mapping[Row, Constants]
 
 
 def judge(ours: float, theirs: float, tolerance: float) -> Verdict:
@@ -91,116 +104,105 @@ def judge(ours: float, theirs: float, tolerance: float) -> Verdict:
     return Verdict.FOLLOWS if within else Verdict.DIFFERS
 
 
-def fit(row: Sequence[Condition]) -> Constants:
+def fit(row: Row, conditions: Sequence[Condition]) -> Constants:
     """Fit constants to the readable cells of a row of a dense system, on a grid of 2 ms by 2 s."""
-    known = [condition for condition in row if condition.ettr is not None]
-    iteration_s, interval, overhead_s, mtbf_s, theirs = (
-        np.array(values)
-        for values in zip(
-            *((one.setting.iteration_s, one.interval, one.overhead_s, one.mtbf_s, one.ettr)
-              for one in known), strict=True)
-    )  # fmt: skip
-    ettr = first_order(
-        iteration_s,
-        overhead_s + EXTRA_S[:, None, None],
-        interval * iteration_s / 2 + RESTART_S[:, None],
-        mtbf_s,
-    )
+    known = [(one.setting.iteration_s, one.interval, one.overhead_s, one.mtbf_s, one.ettr)
+             for one in conditions if one.ettr is not None]  # fmt: skip
+    iteration_s, interval, overhead_s, mtbf_s, theirs = np.array(known).T
+    recovery_s = interval * iteration_s / 2 + RESTART_S[:, None]
+    ettr = first_order(iteration_s, overhead_s + EXTRA_S[:, None, None], recovery_s, mtbf_s)
     off = np.abs(ettr - theirs)
     extra, restart = np.unravel_index((off**2).sum(axis=-1).argmin(), off.shape[:2])
     pair = round(float(EXTRA_S[extra]), 3), float(RESTART_S[restart])
-    within = int((off[extra, restart] <= ETTR_TOLERANCE).sum())
-    return Constants(*known[0].row, *pair, len(known), within)
-
-
-def fit_all() -> list[Constants]:
-    """Fit constants for every setting of Tables 3 and 7 and every dense system."""
-    return [fit(row) for row in tables.rows(systems=tables.DENSE)]
-
-
-def all_cells(fits: Fits) -> list[Cell]:
-    return [cell for row in tables.rows() for cell in _row_cells(row, fits.get(row[0].row))]
+    return Constants(*row, *pair, len(known), int((off[extra, restart] <= ETTR_TOLERANCE).sum()))
 
 
 def priced(condition: Condition, fitted: Constants | None = None) -> Dense | Sparse:
     """The system under a condition of the paper, with the fitted constants if given."""
     setting, overhead_s, mtbf_s = condition.setting, condition.overhead_s, condition.mtbf_s
-    if condition.system == tables.MOEVEMENT:
+    if condition.system == MOEVEMENT:
         return Sparse(setting.iteration_s, setting.window, overhead_s=overhead_s, mtbf_s=mtbf_s)
     extra_s, restart_s = (fitted.extra_s, fitted.restart_s) if fitted else (0.0, 0.0)
-    overhead_s += extra_s
-    return Dense(setting.iteration_s, condition.interval, overhead_s, 0.0, restart_s, mtbf_s)
+    interval, overhead_s = int(condition.interval), overhead_s + extra_s
+    return Dense(setting.iteration_s, interval, overhead_s, 0.0, restart_s, mtbf_s)
 
 
-def _row_cells(row: list[Condition], fitted: Constants | None) -> Iterator[Cell]:
-    printed = row[0].setting.systems[row[0].system]
-    alone = len(printed.interval) == 1
-    for condition in row[: len(printed.interval)]:
-        yield _interval_cell(condition, '' if alone else condition.mtbf)
-    alone = len(printed.overhead_s) == 1
-    for index, condition in enumerate(row[: len(printed.overhead_s)]):
-        percent = tables.value_at(printed.overhead_percent, index)
-        yield from _overhead_cells(condition, '' if alone else condition.mtbf, percent)
-    yield from (_recovery_cell(one, fitted) for one in row if one.recovery_s is not None)
-    yield from (_ettr_cell(one, fitted) for one in row if one.ettr is not None)
+def all_cells(fits: Fits) -> Iterator[Cell]:
+    """Cells of Tables 3 and 7."""
+    for row, conditions in ROWS.items():
+        for quantity, printed in conditions[0].setting.systems[row[2]].items():
+            for theirs, one in zip(printed, conditions, strict=False):
+                if theirs is not None:
+                    mtbf = one.mtbf if len(printed) > 1 else ''
+                    yield _cell((*row, quantity, mtbf), theirs, one, fits.get(row))
 
 
-def _interval_cell(condition: Condition, mtbf: str) -> Cell:
-    """Compare Gemini's interval, the optimum for its costs, with Young's."""
-    theirs = condition.interval
-    if condition.system == tables.GEMINI:
-        ours, tolerance = young_interval(condition), SCALED_TOLERANCE * theirs
-        verdict = judge(ours, theirs, tolerance)
-        return Cell(*condition.row, 'interval', mtbf, theirs, ours, tolerance, verdict)
+def _cell(
+    names: tuple[str, str, str, str, str], theirs: float, one: Condition, fitted: Constants | None
+) -> Cell:
+    iteration_s, system, quantity = one.setting.iteration_s, one.system, names[3]
+    with_fit = priced(one, fitted) if fitted else None
+    if quantity == 'interval' and system == GEMINI:
+        # The optimum for its costs against Young's, sqrt(2 c M) / T iterations (Young 1974), a
+        # checkpoint costing its interval's overhead c.
+        ours = young_s(one.overhead_s * one.interval, one.mtbf_s) / iteration_s
+        return _judged(names, theirs, ours, SCALED_TOLERANCE * theirs)
+    if quantity == 'overhead_percent':
+        tolerance = 0.5 + 100 * 0.005 / iteration_s  # both numbers are rounded
+        cell = _judged(names, theirs, 100 * one.overhead_s / iteration_s, tolerance)
+        # The iteration times are derived from this cell of MoC.
+        derived = system == MOC
+        return msgspec.structs.replace(cell, verdict=Verdict.INPUT) if derived else cell
+    if quantity == 'recovery_s':
+        seconds = iteration_s if system == MOC else priced(one).expected_recovery_s()
+        fit_s = one.failures * with_fit.expected_recovery_s() if with_fit else None
+        tolerance = SCALED_TOLERANCE * theirs
+        return _judged(names, theirs, one.failures * seconds, tolerance, None, fit_s)
+    if quantity == 'ettr':
+        ours, exact = priced(one).ettr_first_order(), priced(one).ettr_exact()
+        fit_ettr = with_fit.ettr_first_order() if with_fit else None
+        return _judged(names, theirs, ours, ETTR_TOLERANCE, exact, fit_ettr)
     # CheckFreq's interval needs a disk bandwidth that is not given; 1 is a definition.
-    verdict = Verdict.NO_INPUTS if condition.system == tables.CHECKFREQ else Verdict.INPUT
-    return Cell(*condition.row, 'interval', mtbf, theirs, None, 0.0, verdict)
+    missing = quantity == 'interval' and system == CHECKFREQ
+    return Cell(*names, theirs, None, 0.0, Verdict.NO_INPUTS if missing else Verdict.INPUT)
 
 
-def young_interval(condition: Condition) -> float:
-    """sqrt(2 c M) / T iterations (Young 1974), a checkpoint costing its interval's overhead c."""
-    cost_s = condition.overhead_s * condition.interval
-    return young_s(cost_s, condition.mtbf_s) / condition.setting.iteration_s
-
-
-def _overhead_cells(condition: Condition, mtbf: str, percent: float | None) -> Iterator[Cell]:
-    seconds, iteration_s = condition.overhead_s, condition.setting.iteration_s
-    yield Cell(*condition.row, 'overhead_s', mtbf, seconds, None, 0.0, Verdict.INPUT)
-    if percent is None:
-        return
-    ours = 100 * seconds / iteration_s
-    tolerance = 0.5 + 100 * 0.005 / iteration_s  # both numbers are rounded
-    verdict = judge(ours, percent, tolerance)
-    if condition.system == tables.MOC:
-        verdict = Verdict.INPUT  # the iteration times are derived from this cell
-    yield Cell(*condition.row, 'overhead_percent', mtbf, percent, ours, tolerance, verdict)
-
-
-def _recovery_cell(condition: Condition, fitted: Constants | None) -> Cell:
-    theirs, failures = condition.recovery_s, condition.failures
-    assert theirs is not None
-    per_failure_s = priced(condition).expected_recovery_s()
-    if condition.system == tables.MOC:
-        per_failure_s = condition.setting.iteration_s
-    with_fit = failures * priced(condition, fitted).expected_recovery_s() if fitted else None
-    tolerance = SCALED_TOLERANCE * theirs
-    return _judged_cell(condition, 'recovery_s', theirs, failures * per_failure_s, tolerance,
-                        fitted=with_fit)  # fmt: skip
-
-
-def _ettr_cell(condition: Condition, fitted: Constants | None) -> Cell:
-    theirs, system = condition.ettr, priced(condition)
-    assert theirs is not None
-    with_fit = priced(condition, fitted).ettr_first_order() if fitted else None
-    return _judged_cell(condition, 'ettr', theirs, system.ettr_first_order(), ETTR_TOLERANCE,
-                        exact=system.ettr_exact(), fitted=with_fit)  # fmt: skip
-
-
-def _judged_cell(
-    condition: Condition, quantity: str, theirs: float, ours: float, tolerance: float,
+def _judged(
+    names: tuple[str, str, str, str, str], theirs: float, ours: float, tolerance: float,
     exact: float | None = None, fitted: float | None = None,
 ) -> Cell:  # fmt: skip
-    verdict = judge(ours, theirs, tolerance)
     with_fit = None if fitted is None else judge(fitted, theirs, tolerance)
-    return Cell(*condition.row, quantity, condition.mtbf, theirs, ours, tolerance, verdict, exact,
-                fitted, with_fit)  # fmt: skip
+    verdict = judge(ours, theirs, tolerance)
+    return Cell(*names, theirs, ours, tolerance, verdict, exact, fitted, with_fit)
+
+
+def slot_bytes(window: int) -> np.ndarray:
+    """Bytes per parameter of each slot with equal operators, float64 (window,).
+
+    Together they store every operator in full once, and weights until then, in half of the slots on
+    average.
+    """
+    later = np.arange(window - 1, -1, -1)
+    sizes: np.ndarray = (DENSE_BYTES + WEIGHT_BYTES * later) / window
+    return sizes
+
+
+def table6_cells() -> Iterator[Cell]:
+    """Rows of Table 6, from parameters and windows; totals and percentages from their parts."""
+    for row in PAPER.memory:
+        params, gemini_gb, windows_gb = row['params_e9'], row['gemini_gb'], row['windows_gb']
+        window_bytes = GENERATIONS * float(slot_bytes(row['window']).sum())
+        names = 'Table 6', row['name'], GEMINI, 'host_gb', ''
+        ours, fitted = GENERATIONS * DENSE_BYTES * params, FITTED_GEMINI_BYTES * params
+        yield _judged(names, gemini_gb, ours, MEMORY_TOLERANCE * gemini_gb, None, fitted)
+        for quantity, ours, tolerance in (
+            ('windows_gb', window_bytes * params, MEMORY_TOLERANCE * windows_gb),
+            ('logs_gb', None, 0.0),
+            ('total_gb', windows_gb + row['logs_gb'], 0.1),
+            ('more_percent', 100 * (row['total_gb'] / gemini_gb - 1), 0.15),
+        ):
+            names = 'Table 6', row['name'], MOEVEMENT, quantity, ''
+            if ours is None:
+                yield Cell(*names, row[quantity], None, 0.0, Verdict.NO_INPUTS)
+            else:
+                yield _judged(names, row[quantity], ours, tolerance)

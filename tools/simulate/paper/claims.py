@@ -1,26 +1,51 @@
 # SPDX-License-Identifier: Apache-2.0
 """Claims of the text, figures 6, 10 and 11, appendix D and Lazarus, with computed numbers.
 
-Also findings about the consistency of the tables.
+Also findings about the consistency of the tables. The texts and printed numbers are in
+`paper.json`.
 """
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
+from operator import itemgetter
 from statistics import mean
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
-from tools.plan.layout import PRECISIONS, Precision
+from tools.plan.layout import PRECISIONS
 from tools.simulate import placement as expert_placement
 from tools.simulate.experts import concentration, stale_checkpoints
-from tools.simulate.paper import memory, tables
-from tools.simulate.paper.cells import ETTR_TOLERANCE, Fits, Verdict, judge, priced
+from tools.simulate.paper.cells import (
+    DENSE_BYTES,
+    ETTR_TOLERANCE,
+    WEIGHT_BYTES,
+    Fits,
+    Verdict,
+    judge,
+    priced,
+    slot_bytes,
+)
+from tools.simulate.paper.printed import (
+    CHECKFREQ,
+    DENSE,
+    GEMINI,
+    MOC,
+    MOEVEMENT,
+    PAPER,
+    ROWS,
+    T3,
+    T7,
+    TABLES,
+    Condition,
+    Setting,
+)
 
-RATIO_TOLERANCE = 0.05
-_T3, _T7, _BOTH = 'Table 3', 'Table 7', 'Tables 3, 7'
+COPY_BYTES_PER_S = 25e9
+"""Rate to host memory of one A100 (PCIe 4, 25 of nominally 32 GB/s)."""
 
 
 class Claim(msgspec.Struct, frozen=True):
@@ -33,303 +58,270 @@ class Claim(msgspec.Struct, frozen=True):
     ours: float | None
     verdict: Verdict
     how: str
-    """Inputs of the computed number; mentions any fitted constant."""
-
-    @property
-    def difference(self) -> float | None:
-        return None if self.ours is None or self.theirs is None else self.ours - self.theirs
 
 
-def judged(
-    source: str, statement: str, theirs: float, ours: float, tolerance: float, how: str
-) -> Claim:
-    """A claim that the computed number confirms or contradicts."""
-    return Claim(source, statement, theirs, ours, judge(ours, theirs, tolerance), how)
+def claim(
+    key: str, ours: float | None, theirs: float | None = None, holds: bool | None = None,
+    **fields: object,
+) -> Claim:  # fmt: skip
+    """A claim of the file, judged by its tolerance unless `holds` is the result.
 
-
-def found(source: str, statement: str, ours: float, how: str) -> Claim:
-    """A finding without a printed number in the paper."""
-    return Claim(source, statement, None, float(ours), Verdict.FINDING, how)
-
-
-def follows_if(holds: bool) -> Verdict:
-    return Verdict.FOLLOWS if holds else Verdict.DIFFERS
+    Args:
+        key: name of the claim.
+        ours: the computed number; None if the paper does not give its inputs.
+        theirs: the printed number, unless the claim itself has it.
+        holds: whether the claim follows.
+        fields: values for the texts.
+    """
+    row = PAPER.claims[key]
+    theirs = row.theirs if theirs is None else theirs
+    if holds is not None:
+        verdict = Verdict.FOLLOWS if holds else Verdict.DIFFERS
+    elif ours is None:
+        verdict = Verdict.NO_INPUTS
+    else:
+        verdict = Verdict.FINDING if theirs is None else judge(ours, theirs, row.tolerance)
+    source, statement, how = (one.format(**fields) for one in (row.source, row.statement, row.how))
+    return Claim(source, statement, theirs, ours, verdict, how)
 
 
 def all_claims(fits: Fits) -> list[Claim]:
     """Claims on captures, windows and tables in the order of the paper's sections; then figures."""
     return [
-        *capture_claims(), *precision_claims(), *window_claims(), *moevement_claims(),
-        *dense_recovery_claims(), *trace_claims(fits), *scaling_claims(), *moc_claims(),
-        *skew_claims(), *lazarus_claims(),
+        *_captures(), *_windows(), *_moevement(), *_dense_recoveries(), *_trace(fits), *_scaling(),
+        *_moc(), *_skew(), *_lazarus(),
     ]  # fmt: skip
 
 
-def capture_claims() -> Iterator[Claim]:
+def _captures() -> Iterator[Claim]:
     """Sizes of slots and windows, and the work that frozen operators save."""
-    printed, dense = tables.prose(), memory.DENSE_BYTES
-    slots = memory.slot_bytes(3, dense, memory.WEIGHT_BYTES) / dense
-    yield judged('fig. 6', 'a frozen operator is smaller by', printed['frozen_operator_reduction'],
-                 1 - memory.WEIGHT_BYTES / dense, 0.005, '2 of 12 bytes per parameter')  # fmt: skip
-    yield judged('fig. 6', 'slots are smaller than a dense capture by (W = 3)',
-                 printed['first_slot_reduction'], 1 - float(slots[0]), 0.01,
-                 'the first slot; it is the largest one')  # fmt: skip
-    yield found('fig. 6', 'mean over the slots of W = 3', 1 - float(slots.mean()), 'as above')
+    slots, saving = slot_bytes(3) / DENSE_BYTES, PAPER.text['frozen_saving']
+    yield claim('frozen operator', 1 - WEIGHT_BYTES / DENSE_BYTES)
+    yield claim('first slot', 1 - float(slots[0]))
+    yield claim('mean slot', 1 - float(slots.mean()))
     for window in (3, 5, 6):
-        stored = float(memory.slot_bytes(window, dense, memory.WEIGHT_BYTES).sum())
-        yield found('sec. 3.2', f'a window of {window} over a dense capture, in bytes',
-                    stored / dense, '(12 + (W-1)) / 12')  # fmt: skip
-    saving = printed['frozen_saving']
+        stored = float(slot_bytes(window).sum())
+        yield claim('whole window', stored / DENSE_BYTES, window=window)
     for window in (3, 5, 6):
-        frozen_share = (window - 1) / (2 * window)
-        yield judged('sec. 3.2', f'frozen operators save of a conversion, W = {window}', saving,
-                     saving * frozen_share, 0.015,
-                     'the 33 % hold per operator; on average (W-1)/2W are frozen')  # fmt: skip
-
-
-def precision_claims() -> Iterator[Claim]:
-    """Bytes per parameter in Table 7, and those that an exact recovery needs."""
-    for setting in tables.ettr_tables()[_T7].settings:
+        share = (window - 1) / (2 * window)
+        yield claim('frozen saving', saving * share, saving, window=window)
+    for setting in TABLES[T7].settings:
         precision = PRECISIONS[setting.name.lower()]
-        wider = dataclasses.replace(precision, compute='bf16')
-        yield judged(_T7, f'bytes of a full capture, {setting.name}', setting.full_bytes,
-                     precision.full_bytes, 0.0, f'exact: {_why_beside(precision)}; '
-                     f'{wider.full_bytes} with weights of 16 bits')  # fmt: skip
-        yield judged(_T7, f'bytes of a capture of compute weights, {setting.name}',
-        setting.weight_bytes,
-                     precision.weight_bytes, 0.0, f'exact: the weight; {wider.weight_bytes} with '
-                     'weights of 16 bits; with delayed scaling every slot has the state of all '
-                     'scales besides')  # fmt: skip
+        exact, theirs = precision.full_bytes, setting.full_bytes
+        texts: dict[str, Any] = {
+            'name': setting.name,
+            'wide': dataclasses.replace(precision, compute='bf16'),
+        }
+        key = 'full bytes' if precision.master == 'fp32' else 'full bytes, narrow master'
+        yield claim(key, exact, theirs, **texts, precision=precision)
+        yield claim('weight bytes', precision.weight_bytes, setting.weight_bytes, **texts)
 
 
-def _why_beside(precision: Precision) -> str:
-    """Reason why the paper's master and moments alone do not determine the weight."""
-    if precision.master == 'fp32':
-        return 'the fp8 weight beside the master: its scale is agreed on by all ranks'
-    return (
-        f'the {precision.compute} weight beside the {precision.master} master: both are rounded '
-        'from the fp32 value of the update'
-    )
+class Implied(NamedTuple):
+    """Bandwidth in bytes/s, for the bytes of the whole model, that implies the printed window."""
+
+    table: str
+    setting: Setting
+    least: float
+    below: float
 
 
-def window_claims() -> Iterator[Claim]:
-    """The windows of Tables 3 and 7, and bandwidths."""
-    ranges = memory.implied_bandwidths()
-    rate, _ = memory.best_bandwidth(ranges)
-    for one in ranges:
-        window, theirs = memory.window_as_printed(one.setting, rate), one.setting.window
-        yield Claim(one.table, f'W of {one.setting.name}', theirs, window,
-                    follows_if(window == theirs), 'Algorithm 1, whole model over one link of '
-                    f'{rate / 1e9:.1f} GB/s (fitted, one for all); it takes {one.least / 1e9:.1f} '
-                    f'to {one.below / 1e9:.1f}')  # fmt: skip
-    shares = [
-        memory.dense_capture_share(table, setting)
-        for table in tables.ettr_tables().values()
-        for setting in table.settings
+def implied_bandwidths() -> list[Implied]:
+    """One range per setting of Tables 3 and 7.
+
+    Algorithm 1 with equal operators needs W = ceil((A - F) / (b - F)) slots for a budget of b bytes
+    per parameter and iteration, of A bytes in full and F of weights. So a window implies a range of
+    budgets, and with the parameters and the iteration time a range of bandwidths.
+    """
+
+    def rate(one: Setting, slots: int) -> float:
+        budget = one.weight_bytes + (one.full_bytes - one.weight_bytes) / slots
+        return budget * (one.params_e9 * 1e9 / one.iteration_s)
+
+    return [
+        Implied(name, one, rate(one, one.window), rate(one, one.window - 1))
+        for name, table in TABLES.items()
+        for one in table.settings
     ]
-    yield found(_BOTH, 'largest share of an iteration that W = 1 needs', max(shares),
-                'state sharded evenly, each GPU copies at 25 GB/s; W = 1 fits below 1')  # fmt: skip
 
 
-def moevement_claims() -> Iterator[Claim]:
+def best_bandwidth(ranges: Sequence[Implied]) -> tuple[float, int]:
+    """The bandwidth that implies most of the windows (fitted), and their number."""
+    met = {
+        one.least: sum(other.least <= one.least < other.below for other in ranges) for one in ranges
+    }
+    return max(met.items(), key=itemgetter(1))
+
+
+def window_as_printed(setting: Setting, bandwidth: float) -> int | None:
+    """W of Algorithm 1 at a bandwidth for the whole model; None if every window is too short."""
+    budget = bandwidth * setting.iteration_s / (setting.params_e9 * 1e9)
+    if budget <= setting.weight_bytes:
+        return None
+    step = setting.full_bytes - setting.weight_bytes
+    return max(1, math.ceil(step / (budget - setting.weight_bytes) - 1e-9))
+
+
+def _windows() -> Iterator[Claim]:
+    """The windows of Tables 3 and 7; and W = 1 if each GPU copies its part over its own link."""
+    ranges = implied_bandwidths()
+    rate, _ = best_bandwidth(ranges)
+    for one in ranges:
+        window, theirs = window_as_printed(one.setting, rate), one.setting.window
+        gigabytes = [value / 1e9 for value in (rate, one.least, one.below)]
+        yield claim('window', window, theirs, window == theirs, one=one, gb=gigabytes)
+    yield claim('share of a dense capture', max(
+        one.full_bytes * one.params_e9 * 1e9 / table.gpus / COPY_BYTES_PER_S / one.iteration_s
+        for table in TABLES.values() for one in table.settings
+    ))  # fmt: skip
+
+
+def _rows(name: str, system: str) -> Iterator[list[Condition]]:
+    return (found for row, found in ROWS.items() if (row[0], row[2]) == (name, system))
+
+
+def _moevement() -> Iterator[Claim]:
     """Consistency of MoEvement's own columns."""
-    rows = tables.rows([_T3], [tables.MOEVEMENT])
-    known = [one for row in rows for one in row if one.recovery_s is not None]
-    reported = np.array([one.recovery_s / one.failures for one in known])  # type: ignore[operator]
-    expected = np.array([priced(one).expected_recovery_s() for one in known])
-    often = np.array([one.mtbf == '10M' for one in known])
-    needed = np.array([_implied_recovery_s(one) for one in known])
-    for statement, ratios, how in (
-        ('reported recovery of MoEvement over 3/2 W T', reported / expected,
-         'below 2/3: less than the W iterations that a conversion replays'),
-        ('recovery its ETTR needs over the reported one, 10M', (needed / reported)[often],
-         'E[R] = M (1/(ETTR (1 + o/T)) - 1)'),
-    ):  # fmt: skip
-        yield found(_T3, f'{statement}, least', ratios.min(), how)
-        yield found(_T3, f'{statement}, greatest', ratios.max(), how)
+    known = [
+        (one, one.recovery_s / one.failures, one.ettr)
+        for row in _rows(T3, MOEVEMENT)
+        for one in row
+        if one.recovery_s is not None and one.ettr is not None
+    ]
+    reported = [seconds / priced(one).expected_recovery_s() for one, seconds, _ in known]
+    needed = [
+        one.mtbf_s * (1 / (ettr * (1 + one.overhead_s / one.setting.iteration_s)) - 1) / seconds
+        for one, seconds, ettr in known
+        if one.mtbf == '10M'
+    ]
+    for key, ratios in (('reported recovery', reported), ('needed recovery', needed)):
+        yield claim(key, min(ratios), end='least')
+        yield claim(key, max(ratios), end='greatest')
     constant, met, cells = best_constant_ettr()
-    yield found(_BOTH, f'MoEvement cells that the one number {constant:.3f} meets', met,
-                f'of {cells}, within 1.5 points; such cells test no formula')  # fmt: skip
+    yield claim('one number', float(met), constant=constant, cells=cells)
 
 
 def best_constant_ettr() -> tuple[float, int, int]:
     """The constant ETTR that meets most MoEvement cells, the cells that it meets, and all cells."""
-    rows = tables.rows(systems=[tables.MOEVEMENT])
-    ettr = np.array([condition.ettr for row in rows for condition in row])
+    ettr = np.array([one.ettr for row in ROWS.values() for one in row if one.system == MOEVEMENT])
     candidates = np.unique(ettr) + ETTR_TOLERANCE
     met = (np.abs(candidates[:, None] - ettr) <= ETTR_TOLERANCE + 1e-9).sum(axis=1)
     best = int(met.argmax())
     return float(candidates[best]), int(met[best]), len(ettr)
 
 
-def _implied_recovery_s(condition: tables.Condition) -> float:
-    assert condition.ettr is not None
-    step = 1 + condition.overhead_s / condition.setting.iteration_s
-    return condition.mtbf_s * (1 / (condition.ettr * step) - 1)
-
-
-def dense_recovery_claims() -> Iterator[Claim]:
+def _dense_recoveries() -> Iterator[Claim]:
     """A hidden rule of the recovery columns of Table 3."""
-    columns, run_s = tables.ettr_tables()[_T3].mtbf_s, tables.ettr_tables()[_T3].run_s
-    for row in tables.rows([_T3], [tables.GEMINI]):
-        setting = row[0].setting
+    for gemini, checkfreq in zip(_rows(T3, GEMINI), _rows(T3, CHECKFREQ), strict=True):
+        setting = gemini[0].setting
         seconds = [
             2 * one.recovery_s / one.failures / one.interval
-            for one in row
+            for one in gemini
             if one.recovery_s is not None
         ]
-        yield judged(
-            _T3, f"iteration time in Gemini's recoveries, {setting.name}", setting.iteration_s,
-            float(np.median(seconds)), 0.05,
-            'median of 2 x seconds / (failures x interval); theirs is that of the overheads',
-        )  # fmt: skip
-        printed = dict(zip(columns, setting.systems[tables.CHECKFREQ].recovery_s, strict=True))
-        hourly, often = printed['1H'], printed['10M']
-        assert hourly is not None and often is not None
-        yield judged(
-            _T3, f"failures in CheckFreq's 10M column, {setting.name}", run_s / columns['10M'],
-            often / (hourly * columns['1H'] / run_s), 1.0,
-            'its seconds over those of a failure in the 1H column; theirs is 12 h / 10 min',
-        )  # fmt: skip
+        ours = float(np.median(seconds))
+        yield claim('iteration time', ours, setting.iteration_s, name=setting.name)
+        seconds_at = {one.mtbf: one.recovery_s or math.nan for one in checkfreq}
+        failures = {one.mtbf: one.failures for one in checkfreq}
+        hourly_s = seconds_at['1H'] / failures['1H']
+        yield claim('failures', seconds_at['10M'] / hourly_s, failures['10M'], name=setting.name)
 
 
-def trace_claims(fits: Fits) -> Iterator[Claim]:
+def _trace(fits: Fits) -> Iterator[Claim]:
     """Section 5.3: DeepSeek-MoE over six hours of failures."""
-    printed = tables.prose()['trace']
-    mtbf_s, told = printed['hours'] * 3600 / printed['failures'], printed['mtbf_min']
-    yield judged('sec. 5.3', 'mean minutes between failures', told, mtbf_s / 60, 0.5, '6 h / 24')
-    table = tables.ettr_tables()[_T3]
-    setting = table.setting('DeepSeek-MoE')
-    rows = {system: tables.conditions(table, setting, system)[0] for system in setting.systems}
-    for system in tables.DENSE:
-        assert rows[system].interval == printed['interval'][system]
-        fitted = fits[rows[system].row]
-        for minutes, constants in product((mtbf_s / 60, told), (None, fitted)):
+    trace = PAPER.text['trace']
+    minutes = trace['hours'] * 60 / trace['failures']
+    yield claim('minutes between failures', minutes, trace['mtbf_min'])
+    for system in DENSE:
+        row = T3, 'DeepSeek-MoE', system
+        assert ROWS[row][0].interval == trace['interval'][system]
+        for mtbf, constants in product((minutes, trace['mtbf_min']), (None, fits[row])):
             ours, other = (
-                priced(rows[name]._replace(mtbf_s=60 * minutes), constants).ettr_first_order()
-                for name in (tables.MOEVEMENT, system)
+                priced(ROWS[T3, 'DeepSeek-MoE', name][0]._replace(mtbf_s=60 * mtbf), constants)
+                for name in (MOEVEMENT, system)
             )
-            how = 'constants fitted to Table 3' if constants else 'nothing fitted'
-            fitted_too = ', fitted' if constants else ''
-            yield judged(
-                'fig. 10',
-                f'goodput of MoEvement over {system}, MTBF {minutes:.0f} min{fitted_too}',
-                printed['goodput_ratio'][system], ours / other, RATIO_TOLERANCE,
-                f'first order, inputs of Table 3 (2H), {how}',
-            )  # fmt: skip
-    yield Claim('fig. 10', 'goodput of MoEvement over MoC', printed['goodput_ratio']['MoC'], None,
-                Verdict.NO_INPUTS, 'when K doubled is not given')  # fmt: skip
-    moc = rows[tables.MOC]
-    few, every = printed['moc_expert_share']
-    slow = 1 + moc.overhead_s * every / few / setting.iteration_s
-    drop = 1 - (1 + moc.overhead_s / setting.iteration_s) / slow
-    yield judged('fig. 10', "loss of MoC's goodput as K goes from 8 to 64",
-                 printed['moc_goodput_drop'], drop, RATIO_TOLERANCE,
-                 'overhead of Table 3 (2H), in proportion to K')  # fmt: skip
+            ratio = ours.ettr_first_order() / other.ettr_first_order()
+            key = 'goodput, fitted' if constants else 'goodput'
+            yield claim(key, ratio, trace['goodput'][system], system=system, minutes=mtbf)
+    yield claim('goodput over MoC', None)
+    moc = ROWS[T3, 'DeepSeek-MoE', MOC][0]
+    few, every = trace['moc_expert_share']
+    slow = 1 + moc.overhead_s * every / few / moc.setting.iteration_s
+    yield claim("loss of MoC's goodput", 1 - (1 + moc.overhead_s / moc.setting.iteration_s) / slow)
 
 
-def scaling_claims() -> Iterator[Claim]:
+def _scaling() -> Iterator[Claim]:
     """Figure 11; iteration times, windows and overheads of its models are not given."""
-    printed, source = tables.prose()['scaling'], 'fig. 11'
-    for cluster in printed['clusters']:
-        gpus = cluster['data_parallel'] * cluster['pipeline'] * printed['expert_parallel']
-        yield judged(source, f"GPUs of {cluster['model']}", cluster['gpus'], gpus, 0,
-                     'data x pipeline x expert parallel')  # fmt: skip
-    table, theirs = tables.ettr_tables()[_T3], printed['largest_10m']
-    for system in (tables.MOEVEMENT, tables.GEMINI):
-        condition = tables.conditions(table, table.setting('DeepSeek-MoE'), system)[-1]
-        yield judged(
-            source, f'ETTR of {system}, 671B, 10M', theirs[system],
-            priced(condition).ettr_first_order(), ETTR_TOLERANCE,
-            'first order, if DeepSeek-MoE of Table 3 scaled perfectly',
-        )  # fmt: skip
-    yield judged(source, 'MoEvement over Gemini, 671B, 10M', printed['speedup'],
-                 theirs['MoEvement'] / theirs['Gemini'], 0.02, 'from their own ETTRs')  # fmt: skip
-    recovery_s = 600 * (1 / theirs['MoEvement'] - 1)
-    least, rare = printed['moevement_1h_least'], 1 / (1 + recovery_s / 3600)
-    yield Claim(
-        source, 'ETTR of MoEvement, 1H, at least', least, rare, follows_if(rare >= least),
-        f'671B, with the {recovery_s:.0f} s of recovery (fitted) that its ETTR at 10M needs '
-        f'without any overhead',
-    )  # fmt: skip
-    yield found(source, 'GPU hours per failure at 10M, 671B', printed['clusters'][-1]['gpus'] / 6,
-                'Llama 3 had about 50 thousand, OPT-175B 7.5 thousand')  # fmt: skip
+    scaling = PAPER.text['scaling']
+    theirs, clusters, least = (scaling[name] for name in ('largest_10m', 'clusters', 'largest_1h'))
+    for one in clusters:
+        gpus = one['data_parallel'] * one['pipeline'] * scaling['expert_parallel']
+        yield claim('GPUs', gpus, one['gpus'], **one)
+    for system in (MOEVEMENT, GEMINI):
+        ours = priced(ROWS[T3, 'DeepSeek-MoE', system][-1]).ettr_first_order()
+        yield claim('largest at 10M', ours, theirs[system], system=system)
+    yield claim('largest, speedup', theirs[MOEVEMENT] / theirs[GEMINI])
+    recovery_s = 600 * (1 / theirs[MOEVEMENT] - 1)
+    rare = 1 / (1 + recovery_s / 3600)
+    yield claim('largest at 1H', rare, least, rare >= least, seconds=recovery_s)
+    yield claim('GPU hours per failure', clusters[-1]['gpus'] / 6)
 
 
-def moc_claims() -> Iterator[Claim]:
+def _moc() -> Iterator[Claim]:
     """MoC-System's rule for K, and the ranges of its ETTR in the text."""
-    rule, table = tables.prose()['moc'], tables.ettr_tables()[_T3]
+    rule = PAPER.text['moc']
     doublings = math.log2(rule['experts'] / rule['experts_saved'])
     for name in ('QWen-MoE', 'DeepSeek-MoE'):
-        first = tables.conditions(table, table.setting(name), tables.MOC)[0]
-        share = lost_token_share(first, rule, table.mtbf_s['10M'])
+        share = lost_token_share(ROWS[T3, name, MOC][0], rule, 600)
         count = 0 if share <= rule['lost_token_limit'] else 1
-        yield Claim(
-            _T3, f'doublings of K in 12 h at 10M, {name}', doublings, count,
-            follows_if(count > 0),
-            f'{100 * share:.1f} % of the tokens are lost, 3.75 % are allowed (8 of 64 experts '
-            f'saved per iteration); in fig. 10 K reaches all of them',
-        )  # fmt: skip
-    ettr = [(one.mtbf, priced(one).ettr_first_order())
-            for row in tables.rows([_T7], [tables.MOC]) for one in row]  # fmt: skip
+        yield claim('doublings of K', count, doublings, count > 0, name=name, percent=100 * share)
+    conditions = [one for row in _rows(T7, MOC) for one in row]
     for mtbf, (least, greatest) in rule['table7_ettr_range'].items():
-        ours = [value for column, value in ettr if column == mtbf]
-        for name, theirs, end in (('least', least, min), ('greatest', greatest, max)):
-            yield judged(_T7, f'ETTR of MoC, {mtbf}, {name}', theirs, end(ours), ETTR_TOLERANCE,
-                         'first order')  # fmt: skip
+        ours = [priced(one).ettr_first_order() for one in conditions if one.mtbf == mtbf]
+        yield claim('ETTR of MoC', min(ours), least, mtbf=mtbf, end='least')
+        yield claim('ETTR of MoC', max(ours), greatest, mtbf=mtbf, end='greatest')
 
 
-def lost_token_share(
-    condition: tables.Condition, rule: Mapping[str, float], mtbf_s: float
-) -> float:
+def lost_token_share(condition: Condition, rule: Mapping[str, Any], mtbf_s: float) -> float:
     """Share of the tokens of a run whose updates are lost if K never doubles.
 
     If K of N experts are saved in turn, the state of an expert is (N/K - 1)/2 iterations old on
     average when a failure strikes.
     """
     step_s = condition.setting.iteration_s + condition.overhead_s
-    experts = int(rule['experts'])
-    alike = np.full(experts, 1 / experts)
-    return stale_checkpoints(alike, int(rule['experts_saved']), 'sequential') * step_s / mtbf_s
+    alike = np.full(rule['experts'], 1 / rule['experts'])
+    return stale_checkpoints(alike, rule['experts_saved'], 'sequential') * step_s / mtbf_s
 
 
-def skew_claims() -> Iterator[Claim]:
+def _skew() -> Iterator[Claim]:
     """Appendix D: S = 1/(1 + alpha E) for a symmetric Dirichlet over E experts."""
-    printed = tables.prose()['skew']
-    for skew, theirs in printed['alpha'].items():
-        ours = concentration(float(skew), printed['experts'])
-        yield judged(
-            'app. D', f'alpha for S = {skew}', theirs, ours, 0.005 * theirs, '(1/S - 1) / E'
-        )
-    table = tables.ettr_tables()[_T3]
-    uniform = tables.conditions(table, table.setting('DeepSeek-MoE'), tables.MOC)[-1]
-    yield judged('app. D', 'ETTR of MoC without skew, 10M', printed['moc_ettr_uniform'],
-                 priced(uniform).ettr_first_order(), ETTR_TOLERANCE,
-                 'first order, overhead of Table 3 (whose own ETTR is 0.134)')  # fmt: skip
+    skew = PAPER.text['skew']
+    for value, theirs in skew['alpha'].items():
+        ours = concentration(float(value), skew['experts'])
+        yield claim('alpha', ours, theirs, abs(ours - theirs) <= 0.005 * theirs, skew=value)
+    uniform = ROWS[T3, 'DeepSeek-MoE', MOC][-1]
+    yield claim('ETTR of MoC without skew', priced(uniform).ettr_first_order())
 
 
-def lazarus_claims() -> Iterator[Claim]:
+def _lazarus() -> Iterator[Claim]:
     """Survival of all experts of a layer in Lazarus (arXiv 2407.04656), whose loads are not given.
 
     The load with the worst overlap has nearly all tokens on one expert: three groups of two nodes
     each.
     """
-    printed = tables.prose()['lazarus']
-    shape = (printed['nodes'], printed['slots'])
-    replicas = [printed['least_replicas']] * (printed['experts'] - 1)
-    replicas.append(printed['nodes'] * printed['slots'] - sum(replicas))
+    given = PAPER.text['lazarus']
+    shape = (given['nodes'], given['slots'])
+    replicas = [given['least_replicas']] * (given['experts'] - 1)
+    replicas.append(given['nodes'] * given['slots'] - sum(replicas))
     overlap = expert_placement.maximum_rank_overlap(replicas, *shape)
     spreads = [expert_placement.spread(replicas, *shape, seed) for seed in range(20)]
-    survival = [
-        expert_placement.recovery_probability(placement, printed['failed_nodes'])
+    together, *spread = (
+        expert_placement.recovery_probability(placement, given['failed_nodes'])
         for placement in (overlap, *spreads)
-    ]
-    for name, placed, least in (
-        ('maximum_rank_overlap', 'with maximum rank overlap', survival[0]),
-        ('spread', 'with replicas spread out', mean(survival[1:])),
+    )
+    for placed, ours in (
+        ('with maximum rank overlap', together),
+        ('with replicas spread out', mean(spread)),
     ):
-        yield Claim(
-            'Lazarus', f'survival of 4 failures {placed}', printed[name], least,
-            follows_if(printed[name] >= least),
-            'one layer with the most skewed load, which gives the least; more follows from others',
-        )  # fmt: skip
+        theirs = given['survival'][placed]
+        yield claim('survival', ours, theirs, theirs >= ours, placed=placed)

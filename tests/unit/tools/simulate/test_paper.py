@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from tools.simulate.closed_form import Dense, Sparse
-from tools.simulate.paper import cells, memory, tables
+from tools.simulate.paper import claims
 from tools.simulate.paper.__main__ import Report, main, recompute
-from tools.simulate.paper.cells import Verdict, judge
+from tools.simulate.paper.cells import Verdict, all_cells, fit, judge, slot_bytes
 from tools.simulate.paper.claims import Claim, best_constant_ettr, lost_token_share
+from tools.simulate.paper.printed import DENSE, GEMINI, MOC, PAPER, ROWS, T3, Condition
 
 ROOT = Path(__file__).resolve().parents[4]
 
@@ -46,7 +47,7 @@ def test_two_constants_per_row_meet_most_dense_cells(report: Report) -> None:
     assert sum(one.within for one in report.constants) == 61
     assert sum(one.cells for one in report.constants) == 68
     assert len(report.constants) == 9 * 2
-    fitted = [report.count(system, 'ettr').fitted_follow for system in tables.DENSE]
+    fitted = [report.count(system, 'ettr').fitted_follow for system in DENSE]
     assert sum(one for one in fitted if one is not None) == 61
 
 
@@ -57,20 +58,18 @@ def test_one_number_matches_as_many_cells_as_the_formula_for_moevement() -> None
 
 
 def test_every_readable_cell_is_there_once(report: Report) -> None:
-    readable: Counter[tuple[str, str, str, str]] = Counter()
-    for name, table in tables.ettr_tables().items():
-        for setting in table.settings:
-            for system, rows in setting.systems.items():
-                for quantity in rows.__struct_fields__:
-                    values = [one for one in getattr(rows, quantity) if one is not None]
-                    readable[name, setting.name, system, quantity] += len(values)
+    readable = Counter({
+        (*row, quantity): sum(one is not None for one in values)
+        for row, conditions in ROWS.items()
+        for quantity, values in conditions[0].setting.systems[row[2]].items()
+    })  # fmt: skip
     found = Counter(
         (cell.table, cell.setting, cell.system, cell.quantity)
         for cell in report.cells
         if cell.table != 'Table 6'
     )
     assert found == +readable
-    assert sum(found.values()) == sum(readable.values()) == 484
+    assert found.total() == 484
 
 
 def test_cells_of_each_kind_match_a_hand_calculation(report: Report) -> None:
@@ -83,7 +82,6 @@ def test_cells_of_each_kind_match_a_hand_calculation(report: Report) -> None:
     assert ettr.theirs == 0.951
     assert ettr.ours == pytest.approx(1 / (1 + 0.06 / 2.9) / (1 + 1.5 * 6 * 2.9 / 600))
     assert ettr.exact == Sparse(2.9, 6, overhead_s=0.06, mtbf_s=600).ettr_exact()
-    assert ettr.difference == pytest.approx(-0.0121, abs=0.0001)
     dense = found['CheckFreq', 'ettr']
     assert dense.ours == pytest.approx(1 / (1 + 0.08 / 2.9) / (1 + 124 * 2.9 / 2 / 600))
     assert dense.exact == Dense(2.9, 124, overhead_s=0.08, mtbf_s=600).ettr_exact()
@@ -97,13 +95,12 @@ def test_cells_of_each_kind_match_a_hand_calculation(report: Report) -> None:
 
 
 def test_fit_finds_constants_that_made_the_numbers() -> None:
-    def made(one: tables.Condition) -> float:
+    def made(one: Condition) -> float:
         overhead_s = one.overhead_s + 0.1
-        return Dense(2.9, one.interval, overhead_s, 0.0, 60, one.mtbf_s).ettr_first_order()
+        return Dense(2.9, int(one.interval), overhead_s, 0.0, 60, one.mtbf_s).ettr_first_order()
 
-    (row,) = (one for one in tables.rows(['Table 3'], [tables.GEMINI])
-              if one[0].setting.name == 'DeepSeek-MoE')  # fmt: skip
-    found = cells.fit([one._replace(ettr=made(one)) for one in row])
+    row = T3, 'DeepSeek-MoE', GEMINI
+    found = fit(row, [one._replace(ettr=made(one)) for one in ROWS[row]])
     assert (found.extra_s, found.restart_s, found.within) == (0.1, 60, 5)
 
 
@@ -120,9 +117,9 @@ def test_recovery_columns_contradict_the_formulas(report: Report) -> None:
 
 
 def test_slots_and_windows_match_a_hand_calculation() -> None:
-    assert memory.slot_bytes(3, 12, 2) == pytest.approx([16 / 3, 14 / 3, 12 / 3])
+    assert slot_bytes(3) == pytest.approx([16 / 3, 14 / 3, 12 / 3])
     for window, ratio in ((3, 1.17), (5, 1.33), (6, 1.42)):
-        assert memory.slot_bytes(window, 12, 2).sum() / 12 == pytest.approx(ratio, abs=0.005)
+        assert slot_bytes(window).sum() / 12 == pytest.approx(ratio, abs=0.005)
 
 
 def test_table_6_follows_in_part(report: Report) -> None:
@@ -139,15 +136,15 @@ def test_table_6_follows_in_part(report: Report) -> None:
 
 
 def test_windows_follow_only_from_whole_model_bytes_over_one_link(report: Report) -> None:
-    ranges = memory.implied_bandwidths()
-    rate, met = memory.best_bandwidth(ranges)
+    ranges = claims.implied_bandwidths()
+    rate, met = claims.best_bandwidth(ranges)
     assert met == 6
     assert rate == pytest.approx(20.7e9, rel=0.01)
     for one in ranges:
         for bandwidth in (one.least, one.below * 0.9999):
-            assert memory.window_as_printed(one.setting, bandwidth) == one.setting.window
-        assert memory.window_as_printed(one.setting, one.below) == one.setting.window - 1
-    assert memory.window_as_printed(ranges[0].setting, 1e9) is None
+            assert claims.window_as_printed(one.setting, bandwidth) == one.setting.window
+        assert claims.window_as_printed(one.setting, one.below) == one.setting.window - 1
+    assert claims.window_as_printed(ranges[0].setting, 1e9) is None
     share = claim(report, 'largest share of an iteration that W = 1 needs').ours
     assert share is not None and share < 0.05
 
@@ -184,18 +181,16 @@ def test_claims_have_these_verdicts(
 
 
 def test_k_doubles_only_where_failures_are_more_frequent_than_in_the_tables() -> None:
-    rule = tables.prose()['moc']
-    table = tables.ettr_tables()['Table 3']
-    condition = tables.conditions(table, table.setting('DeepSeek-MoE'), tables.MOC)[0]
+    rule, condition = PAPER.text['moc'], ROWS[T3, 'DeepSeek-MoE', MOC][0]
     assert lost_token_share(condition, rule, 600) < rule['lost_token_limit']
     assert lost_token_share(condition, rule, 280) > rule['lost_token_limit']
 
 
 def test_fitted_constants_are_not_per_cell(report: Report) -> None:
     fits = {(one.table, one.setting, one.system): one for one in report.constants}
-    assert [cell for cell in cells.all_cells(fits) if cell.fitted is not None]
-    assert not any(cell.fitted for cell in cells.all_cells({}))
-    ours = [cell.ours for cell in cells.all_cells({})]
+    assert [cell for cell in all_cells(fits) if cell.fitted is not None]
+    assert not any(cell.fitted for cell in all_cells({}))
+    ours = [cell.ours for cell in all_cells({})]
     assert ours == [cell.ours for cell in report.cells if cell.table != 'Table 6']
 
 
@@ -229,21 +224,10 @@ def test_text_has_every_kind_of_table_and_the_counts(capsys: pytest.CaptureFixtu
     assert 'dense systems 61 of 68' in summary
 
 
-def test_json_has_everything(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(['--json']) == 0
-    found = json.loads(capsys.readouterr().out)
+@pytest.mark.parametrize('tool', [['tools.simulate', 'paper'], ['tools.simulate.paper']])
+def test_json_has_everything_as_part_of_the_simulator_and_alone(tool: list[str]) -> None:
+    command = [sys.executable, '-m', *tool, '--json']
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout)
     assert found.keys() == {'iteration_s', 'cells', 'constants', 'claims', 'counts', 'notes'}
-    assert len(found['cells']) == 504
-    cell = next(one for one in found['cells'] if one['quantity'] == 'ettr')
-    assert {'theirs', 'ours', 'exact', 'fitted', 'tolerance', 'verdict'} <= cell.keys()
-    assert found['notes'] and found['claims'] and len(found['constants']) == 18
-
-
-@pytest.mark.parametrize(
-    'command', [['-m', 'tools.simulate', 'paper'], ['-m', 'tools.simulate.paper']]
-)
-def test_paper_tables_run_as_part_of_the_simulator_and_alone(command: list[str]) -> None:
-    done = subprocess.run(
-        [sys.executable, *command, '--json'], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert json.loads(done.stdout)['counts']
+    assert len(found['cells']) == 504 and len(found['constants']) == 18
