@@ -12,78 +12,136 @@ states of both runs are equal, bit for bit.
 
 import argparse
 import shutil
+import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from moevement_ext.events import WindowPersisted
-from moevement_ext.memory.node_store import NodeStore
-from tools.chaos import demo_summary
-from tools.chaos.demo_summary import Result, captured_bytes
+from moevement_ext.events import Recovered, RecoveryStarted
+from tools.chaos import verdict
+from tools.lab.activity import together
 from tools.lab.arguments import Parser
 from tools.lab.benchmark import exit_on_sigterm, print_failure
 from tools.lab.digests import difference_table, differences
 from tools.lab.errors import LabError
-from tools.lab.evidence import ranks_with
+from tools.lab.evidence import kind_of, persisted
 from tools.lab.four_ranks import NODES, STAGE_RANKS, WORKERS_PER_NODE, WORLD_SIZE, training_flags
+from tools.lab.history import History
 from tools.lab.job import Job, memory_directory
-from tools.lab.launch import Launch, add_share_gpu, node_name
+from tools.lab.launch import Launch, add_share_gpu
 from tools.lab.models import native_precision, prepare_text, sparse_flags
-from tools.lab.plots import plot
-from tools.lab.run_log import RunLog
+from tools.lab.plots import Doing, Failure, Span, plot
+from tools.lab.run_log import Iteration
 from tools.lab.trained import Trained, train
 
 RUN_ID = 'demo'
 LOST = 0
 """The node, and the pipeline stage, that the second run loses. The last rank writes the log."""
+WARM_UP_ITERATIONS = 5
 _DATA_MB = 8
 _MAX_RESTARTS = 3
 _PLAIN, _DISTURBED = 'fault-free', 'recovered'
 
 
-class _NodeLoss:
-    """Kills one node's workers and deletes its memory once the job is far enough."""
+class Result(NamedTuple):
+    """Results of both runs."""
 
-    def __init__(self, kill_after: int, memory: Path, console: Console) -> None:
-        self._kill_after = kill_after
-        self._memory = memory
-        self._console = console
-        self.killed_at: float | None = None
-        self.captured: dict[int, demo_summary.CapturedBytes] = {}
+    bit_identical: bool
+    replayed: int
+    """Iterations that the lost stage computed again."""
+    new: Iteration
+    """First new iteration in the log."""
+    seconds: float
+    """From the kill until `new`."""
+    starting_s: float
+    """From the kill until the lost stage replays."""
+    replaying_s: float
+    """From then until it has recovered."""
+    overhead: float
+    """Median iteration time with sparse checkpointing, divided by that without."""
+    slot_over_dense: float
+    """Bytes of the mean slot divided by those of a dense checkpoint, over all ranks."""
 
-    def __call__(self, job: Job, log: RunLog) -> str:
-        """Act on the running job if it is time; called repeatedly. Returns the job's activity."""
-        if self.killed_at is None:
-            if log.iterations[-1].number >= self._kill_after:
-                self._lose(job, log)
-            return 'training'
-        back = demo_summary.all_recovered(job.events())
-        return 'training' if back else f'stage {LOST} recovers, stage {1 - LOST} waits'
-
-    def _lose(self, job: Job, log: RunLog) -> None:
-        if ranks_with(job.events(), WindowPersisted) != set(range(WORLD_SIZE)):
-            return
-        self.killed_at, nbytes = job.lose_node(STAGE_RANKS[LOST][0])
-        # All that is left: the other node's own windows and its replicas.
-        self.captured = captured_bytes(NodeStore(self._memory, RUN_ID, node_name(1 - LOST)))
-        self._console.print(
-            f'  [red]node-{LOST} is lost[/] after iteration {log.iterations[-1].number}: killed '
-            f'its {WORKERS_PER_NODE} workers (all of pipeline stage {LOST}) and deleted its memory '
-            f'({nbytes / 2**20:.0f} MiB).\n'
-            '  Hot spares, processes that have imported the program, take over, and fetch the '
-            f'replicas that node-{1 - LOST} holds.\n'
-            f'  The workers of node-{1 - LOST} (stage {1 - LOST}) keep their state '
-            'and wait.',
-            highlight=False,
-            soft_wrap=True,
+    def line(self) -> str:
+        return (
+            f'demo: bit_identical={str(self.bit_identical).lower()} replayed={self.replayed} '
+            f'recovery_s={self.seconds:.1f} (starting processes {self.starting_s:.1f}, '
+            f'replaying {self.replaying_s:.1f}) overhead={self.overhead:.3f} '
+            f'slot_over_dense={self.slot_over_dense:.3f}'
         )
 
 
+def dense_bytes(history: History, ranks: Sequence[int]) -> int:
+    """Bytes of a dense checkpoint of some ranks: full state of every operator."""
+    return sum(full for rank in ranks for full, _ in history.places[rank].operators.values())
+
+
+def result(plain: Trained, disturbed: Trained) -> Result:
+    """Compare two runs, of which one lost a node at `hurt_at`.
+
+    Raises:
+        LabError: another stage lost its state as well, or the job did not continue.
+    """
+    history, log, killed_at = History(disturbed.events), disturbed.log, disturbed.hurt_at
+    assert killed_at is not None
+    wrong = verdict.problems(disturbed.events, WORLD_SIZE, 1, [])
+    found = verdict.recoveries(disturbed.events, WORLD_SIZE)
+    for one in found:
+        new_ranks = verdict.replaced(one)
+        if (one.scope, one.stages, new_ranks) != ('localized', [LOST], list(STAGE_RANKS[LOST])):
+            wrong.append(f'{one.scope}, stages {one.stages}, new processes of ranks {new_ranks}')
+    if wrong or len(log.attempts) != 1:
+        why = '; '.join(wrong) or f'the last rank has had {len(log.attempts)} attempts'
+        raise LabError(f'the recovery was not localized: {why}; see the logs and events of the run')
+    new = log.first_after(max(event.target or 0 for event in found[0].recovered))
+    of_lost = [event for rank in STAGE_RANKS[LOST] for event in history.by_rank[rank]]
+    replay = max(event.time for event in kind_of(of_lost, RecoveryStarted))
+    back = max(event.time for event in kind_of(of_lost, Recovered))
+    before = [item for item in log.iterations if item.time <= killed_at]
+    undisturbed = {item.number for item in before[WARM_UP_ITERATIONS:]}
+    plain_ms, sparse_ms = (
+        statistics.median(item.elapsed_ms for item in items if item.number in undisturbed)
+        for items in (plain.log.iterations, before)
+    )
+    slots = sum(statistics.mean(of_rank) for of_rank in history.slots.values())
+    return Result(
+        bit_identical=not disturbed.different(plain),
+        replayed=found[0].replayed,
+        new=new,
+        seconds=new.time - killed_at,
+        starting_s=replay - killed_at,
+        replaying_s=back - replay,
+        overhead=sparse_ms / plain_ms,
+        slot_over_dense=slots / dense_bytes(history, range(WORLD_SIZE)),
+    )
+
+
+def story(disturbed: Trained, new: Iteration) -> Failure:
+    """The failure with a lane for each stage."""
+    spans, killed_at = History(disturbed.events).spans, disturbed.hurt_at
+    assert killed_at is not None
+    lanes = {}
+    for stage, ranks in enumerate(STAGE_RANKS):
+        lane, fate = together([spans[rank] for rank in ranks]), 'lives on'
+        if stage == LOST:  # it was lost before others noticed
+            fate = 'lost'
+            lane = [
+                Span(
+                    doing, killed_at if doing is Doing.STARTING and end > killed_at else start, end
+                )
+                for doing, start, end in lane
+            ]
+        lanes[f'stage {stage}\nnode-{stage} {fate}'] = lane
+    before = [item for item in disturbed.log.iterations if item.time <= killed_at]
+    return Failure(f'stage {LOST} lost with its node', killed_at, before[-1], new, lanes)
+
+
 def run_demo(args: argparse.Namespace, console: Console) -> Result:
-    """Run the demo and print the summary.
+    """Run the demo, print the recovery and draw the picture.
 
     Raises:
         LabError: a run failed, or a stage other than the lost one rolled back.
@@ -102,61 +160,58 @@ def run_demo(args: argparse.Namespace, console: Console) -> Result:
             share_gpu=args.share_gpu,
         )  # fmt: skip
 
+    def follow(job: Job, kill_after: int | None = None) -> float | None:
+        """Show progress until the job is over; returns the time of the kill, if any."""
+        killed_at = None
+        columns = (BarColumn(), MofNCompleteColumn(), TextColumn('iterations'), TimeElapsedColumn())
+        with Progress(TextColumn('  {task.description}'), *columns, console=console) as progress:
+            task = progress.add_task('starting processes', total=args.iterations)
+            for log in job.follow('the end'):
+                if not log.iterations:
+                    continue
+                number, loss = log.iterations[-1].number, log.iterations[-1].loss
+                due = kill_after is not None and killed_at is None and number >= kill_after
+                if due and persisted(job.events(), job.pids(), 0.0):
+                    killed_at, nbytes = job.lose_node(STAGE_RANKS[LOST][0])
+                    console.print(
+                        f'  [red]node-{LOST} is lost[/] after iteration {number}: killed its '
+                        f'{WORKERS_PER_NODE} workers (all of pipeline stage {LOST}) and deleted '
+                        f'its memory ({nbytes / 2**20:.0f} MiB).\n  Hot spares, processes that '
+                        'have imported the program, take over, and fetch the replicas that '
+                        f'node-{1 - LOST} holds.\n  The workers of node-{1 - LOST} (stage '
+                        f'{1 - LOST}) keep their state and wait.',
+                        highlight=False,
+                        soft_wrap=True,
+                    )
+                progress.update(task, completed=number, description=f'loss {loss:.3f}')
+        return killed_at
+
     console.print('[bold]2. Fault-free run:[/] plain Megatron, without --sparse-ckpt')
-    plain = train(launch(_PLAIN), lambda job: _follow(job, args, console, lambda *_: 'training'))
+    plain = train(launch(_PLAIN), follow)
     console.print(
         f'[bold]3. The same with --sparse-ckpt[/], which loses node-{LOST}', highlight=False
     )
     with memory_directory('moevement-demo-') as memory:
-        loss = _NodeLoss(args.kill_after, memory, console)
-
-        def hurt(job: Job) -> float | None:
-            _follow(job, args, console, loss)
-            return loss.killed_at
-
         more = sparse_flags(memory, RUN_ID, args.window, output / _DISTURBED / 'events')
-        disturbed = train(launch(_DISTURBED, more, _MAX_RESTARTS), hurt, memory=memory / RUN_ID)
+        disturbed = train(
+            launch(_DISTURBED, more, _MAX_RESTARTS),
+            lambda job: follow(job, args.kill_after),
+            memory=memory / RUN_ID,
+        )
     if disturbed.hurt_at is None:
         raise LabError(
             f'the run ended before a window was persisted on all {WORLD_SIZE} ranks, so nothing '
             f'was lost; see {output / _DISTURBED}'
         )
-    return _compare(output, plain, disturbed, loss, console)
-
-
-def _follow(
-    job: Job, args: argparse.Namespace, console: Console, look: Callable[[Job, RunLog], str]
-) -> None:
-    """Show progress until the job is over; `look`, called often, returns the job's activity."""
-    columns = (
-        TextColumn('  {task.description}'),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn('iterations'),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task('starting processes', total=args.iterations)
-        for log in job.follow('the end'):
-            if log.iterations:
-                doing, newest = look(job, log), log.iterations[-1]
-                status = f'{doing}, loss {newest.loss:.3f}'
-                progress.update(task, completed=newest.number, description=status)
-
-
-def _compare(
-    output: Path, plain: Trained, disturbed: Trained, loss: _NodeLoss, console: Console
-) -> Result:
-    found = differences(plain.state, disturbed.state)
-    if found:
-        console.print(difference_table(found, plain.state, disturbed.state))
-    result = demo_summary.result(plain, disturbed, loss.captured, LOST)
-    picture = output / 'demo.png'
-    dense = loss.captured[WORLD_SIZE - 1].dense
-    plot(plain.log, disturbed.log, dense, picture, demo_summary.story(disturbed, result.recovery))
-    demo_summary.print_summary(result, console)
+    different = differences(plain.state, disturbed.state)
+    if different:
+        console.print(difference_table(different, plain.state, disturbed.state))
+    found = result(plain, disturbed)
+    dense, picture = dense_bytes(History(disturbed.events), [WORLD_SIZE - 1]), output / 'demo.png'
+    plot(plain.log, disturbed.log, dense, picture, story(disturbed, found.new))
+    console.print(verdict.table(verdict.recoveries(disturbed.events, WORLD_SIZE)))
     console.print(f'Plot: {picture}', highlight=False, soft_wrap=True)
-    return result
+    return found
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:

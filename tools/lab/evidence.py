@@ -27,10 +27,6 @@ def kind_of[E: Event](events: Iterable[Event], kind: type[E]) -> list[E]:
     return [event for event in events if isinstance(event, kind)]
 
 
-def ranks_with(events: Iterable[Event], kind: type[Event]) -> set[int]:
-    return {event.rank for event in kind_of(events, kind)}
-
-
 def recovers_locally(events: Iterable[Event]) -> bool:
     """True if a stage of the job can replay alone: only then does it log the tensors it sends."""
     return any(event.host_memory['log_ring'] for event in kind_of(events, Protected))

@@ -1,26 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """The demo: what it demands of the events of a localized recovery, and what it reports of them."""
 
-import io
 from pathlib import Path
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from rich.console import Console
 
 from moevement_ext.events import (
     Event,
     FailureDetected,
     NextTier,
+    Protected,
     Recovered,
     RecoveryStarted,
+    WindowCommitted,
     WorkerStarted,
 )
 from tests.unit.tools.samples import event
-from tools.chaos import demo_summary
-from tools.chaos.demo_summary import PHASES, CapturedBytes, LocalizedRecovery, Result
-from tools.demo import parse_arguments
+from tools.demo import LOST, parse_arguments, result, story
 from tools.lab.digests import StateDigest
 from tools.lab.errors import LabError
 from tools.lab.four_ranks import STAGE_RANKS, WORKERS_PER_NODE, WORLD_SIZE, training_flags
@@ -29,32 +27,35 @@ from tools.lab.run_log import Iteration, RunLog
 from tools.lab.trained import Trained
 
 KILLED_AT = 100.0
-LOST = 0
 Events = list[Event]
-
-
-def recovered(rank: int, time: float) -> Event:
-    replays = rank in STAGE_RANKS[LOST]
-    seconds = dict.fromkeys(PHASES, 0.0)
-    seconds |= {'convert': 2.0 + rank, 'catch_up': 1.0} if replays else {'unblock': 0.1 + rank}
-    fields: Any = {'scope': 'localized', 'stages': [LOST], 'replacements': list(STAGE_RANKS[LOST])}
-    fields |= {'target': 28, 'seconds': seconds}
-    pid = 100 * replays + rank
-    return event(Recovered, rank, time, pid=pid, replayed=10 if replays else 0, **fields)
+PLACE: dict[str, Any] = {
+    'node': 'n', 'world_size': WORLD_SIZE, 'copies': 1, 'replicas': 1, 'window': 2,
+    'host_memory': {}, 'experts': [], 'operators': {'a': (60, 10), 'b': (40, 10)},
+}  # fmt: skip
+WINDOW: dict[str, Any] = {
+    'start': 1, 'plan': 'a', 'slots': [60, 40], 'training_s': 1.0, 'exposed_s': 0.0,
+    'copy_bytes_per_s': None, 'send_bytes_per_s': None,
+}  # fmt: skip
 
 
 def good_events() -> Events:
     """Killed at 100, noticed by 101, replay from 110 on, back by 116."""
     found = []
     for rank in range(WORLD_SIZE):
+        lost = rank in STAGE_RANKS[LOST]
+        stage, pid = int(not lost), 100 * lost + rank
         found.append(event(WorkerStarted, rank, 50.0, pid=rank))
-        if rank in STAGE_RANKS[LOST]:
-            pid = 100 + rank
+        found.append(event(Protected, rank, 60.0, pid=rank, stage=stage, **PLACE))
+        found.append(event(WindowCommitted, rank, 90.0, pid=rank, iteration=18, **WINDOW))
+        if lost:
             found.append(event(WorkerStarted, rank, 106.0, pid=pid))
             found.append(event(RecoveryStarted, rank, 109.0 + rank, pid=pid, start=18, dense_at=23))
         else:
             found.append(event(FailureDetected, rank, 98.7 + rank, pid=rank, reason='gone'))
-        found.append(recovered(rank, 115.7 + rank / 10))
+        found.append(
+            event(Recovered, rank, 115.7 + rank / 10, pid=pid, replayed=10 * lost, target=28,
+                  scope='localized', stages=[LOST], replacements=list(STAGE_RANKS[LOST]))
+        )  # fmt: skip
     return sorted(found, key=lambda item: item.time)
 
 
@@ -62,18 +63,22 @@ def logged(*pairs: tuple[int, float]) -> list[Iteration]:
     return [Iteration(time, number, 500.0, 5.0 - number / 100) for number, time in pairs]
 
 
-def good_log() -> RunLog:
-    """The last rank logs iteration 28 before the kill and 29 at 117."""
-    numbers = [(number, 72.0 + number) for number in range(1, 29)]
-    return RunLog([logged(*numbers, (29, 117.0), (30, 117.5))], [])
+TO_28 = [(number, 72.0 + number) for number in range(1, 29)]
+GOOD = logged(*TO_28, (29, 117.0), (30, 117.5))
+"""The last rank logs iteration 28 before the kill and 29 at 117."""
 
 
-def disturbed(events: Events, log: RunLog | None = None, digest: str = 'a' * 64) -> Trained:
-    return Trained(log or good_log(), StateDigest(digest, 30, {}), events, KILLED_AT)
+def recovered(
+    events: Events | None = None, *attempts: list[Iteration], digest: str = 'a' * 64
+) -> Trained:
+    log = RunLog(list(attempts) or [GOOD], [])
+    return Trained(log, StateDigest(digest, 30, {}), events or good_events(), KILLED_AT)
 
 
-def check(events: Events, log: RunLog | None = None) -> LocalizedRecovery:
-    return demo_summary.localized_recovery(disturbed(events, log), LOST)
+def compared(disturbed: Trained) -> Any:
+    """Without sparse checkpointing 400 ms an iteration, with it 500 ms before the failure."""
+    slower = [item._replace(elapsed_ms=400.0) for item in GOOD]
+    return result(Trained(RunLog([slower], []), StateDigest('a' * 64, 30, {}), []), disturbed)
 
 
 def test_each_node_runs_one_stage() -> None:
@@ -83,38 +88,28 @@ def test_each_node_runs_one_stage() -> None:
     assert flags[flags.index('--pipeline-model-parallel-size') + 1] == str(len(STAGE_RANKS))
 
 
-# A localized recovery
-
-
-def test_stages_report_replay_and_slowest_phases() -> None:
-    found = check(good_events())
-    assert found.replayed == [10, 0]
-    lost, kept = found.phases
-    assert lost['convert'] == pytest.approx(3.0)
-    assert kept['unblock'] == pytest.approx(3.1)
-    assert list(kept) == list(PHASES)
-
-
-def test_seconds_are_from_the_kill_to_the_first_new_iteration() -> None:
-    found = check(good_events())
-    assert found.new.number == 29
-    assert found.seconds == pytest.approx(17.0)
+def test_the_last_line_keeps_its_format() -> None:
+    assert compared(recovered()).line() == (
+        'demo: bit_identical=true replayed=10 recovery_s=17.0 (starting processes 10.0, '
+        'replaying 5.8) overhead=1.250 slot_over_dense=0.500'
+    )
+    different = compared(recovered(digest='b' * 64))
+    assert different.line().startswith('demo: bit_identical=false ')
 
 
 def test_an_iteration_that_survivors_still_committed_is_not_new() -> None:
     """The kill came while iteration 28 was being logged."""
-    numbers = [(number, 72.0 + number) for number in range(1, 28)]
-    log = RunLog([logged(*numbers, (28, 100.3), (29, 117.0))], [])
-    assert check(good_events(), log).new.number == 29
+    log = logged(*TO_28[:-1], (28, 100.3), (29, 117.0))
+    assert compared(recovered(None, log)).new.number == 29
+
+
+def test_overhead_counts_iterations_before_the_failure_only() -> None:
+    slow = [item._replace(elapsed_ms=9000.0) for item in GOOD]
+    assert compared(recovered(None, [*GOOD[:28], *slow[28:] * 23])).overhead == 1.25
 
 
 def without(kind: type[Event], rank: int) -> Events:
     return [e for e in good_events() if (type(e), e.rank) != (kind, rank)]
-
-
-def with_event(kind: type[Event], rank: int, time: float, **fields: Any) -> Events:
-    added = [*good_events(), event(kind, rank, time, **fields)]
-    return sorted(added, key=lambda item: item.time)
 
 
 def with_field(rank: int, **fields: Any) -> Events:
@@ -124,106 +119,40 @@ def with_field(rank: int, **fields: Any) -> Events:
 
 
 @pytest.mark.parametrize(
-    ('events', 'complaint'),
+    ('disturbed', 'complaint'),
     [
-        (with_field(0, replacements=[0, 1, 2]), r'new processes of ranks \[0, 1, 2\]'),
-        (without(Recovered, 3), 'recoveries by rank'),
-        (with_field(0, stages=[0, 1]), r'stages \[0, 1\]'),
-        (with_field(0, scope='whole job'), 'whole job, stages'),
-        (with_field(1, differing=['layers.1']), 'operators differ, such as rank 1: layers.1'),
-        (
-            with_event(NextTier, 2, 103.0, pid=2, reason='no log', tier='the whole job'),
-            'from the whole job: no log',
-        ),
+        (recovered(with_field(0, replacements=[0, 1, 2])), r'new processes of ranks \[0, 1, 2\]'),
+        (recovered(without(Recovered, 3)), 'recoveries by rank'),
+        (recovered(with_field(0, stages=[0, 1])), r'stages \[0, 1\]'),
+        (recovered(with_field(0, scope='whole job')), 'whole job, stages'),
+        (recovered(with_field(1, differing=['layers.1'])), 'operators differ, such as rank 1: lay'),
+        (recovered([*good_events(), event(NextTier, 2, 118.0, reason='no log', tier='the disk')]),
+         'from the disk: no log'),
+        (recovered(None, logged(*TO_28), logged((29, 117.0))), 'had 2 attempts'),
     ],
-)
-def test_anything_but_a_localized_recovery_is_refused(events: Events, complaint: str) -> None:
+)  # fmt: skip
+def test_anything_but_a_localized_recovery_is_refused(disturbed: Trained, complaint: str) -> None:
     with pytest.raises(LabError, match=f'not localized: .*{complaint}'):
-        check(events)
-
-
-def test_log_of_the_last_rank_has_one_attempt() -> None:
-    attempts = [logged((27, 99.0), (28, 99.9)), logged((29, 117.0))]
-    with pytest.raises(LabError, match='not localized'):
-        check(good_events(), RunLog(attempts, []))
+        compared(disturbed)
 
 
 def test_job_without_a_new_iteration_is_refused() -> None:
     with pytest.raises(LabError, match='never got beyond iteration 28'):
-        check(good_events(), RunLog([logged((28, 99.9))], []))
+        compared(recovered(None, logged(*TO_28)))
 
 
-def test_job_has_recovered_when_every_rank_reports_it() -> None:
-    assert demo_summary.all_recovered(good_events())
-    assert not demo_summary.all_recovered(without(Recovered, 1))
-
-
-# The strip of the picture
-
-
-def test_lanes_follow_each_other_without_gaps() -> None:
-    events = good_events()
-    story = demo_summary.story(disturbed(events), check(events))
-    lost, kept = story.lanes.values()
-    assert [(span.doing, span.start, span.end) for span in lost] == [
-        (Doing.TRAINING, 72.5, 100.0),
-        (Doing.STARTING, 100.0, 110.0),
-        (Doing.REPLAYING, 110.0, pytest.approx(115.8)),
-        (Doing.TRAINING, pytest.approx(115.8), 117.5),
+def test_lanes_show_which_stage_replays_and_which_waits() -> None:
+    found = story(recovered(), GOOD[28])
+    lost, kept = found.lanes.values()
+    assert [(span.doing, span.start) for span in lost] == [
+        (Doing.STARTING, 50.0),
+        (Doing.TRAINING, 60.0),
+        (Doing.STARTING, KILLED_AT),  # before another stage noticed
+        (Doing.REPLAYING, 110.0),
+        (Doing.TRAINING, pytest.approx(115.8)),
     ]
-    assert [(span.doing, span.start, span.end) for span in kept] == [
-        (Doing.TRAINING, 72.5, pytest.approx(100.7)),
-        (Doing.WAITING, pytest.approx(100.7), pytest.approx(116.0)),
-        (Doing.TRAINING, pytest.approx(116.0), 117.5),
-    ]
-    assert (story.before.number, story.after.number) == (28, 29)
-
-
-# Reports
-
-
-def result(log: RunLog | None = None, digest: str = 'a' * 64) -> Result:
-    """Without sparse checkpointing 400 ms an iteration, with it 500 ms before the failure."""
-    slower = [item._replace(elapsed_ms=400.0) for item in good_log().iterations]
-    plain = Trained(RunLog([slower], []), StateDigest('a' * 64, 30, {}), [])
-    captured = {rank: CapturedBytes([60, 40], 100) for rank in range(WORLD_SIZE)}
-    return demo_summary.result(plain, disturbed(good_events(), log, digest), captured, LOST)
-
-
-def test_the_last_line_keeps_its_format() -> None:
-    assert result().line() == (
-        'demo: bit_identical=true replayed=10 recovery_s=17.0 (starting processes 10.0, '
-        'replaying 5.8) overhead=1.250 slot_over_dense=0.500'
-    )
-
-
-def test_different_final_state_is_reported() -> None:
-    found = result(digest='b' * 64)
-    assert not found.bit_identical
-    assert found.line().startswith('demo: bit_identical=false ')
-
-
-def test_overhead_counts_iterations_before_the_failure_only() -> None:
-    slow = [item._replace(elapsed_ms=9000.0) for item in good_log().iterations]
-    log = RunLog([[*good_log().iterations[:28], *slow[28:], *slow[28:], *slow[28:] * 20]], [])
-    assert result(log).iteration_ms == (400.0, 500.0)
-
-
-def test_tables_name_stages_and_phases() -> None:
-    console = Console(file=io.StringIO(), width=120)
-    demo_summary.print_summary(result(), console)
-    text = console.file.getvalue()  # type: ignore[attr-defined]
-    for part in (
-        '10 (stage 0), 0 (stage 1)',
-        'stage 0 (lost)',
-        'stage 1 (kept its state)',
-        'digest of the final state',
-        'bytes a checkpoint',
-        'median iteration (ms)',
-    ):
-        assert part in text
-    for name in ('unblock', 'respawn', 'regroup', 'fetch', 'convert', 'catch up'):
-        assert f'{name} (s)' in text
+    assert [span.doing for span in kept][-1] == Doing.WAITING
+    assert (found.before.number, found.after.number) == (28, 29)
 
 
 @pytest.mark.parametrize(
