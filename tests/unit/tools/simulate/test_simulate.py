@@ -2,7 +2,6 @@
 """tools/simulate.py: its answers as JSON, sweeps, and what it says to bad input."""
 
 import json
-import math
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,8 +12,9 @@ from typing import Any
 import pytest
 from matplotlib import pyplot
 
+from tools.lab.arguments import Parser
 from tools.simulate import __main__ as simulate
-from tools.simulate import sweep
+from tools.simulate import flags, sweep
 
 ROOT = Path(__file__).resolve().parents[4]
 PROFILE = str(ROOT / 'docs' / 'assets' / 'simulate-profile.json')
@@ -23,79 +23,11 @@ MOEVEMENT = (
     '--system moevement --window 6 --iteration-time 2.9 --overhead 0.06 --mtbf 600 '
     '--restart-time 0 --json'
 ).split()
-DENSE = (
-    '--system dense --interval 150 --iteration-time 3.12 --overhead 0.345 --stall 0 --mtbf 450 '
-    '--restart-time 15 --json'
-).split()
 
 
 def answer(capsys: pytest.CaptureFixture[str], argv: list[str]) -> Any:
     assert simulate.main(argv) == 0
     return json.loads(capsys.readouterr().out)
-
-
-def test_sparse_system_is_answered(capsys: pytest.CaptureFixture[str]) -> None:
-    found = answer(capsys, MOEVEMENT)
-    a = 600 * math.expm1(2.96 / 600)
-    window = a * sum(math.exp((6 + p) * 2.9 / 600) for p in range(6))
-    assert found['ettr_exact'] == pytest.approx(6 * 2.9 / window)
-    assert found['ettr_first_order'] == pytest.approx(2.9 / 2.96 / (1 + 26.1 / 600))
-    assert found['expected_recovery_s'] == pytest.approx(26.1)
-    low, high = found['ettr_simulated_ci95']
-    assert low <= found['ettr_exact'] <= high and low <= found['ettr_simulated'] <= high
-
-
-def test_optimal_interval_raises_the_ettr_of_dense_checkpoints(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    found = answer(capsys, [*DENSE, '--stall', '5', '--optimal-interval'])
-    assert found['interval'] == 150
-    assert found['optimal_interval_exact'] == round(found['optimal_interval_exact_s'] / 3.465)
-    assert found['optimal_interval_young_s'] == pytest.approx(math.sqrt(2 * 5 * 450))
-    flags = ' '.join(DENSE).replace('--interval 150', '--optimal-interval').split()
-    best = answer(capsys, [*flags, '--stall', '5'])
-    assert best['interval'] == found['optimal_interval_exact']
-    assert best['ettr_exact'] > found['ettr_exact']
-
-
-def test_no_failures_is_json_without_infinity(capsys: pytest.CaptureFixture[str]) -> None:
-    found = answer(capsys, [*MOEVEMENT, '--mtbf', 'inf'])
-    assert found['mtbf_s'] is None
-    assert found['ettr_exact'] == found['ettr_first_order'] == 1 / (1 + 0.06 / 2.9)
-
-
-def test_rate_follows_from_gpus(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ' '.join(MOEVEMENT).replace('--mtbf 600', '--gpus 16384 --gpu-hours-per-failure 50000')
-    assert answer(capsys, flags.split())['mtbf_s'] == pytest.approx(50000 / 16384 * 3600)
-    with pytest.raises(SystemExit):
-        simulate.main([*flags.split(), '--mtbf', '600'])
-    assert '--gpus is for a job without --mtbf' in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    'flags',
-    [
-        '--weibull-shape 0.7',
-        '--neighbours 1 --repeat 0.3 --nodes 12',
-        '--spares 1 --repair-time 3600',
-        '--stages 4 --micro-batches 8 --recovery localized',
-        '--skew 0.1 --experts 16 --frozen-saving 0.33',
-    ],
-)
-def test_other_failures_and_recoveries_change_the_ettr(
-    capsys: pytest.CaptureFixture[str], flags: str
-) -> None:
-    plain = answer(capsys, MOEVEMENT)
-    found = answer(capsys, [*MOEVEMENT, *flags.split(), '--hours', '3000'])
-    assert 0 < found['ettr_simulated'] < 1
-    assert found['ettr_simulated'] != plain['ettr_simulated']
-
-
-def test_lost_tokens_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ['--system', 'moc', '--profile', PROFILE, '--mtbf', '600', '--job-hours', '12']
-    found = answer(capsys, [*flags, '--lost-budget', '0.0375', '--json'])
-    assert 0 < found['lost_tokens_share'] < found['lost_tokens_share_of_1_in_20'] < 0.0375
-    assert found['saved_experts_at_end'] == 3
 
 
 def test_table_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -108,15 +40,10 @@ def test_table_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ('--mtbf -5', '--mtbf is -5.0; give a number above 0'),
         ('--mtbf nan', '--mtbf is nan'),
+        ('--gpus 8 --gpu-hours-per-failure 1', '--gpus is for a job without --mtbf'),
         ('--iteration-time 0', '--iteration-time is 0.0'),
-        ('--overhead -1', '--overhead is -1.0'),
         ('--window 0', '--window is 0; give a whole number, 1 or more'),
-        ('--restart-time -3', '--restart-time is -3.0'),
-        ('--local-saving 2', '--local-saving is 2.0; a share'),
-        ('--frozen-saving -0.5', '--frozen-saving is -0.5'),
-        ('--hours 0', '--hours is 0.0'),
         ('--weibull-shape 0', '--weibull-shape is 0.0'),
-        ('--repeat 1', '--repeat is 1.0; a probability'),
         ('--spares -1', '--spares is -1'),
         ('--recovery localized', '--stages is missing'),
         ('--optimal-interval', '--optimal-interval moevement has a window'),
@@ -126,13 +53,6 @@ def test_table_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
         ('--skew 0.1', '--experts is missing'),
         ('--skew 0.1 --experts 16', '--frozen-saving is missing; popularity matters to moevement'),
         ('--seed -1', '--seed is -1'),
-        ('--weibull-shape 0.001', '--weibull-shape is 0.001; give 0.1'),
-        ('--window 1000000000000', '--window is 1000000000000'),
-        ('--stages 0', '--stages is 0'),
-        ('--copies -2', '--copies is -2'),
-        ('--nodes 1000000000', '--nodes is 1000000000'),
-        ('--spares 1000000000000', '--spares is 1000000000000'),
-        ('--repair-time -5', '--repair-time is -5.0'),
     ],
 )
 def test_bad_input_names_the_flag(
@@ -142,6 +62,13 @@ def test_bad_input_names_the_flag(
         simulate.main([*MOEVEMENT, *flags.split()])
     assert raised.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_each_field_is_named_by_a_flag_that_there_is() -> None:
+    parser = Parser('x')
+    flags.add_scenario_flags(parser)
+    text = parser.format_help()
+    assert all(f'  {flag} ' in text for flag in flags.FLAG_OF_FIELD.values())
 
 
 def test_missing_rate_is_named(capsys: pytest.CaptureFixture[str]) -> None:
@@ -166,23 +93,6 @@ def test_sweep_has_a_point_per_value(capsys: pytest.CaptureFixture[str], tmp_pat
     assert [point['system'] for point in found] == ['gemini', 'ours'] * 2
     assert found[0]['ettr_exact'] < found[2]['ettr_exact']
     assert target.read_bytes().startswith(b'\x89PNG')
-
-
-@pytest.mark.parametrize(
-    'flags',
-    [
-        '--over gpus --values 512,4096 --gpu-hours-per-failure 7500',
-        '--over skew --values 0,0.2 --mtbf 600 --frozen-saving 0.33 --show recovery',
-        '--over network-bandwidth --values 1,2.5 --mtbf 600 --show window',
-        '--over copy-bandwidth --values 0.5,50 --mtbf 600 --show overhead',
-        '--over window --values 2,4 --mtbf 600',
-    ],
-)
-def test_sweeps_change_the_shown_figure(capsys: pytest.CaptureFixture[str], flags: str) -> None:
-    argv = ['sweep', *flags.split(), '--systems', 'moevement', '--profile', PROFILE, '--json']
-    first, second = answer(capsys, argv)
-    shown = flags.split('--show ')[1] if '--show' in flags else 'ettr_exact'
-    assert first[shown] != second[shown]
 
 
 def test_skew_moves_the_systems_that_depend_on_it(capsys: pytest.CaptureFixture[str]) -> None:
