@@ -18,11 +18,11 @@ from tools.compare.measuring import PHASES, Comeback
 from tools.compare.rows import Keeps, Row
 from tools.compare.running import MICRO_BATCHES, RANKS, Lived
 from tools.lab import four_ranks
+from tools.plan.description import DescriptionError
 from tools.simulate import run_profile
 from tools.simulate.failures import Trace
 from tools.simulate.fields import FieldError
 from tools.simulate.monte_carlo import simulate
-from tools.simulate.profile import ProfileError
 from tools.simulate.systems import Options, System, build
 
 _HISTORIES = 2  # the first one has the faults of the job
@@ -59,7 +59,7 @@ def predicted(
         found = simulate(
             system.run or system.costs, process, nodes=RANKS, histories=_HISTORIES
         )  # fmt: skip
-    except (ProfileError, FieldError, InfeasiblePlan):
+    except (DescriptionError, FieldError, InfeasiblePlan):
         return None
     line = found.timeline
     # The simulator's useful seconds are those of this job, whose helpers share its cores.
@@ -83,7 +83,7 @@ def restart_s(back: list[Comeback]) -> float:
 def _system(
     row: Row, lived: Lived, own_s: float, checkpoints: tuple[int, float], mtbf_s: float
 ) -> System:
-    """The row for the simulator. Raises ProfileError, FieldError, InfeasiblePlan."""
+    """The row for the simulator. Raises DescriptionError, FieldError, InfeasiblePlan."""
     log = lived.trained.log
     period, waited_ms = checkpoints
     ready_s = restart_s(list(measuring.comebacks(lived)))

@@ -14,12 +14,12 @@ Exit status: 0 there is a plan, 2 there is none; stderr has the reason.
 """
 
 import argparse
-import dataclasses
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
 from rich.console import Console
 
 from moevement_ext.config import AUTO
@@ -35,13 +35,7 @@ from tools.lab.arguments import Flag, Parser, above_0, add_flags, at_least, spli
 from tools.lab.figures import print_json
 from tools.lab.tables import table
 from tools.plan.algorithm1 import plan_as_printed
-from tools.plan.description import (
-    DescriptionError,
-    Training,
-    read_as,
-    read_operators,
-    read_training,
-)
+from tools.plan.description import DescriptionError, Training, read, read_operators
 from tools.plan.flags import RECOVERIES, MegatronFlags, parse_megatron_flags
 from tools.plan.layout import PRECISIONS
 from tools.plan.planning import (
@@ -86,7 +80,7 @@ def job_from(args: argparse.Namespace, megatron: MegatronFlags) -> Job:
     return Job(
         *of,
         args.iteration_time or iteration_seconds(*of, args.mfu),
-        dataclasses.replace(precision, **formats),
+        replace(precision, **formats),
         _protection(args, megatron),
         failures,
         args.overhead,
@@ -202,14 +196,14 @@ def _add_failure_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _training(name: str) -> Training:
-    return PRESETS.get(name) or read_training(_file('--model', name, PRESETS))
+    return PRESETS.get(name) or read(_file('--model', name, PRESETS), Training)
 
 
 def _cluster(args: argparse.Namespace) -> Cluster:
     name = args.cluster
-    cluster = CLUSTERS.get(name) or read_as(_file('--cluster', name, CLUSTERS), Cluster)
+    cluster = CLUSTERS.get(name) or read(_file('--cluster', name, CLUSTERS), Cluster)
     changes = _given({field: getattr(args, _FLAG_OF_FIELD[field]) for field in _IN_GIGA})
-    return dataclasses.replace(cluster, **{name: GIGA * value for name, value in changes.items()})
+    return replace(cluster, **{name: GIGA * value for name, value in changes.items()})
 
 
 def _file(flag: str, name: str, presets: Iterable[str]) -> Path:

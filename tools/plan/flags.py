@@ -11,6 +11,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from msgspec.structs import replace
+
 from moevement_ext.config import AUTO, SparseCheckpointConfig, network_rate
 from tools.lab.arguments import Parser
 from tools.plan.description import DescriptionError, Training
@@ -121,7 +123,7 @@ class MegatronFlags:
             changes['layers_per_stage'] = None
         changes.update(self._chunks(model.layers, stages))
         changes.update(self._uneven(model.layers, stages))
-        return dataclasses.replace(start, **changes)
+        return replace(start, **changes)
 
     def _chunks(self, layers: int, stages: int) -> dict[str, Any]:
         of_stage, count = (self.given.get(name) for name in _CHUNKS)
@@ -155,9 +157,9 @@ class MegatronFlags:
         """Without a base, one micro-batch on each data-parallel rank is Megatron's default."""
         sizes = self._renamed(_BATCH)
         if base is None:
-            one = sizes.get('micro_batch_size', Batch.micro_batch_size) * layout.data
+            one = sizes.get('micro_batch_size', Batch().micro_batch_size) * layout.data
             sizes.setdefault('global_batch_size', one)
-        return dataclasses.replace(base.batch if base else Batch(), **sizes)
+        return replace(base.batch if base else Batch(), **sizes)
 
     def _precision(self, base: Training | None) -> Precision:
         state = self._renamed(_PRECISION)
@@ -169,7 +171,7 @@ class MegatronFlags:
             weights['amax_history'] = self.given.get('fp8_amax_history_len', 1) if delayed else 0
         formats = [name for name in ('bf16', 'fp16') if name in self.given]
         if base and not formats:
-            return dataclasses.replace(base.precision, **state, **weights)
+            return replace(base.precision, **state, **weights)
         compute = formats[0] if formats else 'fp32'
         boundary = 'fp32' if 'fp32_residual_connection' in self.given else compute
         return Precision(**{'compute': compute} | weights, boundary=boundary, **state)

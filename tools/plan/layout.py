@@ -5,7 +5,7 @@ Ranks are numbered in Megatron's default order: tensor, context, data, pipeline,
 for experts: expert tensor, expert, expert data, pipeline. So the ranks of a stage are consecutive.
 """
 
-from dataclasses import dataclass
+import msgspec
 
 from tools.simulate import fields
 
@@ -15,8 +15,7 @@ _SCALE_BYTES = 4
 _TENSORS_OF_PRODUCT = 5  # input, weight, output, and two gradients
 
 
-@dataclass(frozen=True)
-class Precision:
+class Precision(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Number formats of the training state: fp8, fp16, bf16 or fp32.
 
     Byte counts are those of an exact recovery; those of a parameter exclude the scales.
@@ -34,7 +33,7 @@ class Precision:
     """Passes that delayed scaling remembers; 0: another kind of scaling, which remembers none."""
 
     def __post_init__(self) -> None:
-        formats = dict(vars(self))
+        formats = msgspec.structs.asdict(self)
         fields.whole('amax_history', formats.pop('amax_history'), least=0)
         for name, value in formats.items():
             fields.require(value in _BYTES, name, value, f'give one of {", ".join(_BYTES)}')
@@ -106,8 +105,7 @@ Upstream supports fp8 weights with narrow masters only with delayed scaling.
 """
 
 
-@dataclass(frozen=True)
-class Batch:
+class Batch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The samples of an iteration."""
 
     sequence_length: int = 4096
@@ -136,8 +134,7 @@ class Batch:
         return self.global_batch_size // at_once
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Sizes of the parallel groups."""
 
     ranks: int

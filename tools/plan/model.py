@@ -7,6 +7,8 @@ millionth of a model (router buffers, step counters) are left out.
 
 from dataclasses import dataclass
 
+import msgspec
+
 from tools.simulate import fields
 
 # Limit of any dimension; sums of bytes stay within 64 bits.
@@ -15,8 +17,7 @@ _MOST_PARTS = 10_000
 _MOST_PARAMETERS = 2**50
 
 
-@dataclass(frozen=True)
-class LatentAttention:
+class LatentAttention(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Multi-head latent attention (DeepSeek-V2): keys and values from a low-rank latent."""
 
     kv_rank: int
@@ -31,7 +32,7 @@ class LatentAttention:
     """Size of the latent for queries; 0: queries come directly from the hidden state."""
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
+        for name, value in msgspec.structs.asdict(self).items():
             fields.whole(f'latent.{name}', value, least=int(name != 'query_rank'))
 
 
@@ -63,8 +64,7 @@ class Weights:
         return -(-self.split // tensor) + self.whole
 
 
-@dataclass(frozen=True)
-class ModelShape:
+class ModelShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A decoder-only transformer with experts in some or all layers."""
 
     name: str

@@ -2,7 +2,6 @@
 """The resources of a cluster; the models, clusters and failure rates in `presets.toml`."""
 
 import tomllib
-from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
@@ -17,8 +16,7 @@ from tools.simulate import fields
 GIGA = 10**9
 
 
-@dataclass(frozen=True)
-class Cluster:
+class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Equal nodes of equal GPUs. Units are bytes and seconds; rates are achieved, not nominal."""
 
     name: str

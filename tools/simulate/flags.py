@@ -13,12 +13,13 @@ import numpy as np
 from moevement_ext.plan.byte_planner import InfeasiblePlan
 from tools.lab.arguments import Flag, add_flags
 from tools.plan import presets
+from tools.plan.description import DescriptionError, read
 from tools.simulate import fields, run_profile
 from tools.simulate.experts import SELECTIONS, draw_shares
 from tools.simulate.failures import Correlated, Process, Renewal, Trace, TraceError, read_trace
 from tools.simulate.fields import FieldError
 from tools.simulate.monte_carlo import Estimate, Spares, simulate
-from tools.simulate.profile import Profile, ProfileError, read_profile
+from tools.simulate.profile import Profile
 from tools.simulate.runs import Pipeline
 from tools.simulate.systems import INTERVAL_RULES, PARTIAL_SYSTEMS, Options, System, build
 
@@ -69,7 +70,7 @@ def errors(parser: argparse.ArgumentParser) -> Iterator[None]:
     except FieldError as error:
         flag = FLAG_OF_FIELD.get(error.field, '--' + error.field.replace('_', '-'))
         parser.error(f'{flag} {error.problem}')
-    except (InfeasiblePlan, ProfileError, TraceError) as error:
+    except (InfeasiblePlan, DescriptionError, TraceError) as error:
         parser.error(str(error))
 
 
@@ -188,7 +189,7 @@ class Scenario:
 
 
 def scenario(args: argparse.Namespace) -> Scenario:
-    """Build the scenario of the flags. Raises FieldError, ProfileError, TraceError."""
+    """Build the scenario of the flags. Raises FieldError, DescriptionError, TraceError."""
     profile = _profile(args)
     pipeline = _pipeline(args, profile)
     process = _process(args, profile)
@@ -230,7 +231,7 @@ def _profile(args: argparse.Namespace) -> Profile | None:
         if args.recovery == 'localized' and args.micro_batches is None:
             raise FieldError('micro_batches', 'is missing; the events of a run do not say it')
         return run_profile.derive(args.profile, given)
-    return replace(read_profile(args.profile), **given)
+    return replace(read(args.profile, Profile), **given)
 
 
 def _pipeline(args: argparse.Namespace, profile: Profile | None) -> Pipeline:

@@ -26,17 +26,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 from rich.console import Console
 
 from tools.lab.arguments import Flag, Parser, add_flags
 from tools.lab.figures import print_json
 from tools.lab.tables import table
+from tools.plan.description import DescriptionError, read
 from tools.plan.layout import spread
 from tools.simulate import fields, flags
 from tools.simulate.fields import FieldError
-from tools.simulate.profile import ProfileError
 
 FORMAT = 'moevement-stages/1'
 _COMPUTE, _SYNC, _UPDATE = ('forward-compute', 'backward-compute'), 'all-grads-sync', 'optimizer'
@@ -233,21 +232,18 @@ def read_stages(path: Path) -> StageProfile:
     """Read a profile, or the log of a Megatron run.
 
     Raises:
-        ProfileError: the file is neither; the message names it.
+        DescriptionError: the file is neither; the message names it.
         FieldError: a field breaks its rule.
     """
     try:
-        content = path.read_bytes()
-        if content.lstrip()[:1] == b'{':
-            return msgspec.json.decode(content, type=StageProfile)
+        log = path.read_text('utf-8', 'replace')
     except OSError as error:
-        raise ProfileError(f'{path}: cannot be read: {error.strerror}') from error
-    except msgspec.DecodeError as error:
-        raise ProfileError(f'{path}: {error}') from error
-    log = content.decode('utf-8', 'replace')
+        raise DescriptionError(f'{path}: cannot be read: {error.strerror}') from error
+    if log.lstrip()[:1] == '{':
+        return read(path, StageProfile)
     given, timers = dict(_ARGUMENT.findall(log)), _of_iterations(_timers(log))
     if not timers or not all(given.get(name, '').isdecimal() for name in _SIZES):
-        raise ProfileError(
+        raise DescriptionError(
             f'{path}: neither JSON nor the whole log of a run with --timing-log-level 2 '
             '--timing-log-option all --logging-level 20 --log-interval 1'
         )
@@ -255,7 +251,7 @@ def read_stages(path: Path) -> StageProfile:
     micro_batches, kept = batch // (at_once * data), timers[_WARM_UP:] or timers
     ranks = len(kept[0][_COMPUTE[0]])
     if ranks % stages:
-        raise ProfileError(
+        raise DescriptionError(
             f'{path}: times of {ranks} ranks, which are not those of {stages} stages'
         )
     of_ranks = [list(map(sum, zip(*(one[name].values() for name in _COMPUTE), strict=True)))

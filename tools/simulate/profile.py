@@ -6,9 +6,7 @@ second. All values describe one rank, the rank with the most bytes.
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 
-import msgspec
 import numpy as np
 
 from moevement_ext.plan.byte_planner import DEFAULT_HIDDEN_FRACTION
@@ -16,10 +14,6 @@ from tools.simulate import fields
 from tools.simulate.runs import Pipeline
 
 FORMAT = 'moevement-profile/1'
-
-
-class ProfileError(ValueError):
-    """A profile is unusable; the message names the file, the field and the rule."""
 
 
 @dataclass(frozen=True)
@@ -118,17 +112,3 @@ class Profile:
         """Token share of each expert, float64 [experts], summing to 1; None without experts."""
         tokens = np.array([op.tokens for op in self.operators if op.tokens is not None])
         return tokens / tokens.sum() if tokens.size and tokens.sum() > 0 else None
-
-
-def read_profile(path: Path) -> Profile:
-    """Read a JSON profile.
-
-    Raises:
-        ProfileError: the file is missing or malformed; the message names file, field and rule.
-    """
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=Profile)
-    except OSError as error:
-        raise ProfileError(f'{path}: cannot be read: {error}') from error
-    except msgspec.DecodeError as error:
-        raise ProfileError(f'{path}: {error}') from error

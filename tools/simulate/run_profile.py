@@ -22,8 +22,9 @@ from tools.lab.arguments import Parser
 from tools.lab.errors import LabError
 from tools.lab.figures import write_json
 from tools.lab.history import Episode, History, read_history
+from tools.plan.description import DescriptionError
 from tools.simulate.fields import FieldError
-from tools.simulate.profile import FORMAT, OperatorProfile, Profile, ProfileError
+from tools.simulate.profile import FORMAT, OperatorProfile, Profile
 from tools.simulate.runs import Pipeline
 
 COMPUTED_AGAIN = ('fetch', 'load', 'convert', 'catch_up')
@@ -34,16 +35,16 @@ def derive(folder: Path, given: Mapping[str, float]) -> Profile:
     """Derive the profile of a run.
 
     Raises:
-        ProfileError: there are no events, or they are not sufficient.
+        DescriptionError: there are no events, or they are not sufficient.
         FieldError: a field breaks its rule.
     """
     try:
         history = read_history(folder)
     except LabError as error:
-        raise ProfileError(str(error)) from error
+        raise DescriptionError(str(error)) from error
     pace, places = history.pace, history.places
     if pace is None or not places:
-        raise ProfileError(
+        raise DescriptionError(
             f'{folder}: no rank has trained from one window to the next yet; give the events of '
             'a longer run'
         )
@@ -57,7 +58,7 @@ def derive(folder: Path, given: Mapping[str, float]) -> Profile:
     for name, flag in (('copy_bytes_per_s', '--copy-bandwidth'),
                        ('network_bytes_per_s', '--network-bandwidth')):  # fmt: skip
         if measured[name] is None:
-            raise ProfileError(f'{folder}: the events do not say {name}; give {flag}')
+            raise DescriptionError(f'{folder}: the events do not say {name}; give {flag}')
     return Profile(
         format=FORMAT,
         name=str(folder),
@@ -137,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         profile = derive(args.events, given)
         write_json(args.output, profile)
-    except (ProfileError, FieldError, OSError) as error:
+    except (DescriptionError, FieldError, OSError) as error:
         text = f'--output {args.output}: {error.strerror}' if isinstance(error, OSError) else error
         print(f'simulate profile: {text}', file=sys.stderr)
         return 2

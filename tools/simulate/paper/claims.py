@@ -5,7 +5,6 @@ Also findings about the consistency of the tables. The texts and printed numbers
 `paper.json`.
 """
 
-import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
@@ -110,7 +109,7 @@ def _captures() -> Iterator[Claim]:
         exact, theirs = precision.full_bytes, setting.full_bytes
         texts: dict[str, Any] = {
             'name': setting.name,
-            'wide': dataclasses.replace(precision, compute='bf16'),
+            'wide': msgspec.structs.replace(precision, compute='bf16'),
         }
         key = 'full bytes' if precision.master == 'fp32' else 'full bytes, narrow master'
         yield claim(key, exact, theirs, **texts, precision=precision)

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files are read into checked descriptions; what is wrong is named with file, field and rule."""
 
-import dataclasses
 import importlib.util
 import json
 
+import msgspec
 import pytest
 
-from tools.plan.description import DescriptionError, read_as, read_operators, read_training
+from tools.plan.description import DescriptionError, Training, read, read_operators
 from tools.plan.presets import CLUSTERS, PRESETS, Cluster
+from tools.simulate.profile import Profile
 
 
 @pytest.fixture
@@ -43,8 +44,7 @@ def test_operators_keep_their_order(written):
         ([{'name': 'a', 'full_bytes': -1, 'weight_bytes': -1}], "'a'.*0 <= weights"),
         (2 * [{'name': 'a', 'full_bytes': 2, 'weight_bytes': 1}], r"more than once: \['a'\]"),
         ([{'name': 'a', 'full_bytes': 10**20, 'weight_bytes': 1}], r'\$\[0\]\.full_bytes'),
-        ('[' * 100_000, 'nested too deeply'),
-        ('{', 'truncated'),
+        ('[{', 'truncated'),
         ({}, 'array'),
     ],
 )
@@ -58,41 +58,37 @@ def test_wrong_operators_are_named(written, content, message):
 @pytest.mark.parametrize('name', ['deepseek-v3', 'moe-llava'])
 def test_presets_survive_a_file(written, name):
     preset = PRESETS[name]
-    content = {
-        section: dataclasses.asdict(getattr(preset, section))
-        for section in ('model', 'layout', 'batch')
-    }
-    training = read_training(written(content))
-    assert (training.model, training.layout, training.batch) == (
-        preset.model,
-        preset.layout,
-        preset.batch,
-    )
+    assert read(written(msgspec.to_builtins(preset)), Training) == preset
 
 
 def test_cluster_is_read_from_a_file(written):
     cluster = CLUSTERS['a100']
-    assert read_as(written(dataclasses.asdict(cluster)), Cluster) == cluster
+    assert read(written(msgspec.to_builtins(cluster)), Cluster) == cluster
 
 
 @pytest.mark.parametrize(
     ('change', 'message'),
     [
-        ({'gpus': 1}, "unknown field 'gpus' of Cluster"),
+        ({'gpus': 1}, 'unknown field `gpus`'),
         ({'peak_flops': 0}, 'peak_flops: is 0'),
         ({'gpus_per_node': 'x'}, r'gpus_per_node'),
     ],
 )
 def test_wrong_cluster_is_named(written, change, message):
     with pytest.raises(DescriptionError, match=message):
-        read_as(written({**dataclasses.asdict(CLUSTERS['a100']), **change}), Cluster)
+        read(written({**msgspec.to_builtins(CLUSTERS['a100']), **change}), Cluster)
 
 
 def test_missing_sections_and_files_are_named(written, tmp_path):
-    with pytest.raises(DescriptionError, match='sections model and layout'):
-        read_training(written({'model': {}}))
+    with pytest.raises(DescriptionError, match=r'missing required field `name` - at `\$\.model`'):
+        read(written({'model': {}}), Training)
     with pytest.raises(DescriptionError, match='none.json: No such file'):
-        read_training(tmp_path / 'none.json')
+        read(tmp_path / 'none.json', Training)
+
+
+def test_a_file_without_end_is_no_crash(written):
+    with pytest.raises(DescriptionError, match='nested too deeply'):
+        read(written('{"x": ' + '[' * 100_000), Profile)
 
 
 def test_yaml_is_read_or_its_package_is_requested(written):

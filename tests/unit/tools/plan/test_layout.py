@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Groups come out of the number of GPUs, and layouts that cannot be are refused by field."""
 
-import dataclasses
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from tools.plan.layout import PRECISIONS, Batch, Layout, Precision, spread
 from tools.simulate.fields import FieldError
@@ -77,7 +76,7 @@ def test_formats_have_these_bytes():
 def test_precisions_of_the_paper_have_these_bytes(name, with_own_weights, with_bf16_weights):
     own = PRECISIONS[name]
     assert (own.full_bytes, own.weight_bytes) == with_own_weights
-    wider = dataclasses.replace(own, compute='bf16')
+    wider = replace(own, compute='bf16')
     assert (wider.full_bytes, wider.weight_bytes) == with_bf16_weights
 
 

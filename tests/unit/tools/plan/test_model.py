@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parameters are counted as published, and descriptions that cannot be are refused by field."""
 
-import dataclasses
-
 import pytest
+from msgspec.structs import replace
 
 from tools.plan.model import LatentAttention, ModelShape, Weights
 from tools.plan.presets import _KNOWN, PRESETS
@@ -39,17 +38,15 @@ def test_parts_add_up_by_hand():
 
 
 def test_tied_embeddings_are_counted_once():
-    tied = dataclasses.replace(TINY, tied_embeddings=True)
+    tied = replace(TINY, tied_embeddings=True)
     assert TINY.total_parameters - tied.total_parameters == 100 * 8
 
 
 def test_biases_positions_and_norms_count():
-    changed = dataclasses.replace(
-        TINY, norm_bias=True, learned_positions=7, qk_norm=True, qkv_bias=True
-    )
+    changed = replace(TINY, norm_bias=True, learned_positions=7, qk_norm=True, qkv_bias=True)
     added = 5 * 8 + 7 * 8 + 2 * 2 * 4 + 2 * 24
     assert changed.total_parameters - TINY.total_parameters == added
-    ungated = dataclasses.replace(TINY, gated=False, linear_bias=True)
+    ungated = replace(TINY, gated=False, linear_bias=True)
     biases = 2 * (24 + 8) + (16 + 8) + 4 * (5 + 8) + (3 + 8)
     matrices = 8 * (16 + 4 * 5 + 3)
     assert ungated.total_parameters - TINY.total_parameters == biases - matrices
@@ -59,7 +56,7 @@ def test_latent_attention_has_the_parameters_of_a_hand_calculation():
     latent = LatentAttention(
         kv_rank=6, query_key_size=4, position_size=2, value_size=3, query_rank=5
     )
-    changed = dataclasses.replace(TINY, latent=latent)
+    changed = replace(TINY, latent=latent)
     keys = 8 * (6 + 2) + 6 + 6 * 2 * (4 + 3)
     queries = 8 * 5 + 5 + 5 * 2 * (4 + 2)
     added = 2 * (keys + queries + 2 * 3 * 8 - 4 * 8 * 8)

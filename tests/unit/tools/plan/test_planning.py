@@ -5,6 +5,7 @@ import dataclasses
 import math
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -50,7 +51,7 @@ def protected(job=JOB, **changes):
 
 
 def on(job=JOB, **changes):
-    return dataclasses.replace(job, cluster=dataclasses.replace(job.cluster, **changes))
+    return dataclasses.replace(job, cluster=msgspec.structs.replace(job.cluster, **changes))
 
 
 @pytest.mark.parametrize('name', ['moe-llava', 'gpt-moe', 'qwen-moe', 'deepseek-moe'])
@@ -166,7 +167,7 @@ def test_unsent_bytes_wait_in_the_file_of_their_window(name):
 def test_all_presets_have_a_plan_with_the_defaults(name, cluster):
     job = preset_job(name, cluster)
     assert report.infeasible(plan_job(job)) is None
-    small = dataclasses.replace(job.cluster, host_memory_bytes=1e9)
+    small = msgspec.structs.replace(job.cluster, host_memory_bytes=1e9)
     why = report.infeasible(plan_job(dataclasses.replace(job, cluster=small)))
     assert 'but a node has 0.93 GiB' in str(why)
 
@@ -196,7 +197,7 @@ def test_infeasible_names_operator_and_stage():
     assert caught.value.__notes__ == ['in pipeline stage 2']
 
 
-LAYERS = dataclasses.replace(MODEL, layers=8)
+LAYERS = msgspec.structs.replace(MODEL, layers=8)
 OFTEN = FailureRate(mtbf_s=60, restart_s=10)
 STARVED = on(network_bytes_per_s=1e4)
 TOLD = {

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """No byte of the training state is lost or counted twice, and every rank has its share."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 import torch
@@ -10,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from msgspec.structs import replace
 
 from tools.plan.layout import PRECISIONS, Layout, Precision
 from tools.plan.model import ModelShape
@@ -79,19 +78,19 @@ def test_tensor_parallel_ranks_repeat_norms_and_routers():
 
 
 def test_tied_embedding_is_on_both_ends():
-    tied = dataclasses.replace(MODEL, tied_embeddings=True)
+    tied = replace(MODEL, tied_embeddings=True)
     assert total_bytes(Layout(1), 'full', tied) == 12 * tied.total_parameters
     assert total_bytes(Layout(2, pipeline=2), 'full', tied) == 12 * MODEL.total_parameters
 
 
 def test_vocabulary_is_padded_as_megatron_does():
-    odd = dataclasses.replace(MODEL, vocab_size=129)
+    odd = replace(MODEL, vocab_size=129)
     assert total_bytes(Layout(1), 'full', odd) == 12 * MODEL.total_parameters
 
 
 def test_a_tied_embedding_of_several_stages_is_sharded_by_itself():
     """Upstream gives it a bucket of its own, whether buckets are used or not."""
-    tied = dataclasses.replace(MODEL, tied_embeddings=True, learned_positions=32)
+    tied = replace(MODEL, tied_embeddings=True, learned_positions=32)
     layout = Layout(8, pipeline=2)
     first = operator_sizes(tied, layout, Precision(), 0)
     assert first.names[0] == 'embedding'
@@ -129,7 +128,7 @@ def test_an_expert_is_on_the_ranks_that_compute_with_it():
 
 
 def test_order_is_that_of_the_training():
-    tied = dataclasses.replace(MODEL, tied_embeddings=True)
+    tied = replace(MODEL, tied_embeddings=True)
     names = operator_sizes(tied, Layout(2, expert=2), Precision(), 0).names
     first = 'embedding head layer2.expert0 layer2.expert4 layer2.expert1 layer2.expert5'
     assert names[:6] == first.split()

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from megatron.core.timers import Timers
 from megatron.training.arguments import _print_args
 
+from tools.plan.description import DescriptionError
 from tools.simulate import __main__ as simulate
 from tools.simulate.fields import FieldError
 from tools.simulate.iteration import (
@@ -28,7 +29,6 @@ from tools.simulate.iteration import (
     slowest_s,
     stages_of,
 )
-from tools.simulate.profile import ProfileError
 
 PROFILE = StageProfile(
     FORMAT, ((1.0, 1.0, 2.0), (2.0, 2.0, 2.0)), micro_batches=4, sync_s=0.5, update_s=0.25
@@ -124,7 +124,7 @@ def test_log_of_a_run_gives_its_stages(
     assert simulate.main(['iteration', '--profile', str(path), '--layers', '4,2']) == 0
     assert 'pipeline s' in capsys.readouterr().out
     path.write_text(re.sub(r'(pipeline_\w+ \.+) 2', r'\1 3', ''.join(pieces)))
-    with pytest.raises(ProfileError, match='times of 4 ranks, which are not those of 3 stages'):
+    with pytest.raises(DescriptionError, match='times of 4 ranks, which are not those of 3 stages'):
         read_stages(path)
     path.write_text(''.join(pieces[:2]))
     with pytest.raises(SystemExit):

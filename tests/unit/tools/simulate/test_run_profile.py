@@ -11,8 +11,9 @@ import pytest
 from moevement_ext.events import Protected, Replanned, WindowCommitted
 from tests.unit.tools.runs import EXPOSED_S, localized_run, write
 from tests.unit.tools.samples import event
+from tools.plan.description import DescriptionError, read
 from tools.simulate import __main__ as simulate
-from tools.simulate.profile import OperatorProfile, Profile, ProfileError, read_profile
+from tools.simulate.profile import OperatorProfile, Profile
 from tools.simulate.run_profile import derive
 from tools.simulate.runs import Pipeline
 
@@ -99,7 +100,7 @@ def test_launch_gives_the_restart_without_a_failure(tmp_path: Path) -> None:
     ids=['none', 'too few', 'no replicas'],
 )
 def test_what_is_missing_is_named(events: list[Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(ProfileError, match=message):
+    with pytest.raises(DescriptionError, match=message):
         derive(write(tmp_path, events), {})
 
 
@@ -108,7 +109,7 @@ def test_file_has_the_same_profile(run: Path, capsys: pytest.CaptureFixture[str]
     argv = ['profile', str(run), '-o', str(target), '--disk-bandwidth', '2']
     assert simulate.main(argv) == 0
     assert '3 operators, 0.9 s per iteration, a failure every 24 s' in capsys.readouterr().out
-    found = read_profile(target)
+    found = read(target, Profile)
     assert isinstance(found, Profile)
     assert (found.disk_bytes_per_s, found.mtbf_s, found.pipeline.stages) == (2e9, MTBF_S, 2)
     assert simulate.main(['profile', str(run / 'nothing'), '-o', str(target)]) == 2

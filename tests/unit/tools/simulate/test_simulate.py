@@ -48,7 +48,7 @@ def test_table_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
         ('--recovery localized', '--stages is missing'),
         ('--optimal-interval', '--optimal-interval moevement has a window'),
         ('--trace nowhere.csv', 'nowhere.csv: cannot be read'),
-        ('--profile nowhere.json', 'nowhere.json: cannot be read'),
+        ('--profile nowhere.json', 'nowhere.json: No such file'),
         ('--system dense', '--interval is missing'),
         ('--skew 0.1', '--experts is missing'),
         ('--skew 0.1 --experts 16', '--frozen-saving is missing; popularity matters to moevement'),

@@ -12,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moevement_ext.plan.byte_planner import InfeasiblePlan
+from tools.plan.description import DescriptionError, read
 from tools.simulate.closed_form import Dense, Sparse
 from tools.simulate.experts import spread_over
 from tools.simulate.fields import FieldError
 from tools.simulate.monte_carlo import simulate
-from tools.simulate.profile import FORMAT, OperatorProfile, Profile, ProfileError, read_profile
+from tools.simulate.profile import FORMAT, OperatorProfile, Profile
 from tools.simulate.runs import Pipeline
 from tools.simulate.systems import (
     PARTIAL_SYSTEMS,
@@ -290,7 +291,7 @@ def write_profile(path: Path, profile: Profile) -> None:
 
 def test_profile_survives_a_file(tmp_path: Path) -> None:
     write_profile(tmp_path / 'profile.json', PROFILE)
-    assert read_profile(tmp_path / 'profile.json') == PROFILE
+    assert read(tmp_path / 'profile.json', Profile) == PROFILE
 
 
 @pytest.mark.parametrize(
@@ -311,8 +312,8 @@ def test_bad_profile_names_file_and_field(tmp_path: Path, old: str, new: str, me
     text = path.read_text('utf-8')
     assert old in text
     path.write_text(text.replace(old, new), 'utf-8')
-    with pytest.raises(ProfileError, match=f'profile.json: .*{message}'):
-        read_profile(path)
+    with pytest.raises(DescriptionError, match=f'profile.json: .*{message}'):
+        read(path, Profile)
 
 
 def test_operators_without_bytes_are_refused() -> None:
@@ -322,13 +323,13 @@ def test_operators_without_bytes_are_refused() -> None:
 
 
 def test_missing_profile_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ProfileError, match='none.json: cannot be read'):
-        read_profile(tmp_path / 'none.json')
+    with pytest.raises(DescriptionError, match='none.json: No such file'):
+        read(tmp_path / 'none.json', Profile)
 
 
 def test_measured_profile_matches_the_runs_beside_it() -> None:
     folder = DOCS / 'measurements'
-    profile = read_profile(folder / 'profile-cpu.json')
+    profile = read(folder / 'profile-cpu.json', Profile)
     overhead = msgspec.json.decode((folder / 'overhead-cpu.json').read_bytes())['variants']
     phases = msgspec.json.decode((folder / 'recovery-cpu.json').read_bytes())['methods']['sparse'][
         'phases'
@@ -345,6 +346,6 @@ def test_measured_profile_matches_the_runs_beside_it() -> None:
 
 @pytest.mark.parametrize('path', ['measurements/profile-cpu.json', 'assets/simulate-profile.json'])
 def test_shipped_profiles_price_every_system(path: str) -> None:
-    profile = read_profile(DOCS / path)
+    profile = read(DOCS / path, Profile)
     for name in ('none', 'checkfreq', 'gemini', 'moc', 'moetion', 'moevement', 'ours'):
         assert 0 <= build(name, OPTIONS, profile).costs.ettr_exact() < 1
