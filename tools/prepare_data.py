@@ -10,8 +10,8 @@ A text file is one document, as is each line of a JSON lines file. By default to
 themselves (ids 0 to 255, end of document 256), which upstream's NullTokenizer serves without a
 download. The last output line has the flags for the trainer.
 
-Memory stays constant: a text file above 1 MiB is divided at line ends into several sequences of one
-document.
+A text file above 1 MiB is divided at line ends into several sequences of one document; memory holds
+one of them.
 """
 
 import argparse
@@ -25,7 +25,6 @@ import sysconfig
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 import torch
@@ -160,29 +159,8 @@ def read_documents(path: Path, json_key: str) -> Iterator[Iterator[bytes]]:
                 if line.strip():
                     yield iter([json_text(line, json_key, f'{path}:{number}')])
         else:
-            yield read_pieces(file)
-
-
-def read_pieces(file: IO[bytes]) -> Iterator[bytes]:
-    """Pieces of about PIECE_BYTES, cut at line ends, or between characters in an endless line."""
-    while piece := file.read(PIECE_BYTES):
-        piece += file.readline(PIECE_BYTES)
-        if not piece.endswith(b'\n'):
-            missing = utf8_bytes_missing(piece)
-            piece += file.read(missing) if missing else b''
-        yield piece
-
-
-def utf8_bytes_missing(piece: bytes) -> int:
-    """Number of missing bytes of the last character in cut UTF-8 text (0 to 3)."""
-    for back in range(1, min(4, len(piece)) + 1):
-        lead = piece[-back]
-        if lead >= 0xC0:
-            length = 2 + (lead >= 0xE0) + (lead >= 0xF0)
-            return max(0, length - back)
-        if lead < 0x80:
-            break
-    return 0
+            # Whole lines, so that no piece cuts a character.
+            yield (b''.join(lines) for lines in iter(lambda: file.readlines(PIECE_BYTES), []))
 
 
 def json_text(line: bytes, key: str, where: str) -> bytes:

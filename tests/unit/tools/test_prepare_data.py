@@ -14,7 +14,7 @@ import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from tools import prepare_data
-from tools.prepare_data import PIECE_BYTES, main, read_pieces
+from tools.prepare_data import PIECE_BYTES, main
 
 EOD = prepare_data.ByteTokenizer.eod
 EVERY_BYTE = bytes(range(1, 256)) * 3  # that a text may have
@@ -60,18 +60,6 @@ def test_eod_ends_every_document_once(tmp_path: Path, out: Path) -> None:
     assert main(['--input', *inputs, '--output-prefix', str(out), '--append-eod']) == 0
     assert documents(out) == [[*long, EOD], [*b'short', EOD]]
     assert len(IndexedDataset(str(out))) > 2  # the long one was cut into sequences
-
-
-@pytest.mark.parametrize('shift', range(3))
-def test_pieces_of_an_endless_line_keep_characters_whole(tmp_path: Path, shift: int) -> None:
-    text = b'x' * shift + '€'.encode() * PIECE_BYTES
-    (tmp_path / 'line').write_bytes(text)
-    with open(tmp_path / 'line', 'rb') as file:
-        pieces = list(read_pieces(file))
-    assert b''.join(pieces) == text
-    assert len(pieces) > 1
-    for piece in pieces:
-        piece.decode('utf-8')
 
 
 def test_folder_is_read_in_order_without_binary_files(tmp_path: Path, out: Path) -> None:
