@@ -10,14 +10,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from moevement_ext.events import FailureDetected, ProtectionReduced, WorkerStarted
-from tests.unit.tools.runs import localized_run, relaid_run, restarted_run, write
+from moevement_ext.events import FailureDetected, WorkerStarted
+from tests.unit.tools.runs import localized_run, restarted_run, write
 from tests.unit.tools.samples import event
 from tools.lab.history import Episode, History
 from tools.plan import __main__ as plan
 from tools.report.__main__ import main
 from tools.report.lanes import of_run, timeline
-from tools.report.page import _headline, render
+from tools.report.page import _headline
 from tools.report.protection import pace_chart
 
 
@@ -58,27 +58,6 @@ def report(tmp_path: Path, *flags: str) -> Page:
     return Page(target.read_text('utf-8'))
 
 
-def test_page_shows_a_lost_stage(tmp_path: Path) -> None:
-    write(tmp_path / 'events', localized_run())
-    page = report(tmp_path, '--title', 'a <run>')
-    assert page.text.startswith('a <run> a <run> 1970')
-    assert '1970-01-01 00:00:00 to 1970-01-01 00:00:26 UTC, 26.0 s; 4 ranks' in page.text
-    verdict = 'Finished, iteration 18 of 18. 1 failure, recovered. All 6 operators'
-    assert verdict in page.text
-    assert 'effective training time 62.3% of 26.0 s' in page.text
-    assert 'failures and recoveries: 4.5 s' in page.text
-    assert '1 1970-01-01 00:00:10 localized 2 1 4 6 0 4.5 s' in page.text
-    assert '1: rank 2 (pid 12) was killed by SIGKILL' in page.text
-    assert 'Phases, on rank 2, which replayed 4 iterations process start: 1.1 s' in page.text
-    assert 'respawn: 2.0 s' in page.text
-    assert 'model 2 layers layout ranks 4, pipeline 2 hosts node0, node1, node2, node3' in page.text
-    assert 'versions torch 2.15 command pretrain_gpt.py --num-layers 2' in page.text
-    assert 'iterations 18 of 18' in page.text and 'loss 4.5000' in page.text
-    assert 'slot 0 300 bytes slot 1 240 bytes whole state 492 bytes' in page.text
-    assert 'node2 1 1.95 KiB 48 bytes 2 KiB' in page.text
-    assert 'Protection was never reduced.' in page.text
-
-
 def test_the_page_needs_nothing_but_itself(tmp_path: Path) -> None:
     write(tmp_path / 'events', localized_run())
     page = report(tmp_path)
@@ -91,26 +70,6 @@ def test_the_page_needs_nothing_but_itself(tmp_path: Path) -> None:
     styles = html[: html.index('</style>')]
     used = {name for _, found in page.tags for name in (found.get('class') or '').split()}
     assert not [name for name in used - {'folds'} if f'.{name}' not in styles]
-
-
-def test_problems_are_reported(tmp_path: Path) -> None:
-    trying = [
-        event(ProtectionReduced, 0, 9.0 + n, reason=f'<peer> is lost; next attempt in {n} s')
-        for n in range(3)
-    ]
-    events = sorted([*restarted_run(), *trying], key=lambda one: one.time)
-    page = Page(render(History(events), 'run', None))
-    assert '1 recovered operators DIFFER' in page.text
-    assert 'rank 3: layer1.router differs from what was captured' in page.text
-    assert 'Protection was reduced: <peer> is lost (3 times)' in page.text
-    assert '1: all workers were started again' in page.text
-
-
-def test_page_shows_a_run_that_has_just_begun() -> None:
-    events = [one for one in localized_run() if one.time < 2]
-    page = Page(render(History(events), 'run', None))
-    assert 'Not finished, iteration 0 of 18. Nothing failed.' in page.text
-    assert 'effective training time not recorded' in page.text
 
 
 def test_no_line_is_drawn_through_an_outage() -> None:
@@ -196,9 +155,3 @@ def test_message_of_gloo_is_no_headline() -> None:
     seen = FailureDetected(reason='rank 2 (pid 7) was killed by SIGKILL', rank=0)
     found = _headline(Episode(0.0, 1.0, [*events, seen]), history)  # type: ignore[arg-type]
     assert found == 'rank 2 (pid 7) was killed by SIGKILL'
-
-
-def test_layout_that_continues_windows_names_the_earlier_layout() -> None:
-    page = Page(render(History(relaid_run()), 'run', None))
-    was = '4 ranks (PP 2, DP 2) up to iteration 7'
-    assert f'layout ranks 2, pipeline 1; before that {was} hosts' in page.text
