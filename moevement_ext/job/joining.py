@@ -48,7 +48,7 @@ from moevement_ext.store.outside import meet_there
 from moevement_ext.system.forks import isolate_children
 from moevement_ext.system.leaving import last_acts, leave_in_any_case
 from moevement_ext.system.name_lookups import ask_again_soon
-from moevement_ext.system.orphans import end_orphans
+from moevement_ext.system.orphans import end_orphans, find_orphans
 from moevement_ext.system.watchdog import under_torchrun, watch_set_up
 
 logger = logging.getLogger(__name__)
@@ -142,7 +142,7 @@ def _meet(
     of_all_layouts = run_id if config.elastic == OFF else base_of(run_id)
     ask_again_soon()
     isolate_children()
-    end_orphans(directory / of_all_layouts)
+    orphans = find_orphans(directory / of_all_layouts)
     watch_set_up(max(timeout.total_seconds(), config.hang_timeout))
     warn_unless_in_memory(directory)
     meet_there(config, of_all_layouts, timeout)
@@ -152,11 +152,13 @@ def _meet(
         not_localized = 'no launcher, such as torchrun, keeps a store'
     if config.recovery != WHOLE_JOB and not_localized is not None and identity.rank == 0:
         logger.warning('sparse checkpointing: recovery restarts the whole job: %s', not_localized)
+    if launcher is not None:
+        place = Rendezvous(launcher, identity.rank, world_size)
+        launched_alike.refuse_stranger(place, identity, config.strict)
+    end_orphans(orphans)
     if launcher is None:
         return None, None
     tell_memory(launcher, directory / run_id)
-    place = Rendezvous(launcher, identity.rank, world_size)
-    launched_alike.refuse_stranger(place, identity, config.strict)
     if config.recovery != WHOLE_JOB and not_localized is None:
         tell_joining(launcher, identity.rank)
         tell_survivors(launcher)

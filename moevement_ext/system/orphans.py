@@ -29,26 +29,29 @@ _SAME_RANK = ('RANK', 'MOEVEMENT_NODE')
 _SAME_LAUNCHER = ('MASTER_ADDR', 'MASTER_PORT', 'TORCHELASTIC_RUN_ID')
 
 
-def end_orphans(run: Path) -> list[int]:
-    """End orphans of earlier processes of the same rank of the same job; returns their ids.
+def find_orphans(run: Path) -> list[psutil.Process]:
+    """Find orphans of earlier processes of the same rank of the same job.
 
-    A living predecessor and its children stay, as its launcher is responsible for them. The
-    parents of this process stay, too. Called once, before this process has children. `run` is
-    the host memory directory of the job, the same after a relaunch, in any layout.
+    A predecessor that lives under the same launcher, its children, and the parents of this process
+    are none. Called once, before this process has children or another store. `run` is the host
+    memory directory of the job, the same after a relaunch, in any layout.
     """
     os.environ[_RUN] = str(run)
     if 'RANK' not in os.environ:
         return []
     family = {process.pid: process for process in _processes_at_this_place()}
     own = _OwnAttempt.of(family)
-    orphans = [process for process in family.values() if _is_orphan(process, family, own)]
+    return [process for process in family.values() if _is_orphan(process, family, own)]
+
+
+def end_orphans(orphans: Iterable[psutil.Process]) -> None:
+    """End these processes. For a stranger to the job, its living workers would be among them."""
     for orphan in orphans:
         try:
             orphan.kill()
         except psutil.Error:  # the process ended by itself
             continue
         logger.warning('ended process %d, left by a dead worker of this rank', orphan.pid)
-    return [orphan.pid for orphan in orphans]
 
 
 def _processes_at_this_place() -> Iterator[psutil.Process]:

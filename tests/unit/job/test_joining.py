@@ -5,10 +5,13 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from torch.distributed import HashStore
 
 from moevement_ext.config import OFF, RESTART, SparseCheckpointConfig
+from moevement_ext.errors import UserError
 from moevement_ext.job import joining
 from moevement_ext.memory.window.name import RankIdentity
+from moevement_ext.recover import launched_alike
 
 
 class Enough(Exception):
@@ -19,21 +22,32 @@ class Enough(Exception):
 def test_orphans_of_another_layout_are_ended(
     elastic: str, run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Dense checkpoint writers use several hundred MB each."""
-    asked: list[Path] = []
+    """Dense checkpoint writers use several hundred MB each. A stranger ends no process."""
+    ended: list[Path] = []
 
-    def watch_set_up(silent_s: float) -> None:
+    def tell_memory(store: HashStore, directory: Path) -> None:
         raise Enough
 
-    monkeypatch.setattr(joining, 'end_orphans', asked.append)
-    monkeypatch.setattr(joining, 'isolate_children', lambda: None)
-    monkeypatch.setattr(joining, 'watch_set_up', watch_set_up)
-    config = SparseCheckpointConfig(dir='/dev/shm', elastic=elastic)
-    with pytest.raises(Enough):
-        joining._meet(
-            RankIdentity('a', 'b', 0), 1, 'run.0123abcd', config, timedelta(seconds=1), None
-        )
-    assert asked == [Path('/dev/shm') / run]
+    def refuse_stranger(*given: object) -> None:
+        raise UserError('a stranger')
+
+    def meet(ending: type[BaseException]) -> None:
+        config = SparseCheckpointConfig(dir='/dev/shm', elastic=elastic)
+        one = RankIdentity('a', 'b', 0)
+        with pytest.raises(ending):
+            joining._meet(one, 1, 'run.0123abcd', config, timedelta(seconds=1), None)
+
+    for name in ('isolate_children', 'watch_set_up', '_let_agent_serve'):
+        monkeypatch.setattr(joining, name, lambda *given: None)
+    monkeypatch.setattr(joining, 'find_orphans', lambda run: [run])
+    monkeypatch.setattr(joining, 'end_orphans', ended.extend)
+    monkeypatch.setattr(joining, 'launcher_store', lambda timeout: HashStore())
+    monkeypatch.setattr(joining, 'tell_memory', tell_memory)
+    meet(Enough)
+    assert ended == [Path('/dev/shm') / run]
+    monkeypatch.setattr(launched_alike, 'refuse_stranger', refuse_stranger)
+    meet(UserError)
+    assert ended == [Path('/dev/shm') / run]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ _WORKER = """
 import multiprocessing, os, sys, time
 
 if __name__ == '__main__':
-    os.environ['MOEVEMENT_RUN'] = '/dev/shm/runs/a'  # as end_orphans() has set it
+    os.environ['MOEVEMENT_RUN'] = '/dev/shm/runs/a'  # as find_orphans() has set it
     context = multiprocessing.get_context('spawn')
     child = context.Process(target=time.sleep, args=(600,))
     child.start()
@@ -28,8 +28,10 @@ if __name__ == '__main__':
 """
 _SUCCESSOR = """
 from pathlib import Path
-from moevement_ext.system.orphans import end_orphans
-print(*end_orphans(Path('/dev/shm/runs/a')))
+from moevement_ext.system.orphans import end_orphans, find_orphans
+orphans = find_orphans(Path('/dev/shm/runs/a'))
+end_orphans(orphans)
+print(*(orphan.pid for orphan in orphans))
 """
 
 
