@@ -35,8 +35,8 @@ def leave_in_any_case() -> None:
     process = os.getpid()
 
     def frame_ends(code: object, offset: int, given: object) -> None:
-        main = threading.current_thread() is threading.main_thread()
-        if not main or sys._getframe(1).f_back is not None or os.getpid() != process:
+        # Not any frame without a caller: those of greenlets end earlier.
+        if sys._getframe(1) is not outermost or os.getpid() != process:
             return
         if not isinstance(given, KeyboardInterrupt):  # Python ends by SIGINT then
             leave(_status_of(given) if isinstance(given, BaseException) else 0)

@@ -98,6 +98,32 @@ def test_waiting_threads_do_not_abort_the_process(
     assert ('it failed' in done.stderr) == bool(lines)
 
 
+LIKE_A_GREENLET = """
+import _thread, sys, threading
+from moevement_ext.system.leaving import leave_in_any_case
+
+def outermost():
+    threading._main_thread = threading.current_thread()
+    raise ValueError('handled by the caller in C')
+
+failed, main = threading.Event(), threading.main_thread()
+sys.unraisablehook = lambda unraisable: failed.set()
+leave_in_any_case()
+_thread.start_new_thread(outermost, ())
+failed.wait()
+threading._main_thread = main
+sys.exit(5)
+"""
+
+
+def test_only_the_outermost_frame_of_the_program_ends_it() -> None:
+    """A greenlet runs in the main thread, too, and its first frame has no caller."""
+    environment = {**os.environ, 'PYTHONPATH': str(ROOT)}
+    command = [sys.executable, '-c', LIKE_A_GREENLET]
+    done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, timeout=100.0)
+    assert done.returncode == 5 and b'handled' not in done.stderr
+
+
 _ENDS = """
 import threading
 from moevement_ext.system.leaving import end_at_once
