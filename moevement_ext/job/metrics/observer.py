@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Converts events and statistics of this rank into metrics."""
 
+import atexit
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -63,7 +64,9 @@ class Observer:
         self._figures: Callable[[], Figures] | None = None
         # By default a random id of the process, which begins new series in Prometheus.
         instance = {'service.instance.id': f'{labels["run"]}/{labels["rank"]}'}
-        self._provider = MeterProvider(readers, Resource.create(instance))
+        # The library's own function at exit would close it before the job has finished.
+        self._provider = MeterProvider(readers, Resource.create(instance), shutdown_on_exit=False)
+        atexit.register(self._provider.force_flush)  # a failing process does not close it
         meter = self._provider.get_meter('moevement')
         self._record: dict[Instrument, Callable[..., None]] = {}
         for one in INSTRUMENTS:

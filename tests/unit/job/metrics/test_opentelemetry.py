@@ -88,6 +88,33 @@ def test_collector_receives_the_values_of_a_rank_and_not_of_its_forks(
     assert found['moevement_verified_operators'] == 6
 
 
+FINISHED = """
+from moevement_ext.events import Finished
+from moevement_ext.job.metrics import readers
+from moevement_ext.job.metrics.observer import Observer
+from moevement_ext.protect.statistics import Figures
+from moevement_ext.system import leaving
+
+def finish(code):
+    observer.event(Finished(removed=True))
+    observer.close()
+
+observer = Observer({'run': 'run', 'node': 'node0', 'rank': 3}, [readers.otlp()])
+observer.watch(Figures, 9)
+leaving.leave_in_any_case()
+leaving.last_acts.append(finish)
+"""
+
+
+def test_collector_hears_of_the_end(endpoint: tuple[str, list[bytes]]) -> None:
+    """A job finishes after Python's functions at exit, of which the library has one."""
+    environment = {**os.environ, 'OTEL_EXPORTER_OTLP_ENDPOINT': endpoint[0]}
+    subprocess.run([sys.executable, '-c', FINISHED], env=environment, check=True)
+    [sent] = ExportMetricsServiceRequest.FromString(endpoint[1][-1]).resource_metrics
+    [finished] = [one for one in sent.scope_metrics[0].metrics if one.name.endswith('finished')]
+    assert finished.gauge.data_points[0].as_int == 1
+
+
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """The caller's environment without OpenTelemetry variables."""
