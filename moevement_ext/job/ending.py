@@ -7,8 +7,9 @@ from contextlib import suppress
 from datetime import timedelta
 
 import torch
-from torch.distributed import DistError
+from torch.distributed import DistError, DistNetworkError, DistStoreError
 
+from moevement_ext.errors import SparseCheckpointError
 from moevement_ext.job.exporting import reads_memory
 from moevement_ext.job.joining import own_store
 from moevement_ext.launch.statements import tell_finished, tell_trained
@@ -27,7 +28,10 @@ from moevement_ext.recover.whole_job import start_the_whole_job_again
 logger = logging.getLogger(__name__)
 
 _STORE_TIMEOUT = timedelta(seconds=10)
-_STAY = 'sparse checkpointing: windows stay, as the store is lost: %s'
+_STAY = 'sparse checkpointing: windows stay: %s'
+# Another process may save a model before it ends. One that ended unseen (by `os._exit`, or
+# without a launcher) never comes.
+_LONGEST_END = timedelta(minutes=30)
 
 
 class LastBarrier:
@@ -39,11 +43,14 @@ class LastBarrier:
         self._round = RendezvousResult(present_round(self.store), self.store, [], self.store)
 
     def wait(self) -> None:
-        """Raises `RoundEnded` if a process was started again, `DistError` without its store."""
-        self._place.barrier(self._round, 'ended', None)
+        """Raises `RoundEnded` if a process was started again, `DistError` without its store.
+
+        Raises `SparseCheckpointError` if some processes do not end.
+        """
+        self._place.barrier(self._round, 'ended', _LONGEST_END)
         self._place.sign(self._round, 'left')
         if self._place.rank == 0:  # it may serve the store
-            self._place.barrier(self._round, 'left', None)
+            self._place.barrier(self._round, 'left', _LONGEST_END)
 
 
 def trained_together(rank: Rank, membership: Membership | None) -> LastBarrier | None:
@@ -57,8 +64,8 @@ def trained_together(rank: Rank, membership: Membership | None) -> LastBarrier |
         tell_trained(barrier.store)  # from now on the launcher restarts all workers
         if membership is not None:
             membership.barrier('trained')
-    except DistError as error:  # no iteration need be computed again
-        logger.warning(_STAY, error)
+    except (DistNetworkError, DistStoreError) as error:  # no iteration need be computed again
+        logger.warning(_STAY, f'the store is lost: {error}')
         return None
     return barrier
 
@@ -79,7 +86,10 @@ def end(
     except RoundEnded:
         start_the_whole_job_again(rank, 'a worker died after training had ended')
     except DistError as error:
-        logger.warning(_STAY, error)
+        logger.warning(_STAY, f'the store is lost: {error}')
+        return
+    except SparseCheckpointError:
+        logger.warning(_STAY, f'other ranks have not ended for {_LONGEST_END}')
         return
     announce(rank.number, code, freed=remove and not reads_memory())
     close(remove)
