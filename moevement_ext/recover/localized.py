@@ -224,7 +224,8 @@ class LocalizedRecovery:
         """
         over = self._membership.committed >= self._trainer.last_iteration
         of_program = self._between_steps and (over or isinstance(error, ConnectionError))
-        return (lost_peer(error) and not of_program) or self.announced()
+        of_round = isinstance(error, RoundEnded) or (lost_peer(error) and not of_program)
+        return of_round or self.announced()
 
     def announced(self) -> bool:
         """Return True if another rank was lost, even if the announcement is still to follow."""

@@ -194,6 +194,20 @@ def test_error_after_each_step_is_the_program_s_own(
     assert len(faulty.raised) == (1 if last or isinstance(kind(), ConnectionError) else MOST)
 
 
+def test_end_of_a_round_after_the_last_step_is_no_error_of_the_program(
+    fault_free: Expected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank whose recovery ends there has found other bits, which all ranks must hear of."""
+    faulty = Faulty(
+        monkeypatch,
+        lambda _, iteration: iteration == ITERATIONS and not faulty.raised,
+        lambda: RoundEnded('other bits'),
+        'note',
+        ThreadedJob,
+    )
+    assert not run(fault_free).errors and len(faulty.raised) == 1
+
+
 def test_error_after_a_step_recovers_if_a_rank_is_gone(
     fault_free: Expected, monkeypatch: pytest.MonkeyPatch
 ) -> None:
