@@ -11,6 +11,7 @@ import msgspec
 
 from moevement_ext.membership import packing
 from moevement_ext.membership.arrivals import place_in
+from moevement_ext.membership.launch import own_launch
 from moevement_ext.membership.rendezvous import Rendezvous, present_round
 from moevement_ext.membership.report import Report
 from moevement_ext.store.peek import peek
@@ -36,7 +37,8 @@ def waiting_survivor(rendezvous: Rendezvous) -> Report | None:
             found = peek(store, place)
             if found is not None:
                 report = _REPORT.decode(packing.unpacked(found))
-                if report.survivor and report.details:
+                # A store outside may keep a report of a launch that is gone.
+                if report.survivor and report.details and report.launch == own_launch():
                     return report
     return None
 
