@@ -20,6 +20,8 @@ fork: it outlives the spare, but not the launcher. This file runs without the pa
 `sys.path` and the imported modules are those of the program.
 """
 
+import __future__
+
 import ast
 import ctypes
 import errno
@@ -162,9 +164,9 @@ def split(program: str) -> tuple[CodeType, CodeType] | None:
             f'{program}: {DECLARATION} needs "if {_GUARD}:" as the last statement, which a spare '
             'runs when it becomes a worker'
         )
-    both = (imported, ast.Module([guard], []))
-    before, after = (compile(part, path, 'exec', dont_inherit=True) for part in both)
-    return before, after
+    before = compile(imported, path, 'exec', dont_inherit=True)
+    future = before.co_flags & __future__.annotations.compiler_flag
+    return before, compile(ast.Module([guard], []), path, 'exec', future, dont_inherit=True)
 
 
 def import_program(program: str, flags: list[str]) -> Callable[[], None]:

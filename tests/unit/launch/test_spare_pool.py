@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -132,6 +133,21 @@ def test_worker_of_a_spare_is_as_a_new_process(job: Job, forks: bool) -> None:
     first, second = (job.attempt(0, restarts)['imported'] for restarts in range(2))
     assert first['main'][0] == '__main__' and first['unpickled']
     assert [second[key] for key in ('main', 'unpickled')] == [first['main'], True]
+
+
+def test_future_imports_of_a_program_hold_in_its_main_guard(tmp_path: Path) -> None:
+    program = tmp_path / 'program.py'
+    program.write_text(
+        'from __future__ import annotations\n'
+        f'{spare.DECLARATION}\n'
+        "if __name__ == '__main__':\n"
+        '    def act(x: Unknown): pass\n'
+    )
+    parts = spare.split(str(program))
+    names: dict[str, Any] = {'__name__': '__main__'}
+    for part in parts or ():
+        exec(part, names)
+    assert names['act'].__annotations__ == {'x': 'Unknown'}
 
 
 @pytest.mark.parametrize('by_the_spare', [True, False])
