@@ -2,7 +2,6 @@
 """Append-only file of lines that survive the death of the writing process."""
 
 import errno
-import logging
 import math
 import os
 import tempfile
@@ -12,7 +11,9 @@ from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 
-logger = logging.getLogger(__name__)
+from moevement_ext.logger import logger_of
+
+logger = logger_of(__name__)
 
 # Beginning of every line.
 _BEGINS = b'{"time":'

@@ -6,7 +6,6 @@ their own events (`launch/launcher_events.py`) to a separate file.
 """
 
 import json
-import logging
 import math
 import os
 import re
@@ -20,8 +19,9 @@ import msgspec
 
 from moevement_ext.errors import UserError
 from moevement_ext.event_file import EventFile, probe
+from moevement_ext.logger import logger_of
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
@@ -396,9 +396,7 @@ class EventLog:
                 unwritable = _unwritable(directory, error)
                 if required:
                     raise unwritable from error
-                logger.warning(
-                    'sparse checkpointing: rank %d goes on without: %s', rank, unwritable
-                )
+                logger.warning('rank %d goes on without: %s', rank, unwritable)
 
     def emit(self, event: Event) -> None:
         """Write one event with time (seconds since the epoch), rank, pid and iteration.
@@ -413,7 +411,7 @@ class EventLog:
 
     def reduced(self, reason: str) -> None:
         """Emit and log that protection is reduced. Any thread."""
-        logger.warning('sparse checkpointing: protection is reduced: %s', reason)
+        logger.warning('protection is reduced: %s', reason)
         self.emit(ProtectionReduced(reason=reason))
 
     def _write(self, file: EventFile, event: Event) -> None:
@@ -426,8 +424,8 @@ class EventLog:
             if not self._hangs:
                 self._hangs = True
                 logger.warning(
-                    'sparse checkpointing: the file system of --sparse-ckpt-events does not '
-                    'answer: events of rank %d are lost until it does',
+                    'the file system of --sparse-ckpt-events does not answer: events of rank %d '
+                    'are lost until it does',
                     self._rank,
                 )
             return

@@ -10,7 +10,6 @@ fault point costs one comparison.
 exists, like a loader with a hung file system.
 """
 
-import logging
 import os
 import re
 import signal
@@ -19,8 +18,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from moevement_ext.config import ConfigurationError
+from moevement_ext.logger import logger_of
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 class Phase(StrEnum):

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies slices to host memory on a separate thread (with CUDA, on a separate stream)."""
 
-import logging
 import queue
 import time
 from collections import deque
@@ -16,10 +15,11 @@ from moevement_ext import faults
 from moevement_ext.capture.layout import Piece
 from moevement_ext.cpu_cost import CpuCost
 from moevement_ext.faults import Phase
+from moevement_ext.logger import logger_of
 from moevement_ext.memory.batches import copy_all
 from moevement_ext.memory.device import bind_thread, side_stream, with_index
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 # One piece in copy and one queued: the link is neither idle nor busy for long ahead.
 _PIECES_AHEAD = 2

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The planned end of a process: it waits for those of all ranks, and tells its launcher."""
 
-import logging
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -13,6 +12,7 @@ from moevement_ext.errors import SparseCheckpointError
 from moevement_ext.job.exporting import reads_memory
 from moevement_ext.job.joining import own_store
 from moevement_ext.launch.statements import tell_finished, tell_trained
+from moevement_ext.logger import logger_of
 from moevement_ext.membership.membership import Membership
 from moevement_ext.membership.rank import Rank
 from moevement_ext.membership.rendezvous import (
@@ -25,10 +25,10 @@ from moevement_ext.membership.rendezvous import (
 from moevement_ext.recover.relayout import surplus
 from moevement_ext.recover.whole_job import start_the_whole_job_again
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 _STORE_TIMEOUT = timedelta(seconds=10)
-_STAY = 'sparse checkpointing: windows stay: %s'
+_STAY = 'windows stay: %s'
 # Another process may save a model before it ends. One that ended unseen (by `os._exit`, or
 # without a launcher) never comes.
 _LONGEST_END = timedelta(minutes=30)

@@ -5,7 +5,6 @@ Set-up finds the windows of a predecessor and prepares host memory; then one of 
 training loop: `UnprotectedMode`, `WholeJobMode` or `LocalizedMode`.
 """
 
-import logging
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -42,6 +41,7 @@ from moevement_ext.job.whole_job_mode import (
     WholeJobMode,
     tokens_lost,
 )
+from moevement_ext.logger import logger_of
 from moevement_ext.membership.guard import Guard
 from moevement_ext.membership.membership import Membership
 from moevement_ext.membership.rank import Rank
@@ -61,7 +61,7 @@ from moevement_ext.regroup import nccl_environment
 from moevement_ext.system import leaving, watchdog
 from moevement_ext.system.device_watch import DeviceWatch
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 _TIMEOUT = timedelta(minutes=10)
@@ -271,7 +271,7 @@ class Job:
             if required or config.strict or config.host_memory_gb is not None:
                 raise
             self.rank.events.emit(ProtectionReduced(reason=str(error)))
-            logger.warning('sparse checkpointing: TRAINING IS UNPROTECTED: %s', error)
+            logger.warning('TRAINING IS UNPROTECTED: %s', error)
             return
         self._layouts.keep_until_replaced(self.protection.memory, self._disk)
         if self.protection.memory.first_on_node():

@@ -2,7 +2,6 @@
 """Joins this process to the job, before `torch.distributed` is initialised."""
 
 import dataclasses
-import logging
 import os
 import platform
 import secrets
@@ -27,6 +26,7 @@ from moevement_ext.config import (
 from moevement_ext.errors import UserError
 from moevement_ext.events import EventLog
 from moevement_ext.launch.statements import tell_joining, tell_memory, tell_survivors
+from moevement_ext.logger import logger_of
 from moevement_ext.membership.exchange import Exchange
 from moevement_ext.membership.launch import own_process
 from moevement_ext.membership.membership import Membership
@@ -51,7 +51,7 @@ from moevement_ext.system.name_lookups import ask_again_soon
 from moevement_ext.system.orphans import end_orphans, find_orphans
 from moevement_ext.system.watchdog import under_torchrun, watch_set_up
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 # Arguments of `Job`: the rank, its membership, the store of this start of the job.
@@ -93,7 +93,7 @@ def join(
         if config.strict or config.elastic != OFF:
             raise ConfigurationError(closed)
         if identity.rank == 0:
-            logger.warning('sparse checkpointing: %s', closed)
+            logger.warning('%s', closed)
         config = dataclasses.replace(config, replicas=0, recovery=WHOLE_JOB)
     membership, store = _meet(identity, world_size, run_id, config, timeout, not_localized)
     joining = membership is not None and membership.joining
@@ -151,7 +151,7 @@ def _meet(
     if launcher is None:
         not_localized = 'no launcher, such as torchrun, keeps a store'
     if config.recovery != WHOLE_JOB and not_localized is not None and identity.rank == 0:
-        logger.warning('sparse checkpointing: recovery restarts the whole job: %s', not_localized)
+        logger.warning('recovery restarts the whole job: %s', not_localized)
     if launcher is not None:
         place = Rendezvous(launcher, identity.rank, world_size)
         launched_alike.refuse_stranger(place, identity, config.strict)
@@ -192,7 +192,7 @@ def _let_agent_serve(rank: int, world_size: int, config: SparseCheckpointConfig)
         return
     reason = shortage_of_agent(world_size)
     if reason is not None and rank == 0:
-        logger.warning('sparse checkpointing: %s', reason)
+        logger.warning('%s', reason)
 
 
 def _take_part(

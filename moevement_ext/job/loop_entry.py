@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls the training loop, and leaves it after an interrupted step even if the loop continues."""
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-logger = logging.getLogger(__name__)
+from moevement_ext.logger import logger_of
+
+logger = logger_of(__name__)
 
 
 class LoopGoesOn(BaseException):
@@ -35,16 +36,15 @@ class LoopEntry:
         except Exception as error:
             if again and not self._stepped:
                 logger.warning(
-                    'sparse checkpointing: the loop was entered again and raised %r before its '
-                    'first step; no rank is connected until that step returns, so use '
-                    'torch.distributed only after it',
+                    'the loop was entered again and raised %r before its first step; no rank is '
+                    'connected until that step returns, so use torch.distributed only after it',
                     error,
                 )
             raise
         finally:
             cut_off, self.cut_off = self.cut_off, None
         if cut_off is not None:
-            logger.warning('sparse checkpointing: leaving the loop after %r in a step', cut_off)
+            logger.warning('leaving the loop after %r in a step', cut_off)
             raise cut_off
         return result
 

@@ -7,7 +7,6 @@ reports to them how many ranks it needs. Under a `torchrun` that can get no more
 with the error.
 """
 
-import logging
 import os
 import re
 import signal
@@ -23,6 +22,7 @@ from torch.distributed import DistError
 from moevement_ext.errors import EXIT_WHOLE_JOB
 from moevement_ext.job.ending import announce
 from moevement_ext.launch.statements import tell_needed
+from moevement_ext.logger import logger_of
 from moevement_ext.membership.rank import Rank
 from moevement_ext.membership.rendezvous import launcher_store
 from moevement_ext.recover.relayout.found import NodesMissing
@@ -30,7 +30,7 @@ from moevement_ext.system.exit_signal import ASKING
 from moevement_ext.system.leaving import end_at_once
 from moevement_ext.system.watchdog import under_torchrun
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 _NODES = '--nnodes'
 _NODES_VARIABLE = 'PET_NNODES'
@@ -116,7 +116,7 @@ def _listen_to_signals() -> None:
 def _end(rank: Rank, missing: NodesMissing) -> None:
     """End the launcher, too, so that the program that started it can try again."""
     if rank.number == 0:
-        logger.error('sparse checkpointing: the job ends, to be started again: %s', missing)
+        logger.error('the job ends, to be started again: %s', missing)
         with suppress(DistError):  # the launcher may be gone
             store = launcher_store(_STORE_TIMEOUT)
             if store is not None:

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds, assembles and frees windows of other layouts. Training thread."""
 
-import logging
-
 from moevement_ext.config import OFF
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.job.exporting import is_export
 from moevement_ext.job.more_nodes import without_nodes
+from moevement_ext.logger import logger_of
 from moevement_ext.membership.rank import Rank
 from moevement_ext.memory.disk import DiskWindows
 from moevement_ext.memory.holder_lock import StoreInUseError
@@ -29,7 +28,7 @@ from moevement_ext.recover.relayout.stock import shelf_of, take_stock
 from moevement_ext.recover.trainer import Trainer
 from moevement_ext.replicate.host_memory import HostMemory
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 class OtherLayouts:

@@ -6,7 +6,6 @@ replaces the process and decides whether the device is usable; the launcher for 
 devices of its nodes.
 """
 
-import logging
 import os
 from collections.abc import Callable
 from functools import partial
@@ -15,11 +14,12 @@ from typing import Any
 import torch
 
 from moevement_ext.events import DeviceProblem, EventLog
+from moevement_ext.logger import logger_of
 from moevement_ext.system import affinity, nvml
 from moevement_ext.system.device_watch import DeviceWatch
 from moevement_ext.system.nvml import Finding
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 def take() -> None:
@@ -44,7 +44,7 @@ def bind() -> None:
     address = f'{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0'
     cpus = affinity.bind(address)
     if cpus is not None:
-        logger.info('sparse checkpointing: bound to the %d CPUs near GPU %s', len(cpus), address)
+        logger.info('bound to the %d CPUs near GPU %s', len(cpus), address)
 
 
 def watch(events: EventLog, lose: Callable[[str], None]) -> DeviceWatch | None:
@@ -69,5 +69,5 @@ def _own() -> nvml.Nvml | None:
 
 def _act(events: EventLog, lose: Callable[[str], None], finding: Finding) -> None:
     events.emit(DeviceProblem(device=finding.device, what=finding.what))
-    logger.warning('sparse checkpointing: GPU %s', finding)
+    logger.warning('GPU %s', finding)
     lose(finding.what)

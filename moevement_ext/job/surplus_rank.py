@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A process without a place in the layout, which only serves the windows of its node."""
 
-import logging
 import os
 from contextlib import suppress
 from datetime import timedelta
@@ -13,6 +12,7 @@ from torch.distributed import DistError, DistStoreError, Store
 from moevement_ext.config import SparseCheckpointConfig, node_name
 from moevement_ext.job.ending import announce
 from moevement_ext.launch.statements import tell_joining
+from moevement_ext.logger import logger_of
 from moevement_ext.membership.exchange import leave
 from moevement_ext.membership.rendezvous import launcher_store
 from moevement_ext.memory.node_store import NodeStore
@@ -26,7 +26,7 @@ from moevement_ext.replicate.replica_server import ReplicaServer
 from moevement_ext.replicate.secret import given_in, of_attempt
 from moevement_ext.store.outside import meet_there
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 _LOOKS_FOR_ITS_LAUNCHER = timedelta(seconds=2)
 _LOST = 1

@@ -7,7 +7,6 @@ started by the agent do not outlive the agent, and the agent does not outlive th
 """
 
 import contextlib
-import logging
 import os
 import queue
 import signal
@@ -22,6 +21,7 @@ from moevement_ext.launch.link import ADDRESS_VARIABLE, Address, Beats, Link
 from moevement_ext.launch.loop import FdLoop
 from moevement_ext.launch.machine import NODE, Machine
 from moevement_ext.launch.output import say_from_handler
+from moevement_ext.logger import logger_of
 from moevement_ext.replicate.connection import Connection
 from moevement_ext.replicate.greeting import introduce
 from moevement_ext.replicate.secret import variables_of
@@ -30,7 +30,7 @@ from moevement_ext.system.device_watch import DeviceWatch
 from moevement_ext.system.exit_signal import ASKING
 from moevement_ext.system.name_lookups import ask_again_soon
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 _CONNECT_S = 30.0
 _TURN_S = 1.0

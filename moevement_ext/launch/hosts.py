@@ -12,7 +12,6 @@ and after `SILENT_S` if the host falls silent. Slurm notices later, after `Slurm
 default 5 minutes), and then the step on the lost host returns status 0.
 """
 
-import logging
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -38,8 +37,6 @@ from moevement_ext.launch.remote import Children, RemoteChild
 from moevement_ext.launch.steps import StartStep
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.replicate.greeting import new_secret
-
-logger = logging.getLogger(__name__)
 
 _GATHER_S = 60.0
 _CLOSING_S = 10.0

@@ -4,7 +4,6 @@
 So an unauthenticated peer blocks neither the supervisor nor other agents.
 """
 
-import logging
 import os
 import queue
 import socket
@@ -12,10 +11,11 @@ import threading
 
 from moevement_ext.launch.link import Link
 from moevement_ext.launch.messages import FROM_AGENT, FromAgent, Here
+from moevement_ext.logger import logger_of
 from moevement_ext.replicate.connection import Connection, Strangers
 from moevement_ext.replicate.greeting import admit
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 _GREETING_S = 5.0
 # Pause after an error that may be temporary, such as too many open files.

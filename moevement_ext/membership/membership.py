@@ -21,7 +21,6 @@ trains, and *leaves* when the round ends. Which thread meets and leaves depends 
   hung.
 """
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -34,6 +33,7 @@ import msgspec
 from torch.distributed import DistError, PrefixStore, Store
 
 from moevement_ext.errors import EXIT_WHOLE_JOB, SparseCheckpointError
+from moevement_ext.logger import logger_of
 from moevement_ext.membership.beside import Beside, Met
 from moevement_ext.membership.rendezvous import (
     Ending,
@@ -56,7 +56,7 @@ from moevement_ext.membership.training_thread import TrainingThread
 from moevement_ext.membership.welcome import waiting_survivor
 from moevement_ext.system.leaving import end_at_once
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 _UPDATE_GRACE_SECONDS = 1.0
 _CLOSING = timedelta(seconds=20)
@@ -411,7 +411,7 @@ class Membership:
                 self._lost = error
                 return
         if not any(report.survivor for report in self.reports):
-            logger.warning('sparse checkpointing: no rank with state is left; this process exits')
+            logger.warning('no rank with state is left; this process exits')
             end_at_once(EXIT_WHOLE_JOB)
 
     def _meet_beside(self, beside: Beside) -> None:
@@ -445,7 +445,7 @@ class Membership:
         """Join in place of the training thread, over a separate connection."""
         if after is not None:
             self._watch.stop()
-            logger.warning('sparse checkpointing: joining again: %s', self._watch.reason)
+            logger.warning('joining again: %s', self._watch.reason)
         self._runner.reconnect()
         return self._runner.meet(report, after)
 

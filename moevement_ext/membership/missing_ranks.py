@@ -7,7 +7,6 @@ that has joined sends no heartbeats while it waits for the last rank, but answer
 joined.
 """
 
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from collections.abc import Callable
 import msgspec
 from torch.distributed import Store
 
+from moevement_ext.logger import logger_of
 from moevement_ext.membership.deadline import Absent
 from moevement_ext.membership.eviction import evict
 from moevement_ext.membership.heartbeats import hear
@@ -33,7 +33,7 @@ from moevement_ext.membership.round_watch import (
     heartbeat_period_s,
 )
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 _REPORT = msgspec.msgpack.Decoder(Report)

@@ -13,7 +13,6 @@ Three steps end a round, in this order: give the reason, close the barriers, rai
 rank that reads the new number can rely on closed barriers.
 """
 
-import logging
 import math
 import os
 import re
@@ -26,6 +25,7 @@ from typing import NamedTuple
 from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
 from moevement_ext.errors import SparseCheckpointError
+from moevement_ext.logger import logger_of
 from moevement_ext.membership import arrivals, gathered_reports, packing
 from moevement_ext.membership.arrivals import RankArrival, place_in
 from moevement_ext.membership.barriers import (
@@ -38,7 +38,7 @@ from moevement_ext.membership.deadline import Absent, Deadline
 from moevement_ext.membership.heartbeats import hear
 from moevement_ext.store.peek import peek
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 BARRIERS = ('ready', 'replayed', 'trained', 'ended', 'left', 'over')
 """All names of barriers; each is used once in a round."""

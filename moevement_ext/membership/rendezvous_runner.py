@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Joins rounds; reconnects to the store if the connection is lost."""
 
-import logging
 from collections.abc import Callable
 from contextlib import closing
 from datetime import timedelta
 
 from torch.distributed import DistError, Store
 
+from moevement_ext.logger import logger_of
 from moevement_ext.membership.missing_ranks import MissingRanks
 from moevement_ext.membership.rendezvous import Rendezvous, RendezvousResult, end_round
 from moevement_ext.membership.report import Report, decode_all, encode
 from moevement_ext.membership.store_loss import StoreLoss
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 class RendezvousRunner:
@@ -37,7 +37,7 @@ class RendezvousRunner:
                 with closing(self._missing_ranks()):
                     return self._rendezvous.meet(lambda: encode(report()), self._timeout, after)
             except DistError as error:
-                logger.warning('sparse checkpointing: the ranks start a new rendezvous: %s', error)
+                logger.warning('the ranks start a new rendezvous: %s', error)
             self.reconnect()
             joined = self._rendezvous.newest_joined
             after = after if joined is None else joined

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ends a process that can never train again, so that its launcher replaces it."""
 
-import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -10,11 +9,12 @@ from typing import NoReturn
 from torch.distributed import DistError, Store
 
 from moevement_ext.errors import EXIT_STUCK
+from moevement_ext.logger import logger_of
 from moevement_ext.membership.rendezvous import end_round
 from moevement_ext.membership.training_thread import TrainingThread
 from moevement_ext.system.leaving import end_at_once
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 def replace_this_process(
@@ -53,4 +53,4 @@ def ends_within(limit_s: float, rank: int, thread: TrainingThread | None) -> Ite
 
 def _say(rank: int, what: str, thread: TrainingThread | None) -> None:
     stack = '' if thread is None else f':\n{thread.stack()}'
-    logger.error('sparse checkpointing: rank %d replaces itself: %s%s', rank, what, stack)
+    logger.error('rank %d replaces itself: %s%s', rank, what, stack)

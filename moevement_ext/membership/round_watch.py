@@ -7,7 +7,6 @@ since a stopped process breaks no connection; and a process whose training threa
 round itself.
 """
 
-import logging
 import threading
 import time
 from collections import deque
@@ -17,6 +16,7 @@ from datetime import timedelta
 from torch.distributed import DistError, Store
 
 from moevement_ext.errors import EXIT_STUCK
+from moevement_ext.logger import logger_of
 from moevement_ext.membership.eviction import evict
 from moevement_ext.membership.heartbeats import Heartbeats, turn_of
 from moevement_ext.membership.rendezvous import (
@@ -28,7 +28,7 @@ from moevement_ext.membership.rendezvous import (
 )
 from moevement_ext.system.leaving import end_at_once
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 HEARTBEAT_SECONDS = 0.5
 """Seconds between two checks of the training thread; shortest time between two heartbeats."""
@@ -140,7 +140,7 @@ class RoundWatch:
         try:
             self._on_broken(reason)
         except Exception:  # the waits would last forever, with heartbeats
-            logger.exception('sparse checkpointing: rank %d cannot end its waits', self._rank)
+            logger.exception('rank %d cannot end its waits', self._rank)
             end_at_once(EXIT_STUCK)
 
     def wait_until_woken(self) -> None:

@@ -7,7 +7,6 @@ silent, or when another store answers in its place: that one belongs to the next
 A store that was stopped with its launcher, and answers again, no longer counts as lost.
 """
 
-import logging
 import secrets
 import threading
 import time
@@ -18,10 +17,11 @@ from datetime import timedelta
 from torch.distributed import DistError, DistStoreError, Store
 
 from moevement_ext.errors import SparseCheckpointError
+from moevement_ext.logger import logger_of
 from moevement_ext.store.answers import AnswerWatch, in_time
 from moevement_ext.store.peek import peek
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 _ATTEMPT = 'attempt'
 _TO_CONNECT_S = 15.0
@@ -134,7 +134,7 @@ class StoreLoss:
             was_lost = self.lost.is_set()
             self.lost.clear()
         if was_lost and not self._closed.is_set():
-            logger.warning('sparse checkpointing: the store of the job is reachable again')
+            logger.warning('the store of the job is reachable again')
 
     def _conclude(self, why: str) -> None:
         with self._lock:
@@ -147,7 +147,7 @@ class StoreLoss:
                     ).start()
                     self._told = True
         if not known:
-            logger.warning('sparse checkpointing: the store of the job is lost: %s', why)
+            logger.warning('the store of the job is lost: %s', why)
 
 
 def _attempt_of(store: Store) -> str:

@@ -13,7 +13,6 @@ name once the medium has it and every checksum matches the bytes that the medium
 """
 
 import errno
-import logging
 import os
 import shutil
 from collections.abc import Callable, Collection, Iterator
@@ -22,6 +21,7 @@ from pathlib import Path
 
 from moevement_ext.errors import UserError
 from moevement_ext.event_file import probe
+from moevement_ext.logger import logger_of
 from moevement_ext.memory import private
 from moevement_ext.memory.budget import free_bytes, gib
 from moevement_ext.memory.holder_lock import HolderLock, StoreInUseError, taken
@@ -35,7 +35,7 @@ from moevement_ext.memory.window.reader import CHUNK_BYTES, Advance, WindowReade
 from moevement_ext.memory.window.refused import RefusedWindow, UnreadableWindow, unopened
 from moevement_ext.memory.window.slot import SlotHeader
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 KEPT = 2
 """Complete windows kept on disk; one more while it is written."""

@@ -8,7 +8,6 @@ so that the set-up finds them and completes a partial set. The set-up also takes
 new and of existing files, since the page tables of 1 GB take 0.2 s.
 """
 
-import logging
 import queue
 import re
 import threading
@@ -17,6 +16,7 @@ from collections.abc import Sequence
 import msgspec
 
 from moevement_ext.errors import HostMemoryError
+from moevement_ext.logger import logger_of
 from moevement_ext.memory import private
 from moevement_ext.memory.budget import free_bytes
 from moevement_ext.memory.cgroup import memory_left
@@ -26,7 +26,7 @@ from moevement_ext.memory.node_store import STUB, NodeStore
 from moevement_ext.memory.reserved_pages import ReservedPages
 from moevement_ext.memory.window.file_names import free_name
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 _LOG = 'upstream-log'
 _WINDOWS = '*.window'

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks that the window directory (`--sparse-ckpt-dir`) is in memory."""
 
-import logging
 import os
 from pathlib import Path
 
 import psutil
 
-logger = logging.getLogger(__name__)
+from moevement_ext.logger import logger_of
+
+logger = logger_of(__name__)
 
 _IN_MEMORY = ('tmpfs', 'ramfs')
 

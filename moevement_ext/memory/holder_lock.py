@@ -6,7 +6,6 @@ seconds for memory that a GPU has used. So a restarted job takes the lock by `ta
 """
 
 import fcntl
-import logging
 import os
 import re
 import socket
@@ -16,10 +15,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from moevement_ext.errors import UserError
+from moevement_ext.logger import logger_of
 from moevement_ext.memory import private
 from moevement_ext.memory.file_system import is_in_memory
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 LOCK_SECONDS = 10.0
 """Longest wait for an earlier process of the job, which may be about to end."""

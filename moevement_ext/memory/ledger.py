@@ -9,7 +9,6 @@ only that entry. The preamble has a digest of run, layout and rank: a file that 
 under the same name may come from other optimizers, and so from other bits.
 """
 
-import logging
 import mmap
 import os
 import struct
@@ -20,11 +19,12 @@ import msgspec
 import xxhash
 
 from moevement_ext.errors import HostMemoryError
+from moevement_ext.logger import logger_of
 from moevement_ext.memory import private
 from moevement_ext.memory.mapped import map_anew, map_existing
 from moevement_ext.memory.window.name import RankIdentity
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 RECORD_BYTES = 256
 MAX_SCALARS = 16

@@ -14,7 +14,6 @@ cannot reserve pages in this way.
 import ctypes
 import errno
 import functools
-import logging
 import mmap
 import os
 from collections.abc import Iterator
@@ -25,10 +24,11 @@ import numpy as np
 import numpy.typing as npt
 
 from moevement_ext.errors import HostMemoryError
+from moevement_ext.logger import logger_of
 from moevement_ext.memory import private
 from moevement_ext.memory.budget import NO_SPACE_REMEDY, free_bytes
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 Bytes = npt.NDArray[np.uint8]
 """A part of a mapped file, shape [bytes]."""

@@ -6,7 +6,6 @@ A holder is a rank of this node; it keeps its own windows and replicas for other
 stubs, in `stub-<owner>/` (see `window.twin`).
 """
 
-import logging
 import os
 import re
 import shutil
@@ -16,6 +15,7 @@ from pathlib import Path
 
 from moevement_ext.config import ConfigurationError
 from moevement_ext.errors import HostMemoryError
+from moevement_ext.logger import logger_of
 from moevement_ext.memory import private
 from moevement_ext.memory.holder_lock import HolderLock, StoreInUseError, is_held, taken
 from moevement_ext.memory.window.file_names import COMMITTED, committed_in
@@ -23,7 +23,7 @@ from moevement_ext.memory.window.listing import names_in
 from moevement_ext.memory.window.name import StoredWindow
 from moevement_ext.memory.window.refused import UnreadableWindow
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 _PATH_PART = re.compile(r'[A-Za-z0-9][A-Za-z0-9._-]{0,200}')
 # Prefix of the directory with the stubs of an owner.

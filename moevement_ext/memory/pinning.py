@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pins mapped files, so that CUDA copies to them asynchronously."""
 
-import logging
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -13,11 +12,12 @@ import numpy.typing as npt
 import torch
 
 from moevement_ext.errors import HostMemoryError
+from moevement_ext.logger import logger_of
 from moevement_ext.memory.budget import gib
 from moevement_ext.memory.device import bind_thread
 from moevement_ext.memory.mapped import in_pages
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 class _MappedFile(Protocol):
@@ -94,7 +94,7 @@ def _pin_or_warn(file: _MappedFile, nbytes: int | None) -> None:
     try:
         pin(file, nbytes)
     except HostMemoryError as error:
-        logger.warning('sparse checkpointing: copies to it are slower: %s', error)
+        logger.warning('copies to it are slower: %s', error)
 
 
 def _clear_error() -> None:

@@ -7,7 +7,6 @@ left, it reserves its own pages.
 """
 
 import contextlib
-import logging
 import os
 import shutil
 import threading
@@ -15,13 +14,14 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from moevement_ext.errors import HostMemoryError
+from moevement_ext.logger import logger_of
 from moevement_ext.memory import private
 from moevement_ext.memory.budget import gib
 from moevement_ext.memory.cgroup import memory_left
 from moevement_ext.memory.mapped import map_anew
 from moevement_ext.memory.node_store import NodeStore
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 class ReservedPages:

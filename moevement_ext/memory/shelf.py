@@ -5,7 +5,6 @@ With `--sparse-ckpt-elastic` a run has one directory per layout, `<run id>.<dige
 overwrites no window of an earlier layout before all of its ranks have their own window.
 """
 
-import logging
 import re
 import shutil
 import threading
@@ -17,6 +16,7 @@ import msgspec
 import xxhash
 
 from moevement_ext.config import LAYOUT_SUFFIX
+from moevement_ext.logger import logger_of
 from moevement_ext.memory.holder_lock import wait_until_free
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.expected import Expected, damaged
@@ -34,7 +34,7 @@ from moevement_ext.memory.window.refused import (
 from moevement_ext.memory.window.slot import Record, SlotHeader
 from moevement_ext.memory.window.twin import TwinWindow, twin_windows
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 _RANK = re.compile(r'rank(\d+)')
 

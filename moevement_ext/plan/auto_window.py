@@ -7,14 +7,14 @@ variations, or a hiccup in one window, change nothing, and a change of W is neve
 rates change.
 """
 
-import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
+from moevement_ext.logger import logger_of
 from moevement_ext.plan.replanning import PlanParameters, WindowLoad
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 FIRST_WINDOW = 2
 """W before rates are measured."""

@@ -18,7 +18,6 @@ so all ranks see a window as either published or given up. A count whose change 
 be too low for ever; its window is given up.
 """
 
-import logging
 import threading
 import time
 from collections import deque
@@ -28,12 +27,13 @@ from functools import partial
 import msgspec
 from torch.distributed import Store
 
+from moevement_ext.logger import logger_of
 from moevement_ext.memory.window.agreed import MAX_GIVEN_UP, NOTHING_AGREED, Agreed
 from moevement_ext.memory.window.name import WindowName
 from moevement_ext.protect.store_connection import StoreConnection
 from moevement_ext.store.peek import peek
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 _NEWEST = 'persisted'
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 1.0
@@ -143,8 +143,7 @@ class PersistenceTracker:
         self._enqueue(carry_out, waits=True)
         if not done.wait(_WITHDRAW_SECONDS):
             logger.warning(
-                'sparse checkpointing: %s could not be withdrawn in %g s; they may count as '
-                'persisted too early',
+                '%s could not be withdrawn in %g s; they may count as persisted too early',
                 what,
                 _WITHDRAW_SECONDS,
             )

@@ -7,7 +7,6 @@ boundary. This uses no training communicator. A rank that receives a plan too la
 window, because windows carry the plan's digest.
 """
 
-import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -16,13 +15,14 @@ from functools import partial
 import msgspec
 from torch.distributed import DistError, Store
 
+from moevement_ext.logger import logger_of
 from moevement_ext.plan.replanning import PlanParameters, WindowLoad
 from moevement_ext.plan.strategy.cycle import Cycle
 from moevement_ext.protect.stage_plan import publish, published
 from moevement_ext.protect.store_connection import StoreConnection
 from moevement_ext.store.peek import peek, read_in_parts
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 _FIRST_POLL_SECONDS = 0.02
 _LAST_POLL_SECONDS = 0.32

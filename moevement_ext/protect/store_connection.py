@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """A connection to the launcher's store that reconnects after a loss."""
 
-import logging
 from collections.abc import Callable
 from datetime import timedelta
 
 from torch.distributed import Store
 
-logger = logging.getLogger(__name__)
+from moevement_ext.logger import logger_of
+
+logger = logger_of(__name__)
 
 _TIMEOUT = timedelta(seconds=10)
 _FIRST_RETRY_SECONDS = 0.2

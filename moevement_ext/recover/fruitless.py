@@ -11,17 +11,17 @@ this does not help, the whole job restarts, and the rank ends with its error aga
 launcher gives up the job.
 """
 
-import logging
 import time
 import traceback
 from collections.abc import Callable, Sequence
 
+from moevement_ext.logger import logger_of
 from moevement_ext.membership.rendezvous import RoundEnded
 from moevement_ext.membership.report import Report
 from moevement_ext.recover.lost_peer import in_words, no_gpu_memory
 from moevement_ext.recover.verdict import Verdict, WholeJob
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 MOST = 4
 """One more than the tries before an older window (see `listing.TRIES`)."""
@@ -80,7 +80,7 @@ class Fruitless:
         often = self.count == MOST or self._between_steps >= MOST
         if error is not None and (isinstance(verdict, WholeJob) or often or full):
             said = in_words(error) if full else repr(error)
-            logger.error('sparse checkpointing: this rank ends with its own error: %s', said)
+            logger.error('this rank ends with its own error: %s', said)
             raise error
         return verdict
 

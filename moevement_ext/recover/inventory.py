@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds the window of a restart: the newest that all ranks can still obtain."""
 
-import logging
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,6 +10,7 @@ import msgspec
 import xxhash
 
 from moevement_ext.config import node_name
+from moevement_ext.logger import logger_of
 from moevement_ext.membership.launch import own_launch, own_process
 from moevement_ext.membership.report import NOWHERE, Report
 from moevement_ext.memory.deaths import Death
@@ -34,7 +34,7 @@ from moevement_ext.recover import other_runs
 from moevement_ext.recover.absence import DISK, MEMORY, Traces
 from moevement_ext.replicate.secret import marks_here
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 class Inventory(msgspec.Struct, frozen=True):

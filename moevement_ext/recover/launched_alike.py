@@ -5,13 +5,13 @@ Checked at the start of a job, and when a replacement process starts, before it 
 other ranks, or takes part in a replay.
 """
 
-import logging
 from collections.abc import Iterable, Sequence
 
 import msgspec
 from torch.distributed import Store
 
 from moevement_ext.errors import UserError
+from moevement_ext.logger import logger_of
 from moevement_ext.membership.heartbeats import lives
 from moevement_ext.membership.rank import Rank
 from moevement_ext.membership.rendezvous import Rendezvous, brought_to, present_round
@@ -22,7 +22,7 @@ from moevement_ext.memory.window.name import RankIdentity
 from moevement_ext.memory.window.settings import Differences, differences, of_protection, told
 from moevement_ext.recover.inventory import Inventory, launch_of
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 REMEDY = 'Launch it with the same flags, files, versions and environment.'
 _STRICT = '--sparse-ckpt-strict'
@@ -51,8 +51,7 @@ def check(rank: Rank, inventories: Sequence[Inventory]) -> list[str]:
         )
     if doubtful and rank.number == 0:
         logger.warning(
-            'sparse checkpointing: bits may differ from the earlier run, as windows are of another '
-            'launch: %s',
+            'bits may differ from the earlier run, as windows are of another launch: %s',
             told(doubtful),
         )
     return refused
@@ -142,8 +141,7 @@ def why_not(
         return f'{flag}rank {identity.rank} has other settings than the job it joins: {lines}'
     if found.doubtful:
         logger.warning(
-            'sparse checkpointing: bits may differ, as rank %d has other settings than the job '
-            'it joins: %s',
+            'bits may differ, as rank %d has other settings than the job it joins: %s',
             identity.rank,
             told(found.doubtful),
         )
@@ -161,8 +159,7 @@ def _check_ranks(rank: Rank) -> None:
         )
     if found and rank.number == 0:
         logger.warning(
-            'sparse checkpointing: bits of a recovery may differ, as ranks have other settings '
-            'than rank 0: %s',
+            'bits of a recovery may differ, as ranks have other settings than rank 0: %s',
             told(found.lines),
         )
 

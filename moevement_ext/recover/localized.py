@@ -7,7 +7,6 @@ first iteration the lost stages replay (see `stage_replay`), all ranks reconnect
 continues (paper section 3.4).
 """
 
-import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -18,6 +17,7 @@ from moevement_ext.config import GLOBAL, LOCALIZED
 from moevement_ext.errors import EXIT_OTHER_BITS, EXIT_WHOLE_JOB
 from moevement_ext.events import FailureDetected, Recovered, RecoveryPhase, RecoveryStarted
 from moevement_ext.faults import Phase
+from moevement_ext.logger import logger_of
 from moevement_ext.membership.beside import Beside, Met
 from moevement_ext.membership.membership import Membership
 from moevement_ext.membership.rank import Rank
@@ -40,7 +40,7 @@ from moevement_ext.recover.verdict import Localized, Verdict, WholeJob, decide_r
 from moevement_ext.recover.verification import Verification, Verified
 from moevement_ext.recover.whole_job import end_with_other_bits, start_the_whole_job_again
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 _ANNOUNCEMENT_SECONDS = 2.0
 _POLL_SECONDS = 0.02
@@ -262,7 +262,7 @@ class LocalizedRecovery:
         self._outage.begins(
             self._membership.reason, self._membership.detect_s, self._membership.reports
         )
-        logger.warning('sparse checkpointing: recovering: %s', self._membership.reason)
+        logger.warning('recovering: %s', self._membership.reason)
 
     def _meet(self) -> None:
         with self._phases.timed('respawn'):
@@ -406,7 +406,7 @@ class LocalizedRecovery:
             self._outage.begins(round.reason, round.detect_s, round.before)
             self._outage.met(round.reports)
             self._rank.events.emit(FailureDetected(reason=round.reason))
-            logger.warning('sparse checkpointing: the replay continues after: %s', round.reason)
+            logger.warning('the replay continues after: %s', round.reason)
         self._went_on += len(met)
         verdict = self._decide()
         self._position.goes_on(verdict)

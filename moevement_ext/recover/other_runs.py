@@ -5,12 +5,12 @@ Without `--sparse-ckpt-run-id` a mistyped flag makes another run, which finds no
 silently train from the start. So would a run whose node has another name than before.
 """
 
-import logging
 from collections.abc import Collection
 from contextlib import suppress
 from functools import partial
 
 from moevement_ext.errors import SparseCheckpointError, UserError
+from moevement_ext.logger import logger_of
 from moevement_ext.membership.rank import Rank
 from moevement_ext.memory.holder_lock import is_held
 from moevement_ext.memory.node_store import NodeStore
@@ -22,7 +22,7 @@ from moevement_ext.memory.window.placed import of_same_training
 from moevement_ext.memory.window.refused import UnreadableWindow
 from moevement_ext.memory.window.settings import told
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 # Maximum number of differences: a run with more is another job, not a mistake.
 _MOST = 4
@@ -99,5 +99,5 @@ def _told(other: NodeStore, rank: Rank) -> str:
         'To go on from them launch as that was'
         f'{"" if differing else f", with {_RUN_ID} {other.run_id}"}.'
     )
-    logger.warning('sparse checkpointing: %s', said)
+    logger.warning('%s', said)
     return '' if differing else said

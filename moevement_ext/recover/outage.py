@@ -6,7 +6,6 @@ earlier state; it reports once the next iteration is committed, after all other 
 recovery of the whole job the last rank reports, as upstream does.
 """
 
-import logging
 import os
 import sys
 import time
@@ -18,6 +17,7 @@ from datetime import timedelta
 import msgspec
 from torch.distributed import Store
 
+from moevement_ext.logger import logger_of
 from moevement_ext.membership import failures
 from moevement_ext.membership.launch import of_launch, own_launch
 from moevement_ext.membership.rendezvous import launcher_store
@@ -28,7 +28,7 @@ from moevement_ext.recover.verdict import Localized
 from moevement_ext.recover.verification import Verified
 from moevement_ext.system.terminal import highlighted
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 _TO_CONNECT = timedelta(seconds=20)
 # Largest usual difference between the clocks of synchronized nodes.
@@ -209,7 +209,7 @@ def _never_fails[T](make: Callable[[], T]) -> T | None:
     try:
         return make()
     except Exception:
-        logger.warning('sparse checkpointing: a recovery has no summary', exc_info=True)
+        logger.warning('a recovery has no summary', exc_info=True)
         return None
 
 

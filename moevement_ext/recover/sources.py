@@ -6,12 +6,12 @@ strategy does not use host memory as a source. A slot is passed on only after it
 verified (paper section 3.3, streamed).
 """
 
-import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from moevement_ext.errors import HostMemoryError
+from moevement_ext.logger import logger_of
 from moevement_ext.membership.report import NOWHERE
 from moevement_ext.memory.mapped import Bytes
 from moevement_ext.memory.sizing import GENERATIONS
@@ -27,7 +27,7 @@ from moevement_ext.replicate.connection import join_interrupted
 from moevement_ext.replicate.host_memory import HostMemory
 from moevement_ext.replicate.log_reader import ReaderClosed
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 Arrived = Callable[[WindowFile, SlotHeader], None]
 

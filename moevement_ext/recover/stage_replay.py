@@ -12,7 +12,6 @@ computes no weight gradients or updates of frozen operators (`state/frozen.py`).
 nothing until the state is dense; with `--sparse-ckpt-verify stop`, nothing until it is judged.
 """
 
-import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -23,6 +22,7 @@ from moevement_ext import faults
 from moevement_ext.config import OFF
 from moevement_ext.errors import SparseCheckpointError
 from moevement_ext.faults import Phase
+from moevement_ext.logger import logger_of
 from moevement_ext.membership.rank import Rank
 from moevement_ext.membership.report import Report
 from moevement_ext.memory.ledger import LedgerEntry
@@ -41,7 +41,7 @@ from moevement_ext.recover.verification import Verification
 from moevement_ext.replicate.client import PeerLost, PeerRefused
 from moevement_ext.replicate.log_reader import LogReader
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 class _WindowRefused(SparseCheckpointError):
@@ -125,7 +125,7 @@ class StageReplay:
             try:
                 entries = memory.fetch_ledger(address, after, target)
             except (PeerLost, PeerRefused) as error:
-                logger.warning('sparse checkpointing: no ledger from rank %d: %s', other, error)
+                logger.warning('no ledger from rank %d: %s', other, error)
                 silent += 1
                 continue
             self._take_over(entries, stage_of[other] == stage_of[number])

@@ -16,7 +16,6 @@ Data in every slot (`OperatorSlices.always`) is not compared: a slot contains it
 evaluation, and a replay computes its state before it.
 """
 
-import logging
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, Self
@@ -26,10 +25,11 @@ import xxhash
 
 from moevement_ext.capture.layout import OperatorSlices
 from moevement_ext.config import STOP
+from moevement_ext.logger import logger_of
 from moevement_ext.memory.ledger import LedgerEntry
 from moevement_ext.memory.window.slot import RangeKey, SlotHeader, decode_context, older_experts
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 _MOST_NAMES = 8
 
@@ -151,11 +151,7 @@ class Verification:
         if struct.pack('d', before) != struct.pack('d', now) and what not in self._differing:
             self._differing[what] = iteration
             logger.warning(
-                'sparse checkpointing: the %s of iteration %d is %.9g, and had been %.9g',
-                what,
-                iteration,
-                now,
-                before,
+                'the %s of iteration %d is %.9g, and had been %.9g', what, iteration, now, before
             )
 
     def _check_state(self, iteration: int) -> None:
@@ -177,9 +173,7 @@ class Verification:
         new = [name for name, first in self._differing.items() if first == iteration]
         if new:
             logger.warning(
-                'sparse checkpointing: the state after iteration %d is not what it had been: %s',
-                iteration,
-                _listed(new),
+                'the state after iteration %d is not what it had been: %s', iteration, _listed(new)
             )
 
     def forbids(self, verify: str) -> bool:

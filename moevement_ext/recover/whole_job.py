@@ -5,7 +5,6 @@ Every step is collective, so that all ranks take the same window or the same nex
 a replica, the windows on disk, the dense checkpoint, the start.
 """
 
-import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ import msgspec
 from moevement_ext.config import OFF
 from moevement_ext.errors import EXIT_OTHER_BITS, EXIT_WHOLE_JOB, UserError
 from moevement_ext.events import FailureDetected, NextTier
+from moevement_ext.logger import logger_of
 from moevement_ext.membership.rank import Rank
 from moevement_ext.memory import deaths
 from moevement_ext.memory.deaths import Death
@@ -38,7 +38,7 @@ from moevement_ext.recover.sources import VerifiedWindow, make_room, verified_wi
 from moevement_ext.replicate.host_memory import HostMemory
 from moevement_ext.system.leaving import end_at_once
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 _INVENTORY = msgspec.msgpack.Decoder(Inventory)
@@ -188,7 +188,7 @@ def next_tier(reason: str, rank: Rank, dense_iteration: int) -> None:
     tier = tier_of(dense_iteration)
     rank.events.emit(NextTier(reason=reason, tier=tier))
     if rank.number == 0:
-        logger.warning('sparse checkpointing: recovering from %s: %s', tier, reason)
+        logger.warning('recovering from %s: %s', tier, reason)
 
 
 def _verified(
@@ -218,7 +218,7 @@ def _verified(
 def start_the_whole_job_again(rank: Rank, reason: str) -> NoReturn:
     """Take the next tier: all workers end, and the launcher restarts the whole job."""
     rank.events.emit(NextTier(reason=reason, tier='the whole job'))
-    logger.warning('sparse checkpointing: the whole job starts again: %s', reason)
+    logger.warning('the whole job starts again: %s', reason)
     end_at_once(EXIT_WHOLE_JOB)
 
 
@@ -226,9 +226,9 @@ def end_with_other_bits(rank: Rank, found: str) -> NoReturn:
     """End the job, as `--sparse-ckpt-verify stop` demands; `found` names ranks and operators."""
     rank.events.emit(NextTier(reason=found, tier='none: the job ends'))
     logger.warning(
-        'sparse checkpointing: the job ends with exit status %d, as a recovery computed other bits '
-        'than before. %s. All windows stay: replace the node of a failing chip and start again; '
-        '--sparse-ckpt-verify report goes on from such a state.',
+        'the job ends with exit status %d, as a recovery computed other bits than before. %s. All '
+        'windows stay: replace the node of a failing chip and start again; --sparse-ckpt-verify '
+        'report goes on from such a state.',
         EXIT_OTHER_BITS,
         found,
     )

@@ -13,7 +13,6 @@ ranks of the world take part in each split, even ranks outside the group (`perfo
 
 import ctypes
 import gc
-import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -24,6 +23,7 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroupNCCL, Store
 
+from moevement_ext.logger import logger_of
 from moevement_ext.regroup import connecting
 from moevement_ext.regroup.internals import UnsupportedTorchError
 
@@ -40,7 +40,7 @@ PARTS: dict[str, tuple[str, ...]] = {
 # torch's initial value of `split_color`.
 _SPLIT_UNSET = -2
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 # torch's count of the groups that it has opened, per thread.
@@ -135,8 +135,7 @@ class Nccl:
         torch.cuda.empty_cache()
         if freed := kept - torch.cuda.memory_reserved():
             logger.warning(
-                'sparse checkpointing: freed %d MiB of unused GPU memory for new communicators',
-                freed // 2**20,
+                'freed %d MiB of unused GPU memory for new communicators', freed // 2**20
             )
 
     def forget(self, store: Store, rank: int) -> None:

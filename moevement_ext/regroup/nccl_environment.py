@@ -5,15 +5,15 @@ torch and NCCL read most of these variables with the first process group, so the
 before that. Checked against the sources of torch 2.11 and 2.15.
 """
 
-import logging
 import os
 from typing import NamedTuple
 
 import torch
 
 from moevement_ext.errors import UserError
+from moevement_ext.logger import logger_of
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 BACKEND = 'nccl'
 """Name of the backend that these variables are for."""
@@ -58,7 +58,7 @@ def prepare() -> None:
     for name, (value, otherwise) in SETTINGS.items():
         found = os.environ.setdefault(name, value)
         if found != value and os.environ.get('LOCAL_RANK', '0') == '0':
-            logger.warning('sparse checkpointing: %s=%s: %s; unset it', name, found, otherwise)
+            logger.warning('%s=%s: %s; unset it', name, found, otherwise)
 
 
 def _check_version() -> None:

@@ -5,7 +5,6 @@ Set up once before iteration 1, collectively: sizes are exchanged, the budget is
 reserved, replica holders are placed and servers started.
 """
 
-import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +17,7 @@ import torch
 from moevement_ext.config import SparseCheckpointConfig, node_name
 from moevement_ext.cpu_cost import CpuCost
 from moevement_ext.errors import HostMemoryError
+from moevement_ext.logger import logger_of
 from moevement_ext.memory.budget import HostMemoryPlan, file_system_of, gib
 from moevement_ext.memory.cgroup import cores_left
 from moevement_ext.memory.device import threads_beside
@@ -50,7 +50,7 @@ from moevement_ext.replicate.own_address import host_identity, local_host
 from moevement_ext.replicate.replica_server import ReplicaServer
 from moevement_ext.replicate.secret import mark, of_attempt
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 Exchange = Callable[[bytes], list[bytes]]
 """Collective all-gather of bytes, by rank."""

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """A holder's replicas of one owner's windows, complete or in transfer (paper sec. 3.3)."""
 
-import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from moevement_ext.cpu_cost import CpuCost
+from moevement_ext.logger import logger_of
 from moevement_ext.memory.mapped import Bytes
 from moevement_ext.memory.window.expected import Expected
 from moevement_ext.memory.window.file import WindowFile
@@ -28,7 +28,7 @@ from moevement_ext.replicate.protocol import (
     Reply,
 )
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 # Wait for the base of a stub before the owner must ask again.
 _BASE_SECONDS = 0.5

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Host memory of a rank, and of a node's ranks from the descriptions of all ranks."""
 
-import logging
 from bisect import bisect_left
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
 
+from moevement_ext.logger import logger_of
 from moevement_ext.memory.budget import HostMemoryPlan
 from moevement_ext.memory.disk import DiskWindows
 from moevement_ext.memory.sizing import (
@@ -22,7 +22,7 @@ from moevement_ext.memory.window.twin import OwnParts
 from moevement_ext.replicate.copies import Copies, place_copies
 from moevement_ext.replicate.domains import failure_domains
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 ALONE = -1
 """Value of `family` without another rank with the same captures."""
@@ -106,8 +106,8 @@ def warn_of_same_names(members: Sequence[Member]) -> None:
         hosts.setdefault(member.node, set()).add(member.host)
     for name in sorted(name for name, found in hosts.items() if len(found) > 1):
         logger.warning(
-            'sparse checkpointing: several hosts are called %r: they count as one node, and hold '
-            'no copies of each other. Set MOEVEMENT_NODE to another name on each',
+            'several hosts are called %r: they count as one node, and hold no copies of each '
+            'other. Set MOEVEMENT_NODE to another name on each',
             name,
         )
 

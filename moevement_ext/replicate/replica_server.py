@@ -7,7 +7,6 @@ proved that it belongs to the job gets a thread for some seconds and 256 bytes; 
 clients is limited.
 """
 
-import logging
 import os
 import socket
 import socketserver
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import xxhash
 
 from moevement_ext.errors import HostMemoryError
+from moevement_ext.logger import logger_of
 from moevement_ext.memory.ledger import Ledger
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.shelf import Shelf
@@ -57,7 +57,7 @@ from moevement_ext.replicate.protocol import (
 if TYPE_CHECKING:  # a process that only holds replicas needs no torch
     from moevement_ext.memory.upstream_log.log import UpstreamLog
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 _REFUSALS = (RefusedWindow, HostMemoryError, LogGap, ValueError)
 _POLL_SECONDS = 0.1  # longest delay of stop()

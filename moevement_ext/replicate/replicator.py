@@ -5,7 +5,6 @@ The replicator never delays or fails training.
 """
 
 import itertools
-import logging
 import statistics
 import threading
 import time
@@ -14,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 from moevement_ext.cpu_cost import CpuCost
+from moevement_ext.logger import logger_of
 from moevement_ext.memory.window.agreed import Agreed
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.name import WindowName
@@ -23,7 +23,7 @@ from moevement_ext.replicate.client import CHUNK_BYTES, ReplicaClient
 from moevement_ext.replicate.protocol import MIN_BYTES_PER_SECOND
 from moevement_ext.token_bucket import TokenBucket
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 _FIRST_RETRY_SECONDS = 0.1
 _LAST_RETRY_SECONDS = 30.0

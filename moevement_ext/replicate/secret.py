@@ -13,7 +13,6 @@ The store contains a *mark*, which shows whether two ranks have the same secret,
 
 import hashlib
 import hmac
-import logging
 import os
 from collections.abc import Mapping
 from contextlib import suppress
@@ -21,11 +20,12 @@ from typing import Protocol
 
 from moevement_ext.config import ConfigurationError
 from moevement_ext.errors import HostMemoryError
+from moevement_ext.logger import logger_of
 from moevement_ext.memory import private
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.replicate.greeting import SECRET_BYTES, new_secret
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 VARIABLE = 'MOEVEMENT_SECRET'
 """Environment variable of workers with the secret."""
@@ -140,6 +140,6 @@ def _drawn(node: NodeStore) -> bytes | None:
             file.write(secret)
         path.rename(node.shared / _FILE)
     except (HostMemoryError, OSError) as error:
-        logger.warning('sparse checkpointing: the secret of the job cannot be kept: %s', error)
+        logger.warning('the secret of the job cannot be kept: %s', error)
         return None
     return secret

@@ -7,7 +7,6 @@ store from time to time. If the store does not answer, the thread shuts down all
 process to it: a thread that waits on one of them gets an error at once, as if the store had died.
 """
 
-import logging
 import os
 import socket
 import stat
@@ -19,7 +18,9 @@ from contextlib import suppress
 
 from torch.distributed import DistError, DistNetworkError, Store, TCPStore
 
-logger = logging.getLogger(__name__)
+from moevement_ext.logger import logger_of
+
+logger = logger_of(__name__)
 
 _LOOKS = 10
 _ASKED_IN_A_LIMIT = 2

@@ -6,11 +6,12 @@ the CPU that touches them first, and a copy from a GPU of the other socket loses
 of the bandwidth. Memory needs no binding: the kernel allocates it where the process runs.
 """
 
-import logging
 import os
 from pathlib import Path
 
-logger = logging.getLogger(__name__)
+from moevement_ext.logger import logger_of
+
+logger = logger_of(__name__)
 
 _DEVICES = Path('/sys/bus/pci/devices')
 

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """A thread that watches devices for faults."""
 
-import logging
 import threading
 from collections.abc import Callable
 
+from moevement_ext.logger import logger_of
 from moevement_ext.system.nvml import Finding, Nvml
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 _READ_S = 2.0
 

@@ -5,12 +5,13 @@ This module neither needs CUDA nor creates a context on a device.
 """
 
 import importlib
-import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-logger = logging.getLogger(__name__)
+from moevement_ext.logger import logger_of
+
+logger = logger_of(__name__)
 
 _RESET = 'the driver asks for a reset of the GPU'
 _REBOOT = 'the driver asks for a reboot of the node'

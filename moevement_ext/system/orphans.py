@@ -9,7 +9,6 @@ Processes of the rank's new start are no orphans: a wrapper that the launcher ha
 runs this process (`nsys profile`, `apptainer exec`, a script), and other children of the wrapper.
 """
 
-import logging
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,7 +17,9 @@ from typing import NamedTuple
 
 import psutil
 
-logger = logging.getLogger(__name__)
+from moevement_ext.logger import logger_of
+
+logger = logger_of(__name__)
 
 SPARE = 'MOEVEMENT_SPARE'
 """Environment variable of a hot spare, also in `/proc` of the workers that it forks."""

@@ -6,14 +6,15 @@ a replacement only once it is dead. So a small child process listens for its hea
 that merely waits, or whose training thread alone is stuck, still sends heartbeats.
 """
 
-import logging
 import os
 import subprocess
 import sys
 import threading
 from pathlib import Path
 
-logger = logging.getLogger(__name__)
+from moevement_ext.logger import logger_of
+
+logger = logger_of(__name__)
 
 _PROGRAM = Path(__file__).with_name('watchdog_process.py')
 _HEARTBEAT_S = 0.5
@@ -61,7 +62,7 @@ class Watchdog:
                 command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True
             )
         except OSError as error:  # must not fail training (invariant I6)
-            logger.warning('sparse checkpointing: no watchdog if this process hangs: %s', error)
+            logger.warning('no watchdog if this process hangs: %s', error)
             return
         threading.Thread(
             target=self._send_heartbeats, name='sparse-ckpt-alive', daemon=True
@@ -82,4 +83,4 @@ class Watchdog:
                 os.write(pipe, b'.')
         except OSError as error:
             if not self._stopping.is_set():
-                logger.warning('sparse checkpointing: no watchdog if this process hangs: %s', error)
+                logger.warning('no watchdog if this process hangs: %s', error)

@@ -20,7 +20,8 @@ PRODUCT = ('moevement_ext', 'megatron', 'tools', 'examples', 'scripts', 'pretrai
 MAX_CONSTRUCTOR_ARGUMENTS = 7
 
 ENGINE_FLOORS = (
-    {'command', 'docstrings', 'errors', 'event_file'},
+    {'command', 'docstrings', 'errors', 'logger'},
+    {'event_file'},
     {'config', 'events'},
     {'faults', 'token_bucket', 'cpu_cost'},
     {'system', 'memory', 'regroup'},
@@ -172,6 +173,28 @@ def test_every_room_has_its_floor(package: str, floors: tuple[set[str], ...]) ->
     folders = {path.parent.name for path in (ROOT / package).glob('*/__init__.py')}
     modules = {path.stem for path in (ROOT / package).glob('*.py')} - {'__init__'}
     assert sorted(folders | modules) == sorted(room for rooms in floors for room in rooms)
+
+
+# ---- messages
+
+NAMES_THE_PRODUCT = {
+    'moevement_ext/logger.py': 'the place for all loggers',
+    'moevement_ext/system/watchdog_process.py': 'has no logger, and writes to stderr itself',
+}
+"""Files that begin messages with the name of the product, and why."""
+
+
+def test_one_place_prefixes_all_messages() -> None:
+    found, loggers = set(), set()
+    for file, tree in sources('moevement_ext', 'megatron/moevement').items():
+        for node in ast.walk(tree):
+            match node:
+                case ast.Constant(value=str(text)) if text.startswith('sparse checkpointing:'):
+                    found.add(file.relative_to(ROOT).as_posix())
+                case ast.Call(func=ast.Attribute(attr='getLogger'), args=[ast.Name()] | []):
+                    loggers.add(file.relative_to(ROOT).as_posix())
+    assert found == set(NAMES_THE_PRODUCT)
+    assert loggers == {'moevement_ext/logger.py'}
 
 
 # ---- patches of upstream

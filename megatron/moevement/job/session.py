@@ -5,7 +5,6 @@ Creates the engine's job for Megatron's model, optimizer and data. `upstream_tra
 `attachment` connect the session to a loop.
 """
 
-import logging
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -37,9 +36,10 @@ from moevement_ext.job.ending import announce
 from moevement_ext.job.job import Job
 from moevement_ext.job.joining import join
 from moevement_ext.job.surplus_rank import SurplusRank
+from moevement_ext.logger import logger_of
 from moevement_ext.system.exit_signal import listened_for
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 class Session:
@@ -183,7 +183,7 @@ def protected_job(
     refuse_missing(settings, facts.rank)
     danger = hazard(settings)
     if danger and facts.rank == 0:
-        logger.warning('sparse checkpointing: %s', danger)
+        logger.warning('%s', danger)
     run_id = identity.run_name(settings, config)
     rank_identity = identity.rank_identity(settings, facts.rank, config)
     joined = join(

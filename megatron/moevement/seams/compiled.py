@@ -13,7 +13,6 @@ By default, three results depend on that history:
 Checked by reading the sources of torch 2.11 and 2.14.
 """
 
-import logging
 import os
 from collections.abc import Mapping
 from types import ModuleType
@@ -21,7 +20,9 @@ from types import ModuleType
 import torch
 from torch.torch_version import TorchVersion
 
-logger = logging.getLogger(__name__)
+from moevement_ext.logger import logger_of
+
+logger = logger_of(__name__)
 
 _WITHOUT_LIMIT = 1 << 30
 _DYNAMO = {'recompile_limit': _WITHOUT_LIMIT, 'accumulated_recompile_limit': _WITHOUT_LIMIT}
@@ -50,7 +51,7 @@ def make_repeatable(deterministic: bool, warns: bool) -> None:
     compiles = os.environ.get('TORCHDYNAMO_DISABLE') != '1'
     if warns and not deterministic and (compiles or torch.cuda.is_available()):
         logger.warning(
-            'sparse checkpointing: without --deterministic-mode (in a loop of your own: '
+            'without --deterministic-mode (in a loop of your own: '
             'torch.use_deterministic_algorithms) a recovery may end in other bits than training '
             'without the failure: kernels may add in another order or be selected again, and '
             'compiled functions draw other random numbers.'

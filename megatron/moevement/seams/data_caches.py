@@ -6,15 +6,15 @@ no cache on a node that never had rank 0, and a truncated one where rank 0 died.
 read or write the cache builds the indices in memory: they depend on data and seed only.
 """
 
-import logging
 from collections.abc import Callable
 
 from megatron.core.datasets.gpt_dataset import GPTDataset
 
 from megatron.moevement.seams import patches
 from moevement_ext.config import node_name
+from moevement_ext.logger import logger_of
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 _PARTS = (
     'megatron.core.datasets.gpt_dataset:GPTDataset._build_document_sample_shuffle_indices',
@@ -41,8 +41,8 @@ def indices(build: Callable[..., object], dataset: GPTDataset) -> object:
     except _UNREADABLE as error:
         cache = dataset.config.path_to_cache
         logger.warning(
-            'sparse checkpointing: the data cache cannot be used on %s (%s); sample indices are '
-            'built in memory, which takes longer',
+            'the data cache cannot be used on %s (%s); sample indices are built in memory, which '
+            'takes longer',
             node_name(),
             error,
         )

@@ -5,7 +5,6 @@ Upstream finds out by loading: a checkpoint that it cannot read ends the job at 
 are windows. So each rank checks the files itself, and skips a checkpoint that a rank cannot read.
 """
 
-import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -22,8 +21,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from megatron.moevement.facts import JobFacts, UpstreamArguments
 from megatron.moevement.seams import patches, upstream
+from moevement_ext.logger import logger_of
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 _RELEASE = 'release'
 _NAMED = 3
@@ -65,8 +65,8 @@ def dense_iteration(facts: JobFacts, exchange: Callable[[str, bytes], list[bytes
         if facts.rank == 0:
             reasons = [f'rank {rank}: {text}' for rank, text in list(problems.items())[:_NAMED]]
             logger.warning(
-                'sparse checkpointing: the dense checkpoint of --load is used only if there is no '
-                'other source, as %d of %d ranks cannot read it: %s',
+                'the dense checkpoint of --load is used only if there is no other source, as %d '
+                'of %d ranks cannot read it: %s',
                 len(problems),
                 len(seen),
                 '; '.join(reasons),
@@ -96,8 +96,8 @@ def _or_as_given(
         return original(args, *more, **named)
     except (Exception, SystemExit) as error:
         logger.warning(
-            'sparse checkpointing: --use-checkpoint-args: flags count as given, as the dense '
-            'checkpoint of --load cannot be read: %r',
+            '--use-checkpoint-args: flags count as given, as the dense checkpoint of --load '
+            'cannot be read: %r',
             error,
         )
         return args

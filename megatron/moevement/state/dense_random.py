@@ -7,7 +7,6 @@ experts, whose states are lost. So each rank writes its own states to a subfolde
 Plain Megatron neither needs nor reads it.
 """
 
-import logging
 import os
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -26,8 +25,9 @@ from megatron.core.tensor_parallel.random import (
 from megatron.moevement.facts import JobFacts, Settings
 from megatron.moevement.seams import patches
 from megatron.moevement.state.iteration_state import RngState, capture_rng, restore_rng
+from moevement_ext.logger import logger_of
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 _FOLDER = 'moevement'
 _VERSION = 1
@@ -122,8 +122,8 @@ class DenseRandom:
         alone = any(folder.is_dir() for folder in folders)
         if self._experts_draw and (alone or self._facts.rank == 0):
             logger.warning(
-                'sparse checkpointing: the dense checkpoint of iteration %d has no random numbers '
-                'of rank %d: it is of plain Megatron, of another layout or damaged. With '
+                'the dense checkpoint of iteration %d has no random numbers of rank %d: it is of '
+                'plain Megatron, of another layout or damaged. With '
                 '--moe-router-force-load-balancing experts draw again from their seed, and bits '
                 'differ from those of an uninterrupted run.',
                 iteration,

@@ -2,7 +2,6 @@
 """Converts events and statistics of this rank into metrics."""
 
 import atexit
-import logging
 import os
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -12,10 +11,11 @@ from moevement_ext.config import ConfigurationError, node_name
 from moevement_ext.events import Event, WindowCommitted
 from moevement_ext.job.metrics import readers
 from moevement_ext.job.metrics.instruments import FINISHED, INSTRUMENTS, TARGET, Instrument
+from moevement_ext.logger import logger_of
 from moevement_ext.membership.rank import Rank
 from moevement_ext.protect.statistics import Figures
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 def observe(rank: Rank) -> 'Observer | None':

@@ -5,14 +5,14 @@ For OTLP the library reads endpoint, headers, interval and resource from the env
 (`OTEL_EXPORTER_OTLP_ENDPOINT`...).
 """
 
-import logging
 import os
 import socket
 from typing import Any
 
 from moevement_ext.config import ConfigurationError
+from moevement_ext.logger import logger_of
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 _ENDPOINTS = ('OTEL_EXPORTER_OTLP_METRICS_ENDPOINT', 'OTEL_EXPORTER_OTLP_ENDPOINT')
 _PROTOCOLS = ('OTEL_EXPORTER_OTLP_METRICS_PROTOCOL', 'OTEL_EXPORTER_OTLP_PROTOCOL')
@@ -64,9 +64,9 @@ class Port:
             if not self._is_told:
                 self._is_told = True
                 logger.warning(
-                    'sparse checkpointing: --sparse-ckpt-metrics: Prometheus cannot read this '
-                    'rank, since it cannot listen at port %d (the flag plus LOCAL_RANK): %s. It '
-                    'tries again after each window; else give each run of a host other ports.',
+                    '--sparse-ckpt-metrics: Prometheus cannot read this rank, since it cannot '
+                    'listen at port %d (the flag plus LOCAL_RANK): %s. It tries again after each '
+                    'window; else give each run of a host other ports.',
                     self._number,
                     error,
                 )

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Auxiliary state of a loop on plain torch: all state before an iteration except operators."""
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -15,9 +14,10 @@ from moevement_ext.capture.generators import (
     restore_generators,
 )
 from moevement_ext.config import ConfigurationError
+from moevement_ext.logger import logger_of
 from moevement_ext.memory.dtypes import dtype_name, dtype_of
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 _TENSOR = 1
 _SPARE_BYTES = 4096
@@ -119,9 +119,9 @@ class LoopState:
 
 def _say_too_large(nbytes: int, bound: int) -> None:
     logger.warning(
-        'sparse checkpointing: state_dict() of the loop has grown: the state of an iteration takes '
-        '%d bytes, and windows have room for %d. TRAINING IS UNPROTECTED while no window has room '
-        'for it; set state_bytes of the trainer to the largest size of that state',
+        'state_dict() of the loop has grown: the state of an iteration takes %d bytes, and '
+        'windows have room for %d. TRAINING IS UNPROTECTED while no window has room for it; set '
+        'state_bytes of the trainer to the largest size of that state',
         nbytes,
         bound,
     )

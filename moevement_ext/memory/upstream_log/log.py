@@ -11,7 +11,6 @@ fills the records in order. Bytes that arrive late for a dropped record are ther
 the record that took its place, before the new record counts as complete.
 """
 
-import logging
 import queue
 import threading
 import time
@@ -25,6 +24,7 @@ import torch
 import xxhash
 
 from moevement_ext.errors import HostMemoryError
+from moevement_ext.logger import logger_of
 from moevement_ext.memory.budget import gib
 from moevement_ext.memory.device import bind_thread, side_stream, with_index
 from moevement_ext.memory.dtypes import dtype_name
@@ -32,7 +32,7 @@ from moevement_ext.memory.upstream_log.record import Direction, LogGap, LoggedTe
 from moevement_ext.memory.upstream_log.ring import Ring
 from moevement_ext.memory.upstream_log.ring_map import RingMap
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 # Seconds between checks whether a wait for room cannot help.
 _POLL_S = 0.05

@@ -2,12 +2,12 @@
 """Window files of one owner in the memory of one holder, and their recycling."""
 
 import itertools
-import logging
 import threading
 from pathlib import Path
 from typing import NamedTuple
 
 from moevement_ext.errors import HostMemoryError
+from moevement_ext.logger import logger_of
 from moevement_ext.memory import private
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.pinning import pin_like, pinned_as_far_as
@@ -24,7 +24,7 @@ from moevement_ext.memory.window.name import StoredWindow, WindowName
 from moevement_ext.memory.window.refused import RefusedWindow, TruncatedWindow, UnreadableWindow
 from moevement_ext.memory.window.slot import SlotHeader
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 class FileSize(NamedTuple):

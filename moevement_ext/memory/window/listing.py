@@ -5,15 +5,15 @@ Only a listing that succeeds shows that a window is absent. Everything else is u
 again, then refused by name, and no file is deleted or renamed because of it.
 """
 
-import logging
 import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+from moevement_ext.logger import logger_of
 from moevement_ext.memory.window.refused import UnreadableWindow
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 TRIES = 3
 """Attempts per unresponsive replica holder, disk or directory."""

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads headers and ranges of another layout's windows, here or from ranks that have them."""
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import batched
 
 from moevement_ext.errors import HostMemoryError
+from moevement_ext.logger import logger_of
 from moevement_ext.memory.shelf import Part, Shelf
 from moevement_ext.memory.window.refused import CorruptWindow, RefusedWindow, UnreadableWindow
 from moevement_ext.memory.window.slot import SlotHeader
 from moevement_ext.recover.relayout.index import Portion
 from moevement_ext.replicate.client import PeerLost, PeerRefused, ReplicaClient
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 # Ranges of one request.
 _MAX_RANGES = 4096

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds whole windows of other layouts of the same training, over all ranks. Collective."""
 
-import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
 from moevement_ext.errors import UserError
+from moevement_ext.logger import logger_of
 from moevement_ext.membership.rank import Rank
 from moevement_ext.memory.shelf import Part, Shelf
 from moevement_ext.memory.window.name import Window
@@ -17,7 +17,7 @@ from moevement_ext.recover.absence import some
 from moevement_ext.recover.relayout import surplus
 from moevement_ext.recover.relayout.stock import Stock, take_stock
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 _STOCK = msgspec.msgpack.Decoder(Stock)
 

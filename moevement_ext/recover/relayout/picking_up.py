@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Assembles the windows of another layout for this one. Every step is collective."""
 
-import logging
 import time
 
 from moevement_ext.capture.operators import Operators
 from moevement_ext.capture.relaying import Relaying
 from moevement_ext.errors import HostMemoryError, UserError
 from moevement_ext.events import Relaid
+from moevement_ext.logger import logger_of
 from moevement_ext.membership.rank import Rank
 from moevement_ext.memory.shelf import Shelf
 from moevement_ext.memory.window.file import WindowFile
@@ -26,7 +26,7 @@ from moevement_ext.recover.sources import VerifiedWindow, make_room
 from moevement_ext.replicate.client import PeerLost, PeerRefused, ReplicaClient
 from moevement_ext.replicate.host_memory import HostMemory
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 # Tells the other ranks that no layout could go on from the window; other reasons are texts.
 _DAMAGED = 'damaged'

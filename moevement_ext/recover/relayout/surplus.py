@@ -10,7 +10,6 @@ and the answers, in the form of `membership.exchange`. Each answer names its mes
 answers to an earlier run attempt are ignored.
 """
 
-import logging
 import os
 from collections.abc import Sequence
 from contextlib import suppress
@@ -20,6 +19,7 @@ from datetime import timedelta
 import msgspec
 from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
+from moevement_ext.logger import logger_of
 from moevement_ext.membership.exchange import left_by
 from moevement_ext.membership.rank import Rank
 from moevement_ext.recover.relayout.stock import Stock
@@ -27,7 +27,7 @@ from moevement_ext.replicate.client import ReplicaClient
 from moevement_ext.replicate.greeting import new_secret
 from moevement_ext.replicate.secret import given_in, of_attempt
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 _SURPLUS = 'MOEVEMENT_SURPLUS_RANKS'
 _TO_CONNECT = timedelta(seconds=60)
