@@ -352,15 +352,13 @@ class Attachment:
             )
 
     def _note_updates(self, optimizer: MegatronOptimizer) -> None:
-        step = optimizer.step
-
-        def noted() -> object:
+        def noted(step: Callable[[], tuple[bool, object, object]]) -> object:
             self._micro_batches.check()
             result = step()
             self._updates.append(bool(result[0]))
             return result
 
-        optimizer.step = noted
+        patches.wrap_object(optimizer, 'step', noted)
 
     def _step(
         self, train_step: Callable[..., object], iteration: int, **schedule: object

@@ -203,8 +203,9 @@ PLACES_OF_PATCHES = {
     ('seams/patches.py', 'setattr'): 'the place for all parts of upstream',
     ('seams/cpu_device.py', 'setattr'): 'public names of torch that ask for a GPU',
     ('seams/cpu_device.py', 'torch'): 'the same',
+    ('arguments.py', 'object'): 'error() of a parser of argparse, which upstream creates',
 }
-"""Where the adapter may change an imported module or class, and why."""
+"""Where the adapter may change an imported module or class, or a function of an object, and why."""
 
 
 def imported_names(tree: ast.Module) -> dict[str, str]:
@@ -245,13 +246,33 @@ def targets(node: ast.AST) -> Iterator[ast.expr]:
         yield node.target
 
 
+def is_function(value: ast.expr | None, functions: set[str]) -> bool:
+    """True for a lambda, for one of these functions, and for a part or a wrapper of a function."""
+    if isinstance(value, ast.Tuple):
+        return any(is_function(one, functions) for one in value.elts)
+    if isinstance(value, ast.Call):
+        return any(one in ast.unparse(value.func) for one in ('partial', 'wraps', 'MethodType'))
+    name = getattr(value, 'id', None) or getattr(value, 'attr', None)
+    return isinstance(value, ast.Lambda) or name in functions
+
+
 def patched(tree: ast.Module) -> Iterator[str]:
-    """Packages whose modules or classes a source changes; 'setattr' where that is not known."""
+    """Packages whose modules or classes a source changes; 'setattr' where that is not known.
+
+    'object', if it sets a function of an object that is not its own.
+    """
     foreign = imported_names(tree)
+    functions = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     for node in ast.walk(tree):
         for target in targets(node):
-            if isinstance(target, ast.Attribute) and root_of(target) in foreign:
+            if not isinstance(target, ast.Attribute) or ast.unparse(target.value) == 'self':
+                continue
+            if root_of(target) in foreign:
                 yield foreign[root_of(target)]
+            elif target.attr in patches.OBJECTS or is_function(
+                getattr(node, 'value', None), functions
+            ):
+                yield 'object'
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ('setattr', 'delattr'):
             yield 'setattr'
 
@@ -276,6 +297,15 @@ def test_upstream_is_patched_in_one_place_only() -> None:
         ('import torch\ncuda: Any = torch.cuda\ncuda.Stream = cuda.Event = f', {'torch'}),
         ('import torch\na, torch.b = 1, 2\ndel torch.c', {'torch'}),
         ('setattr(owner, name, f)', {'setattr'}),
+        ('optimizer.step = f', {'object'}),
+        ('del self.optimizer.prepare_grads', {'object'}),
+        ('def f(): pass\nconfig.no_sync_func = f', {'object'}),
+        ('class A:\n def f(self): self.model.no_sync_func = self.f', {'object'}),
+        ('config.no_sync_func = lambda: None', {'object'}),
+        ('config.no_sync_func = partial(f, 1)', {'object'}),
+        ('class A:\n def f(self): self.f, self.config.a = lambda: 1, 2', {'object'}),
+        ('class A:\n def f(self): self.g = lambda: 1', set()),
+        ('config.no_sync_func = None\nargs.seed = config.seed = 1', set()),
         ('from megatron.core import get\nget().iteration = 1\nself.a = get', set()),
         ('from megatron.moevement.seams import upstream\nupstream.a = 1', set()),
     ],

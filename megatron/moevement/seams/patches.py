@@ -129,7 +129,16 @@ UPSTREAM = {
     'DistributedOptimizer._set_main_param_and_optimizer_states': (
         'self', 'model_param', 'tensors',
     ),
+    **{
+        f'megatron.core.optimizer.optimizer:{optimizer}.{method}': ('self',)
+        for optimizer in ('MixedPrecisionOptimizer', 'FP32Optimizer', 'ChainedOptimizer')
+        for method in ('prepare_grads', 'step_with_ready_grads', 'step')
+    },
     # Layers, passes, pipeline, random numbers, data.
+    'megatron.core.distributed.finalize_model_grads:finalize_model_grads': (
+        'model', 'num_tokens', 'pg_collection', 'force_all_reduce',
+    ),
+    'megatron.core.transformer.mlp:LinearFc1Interface.backward_dw': ('self',),
     'megatron.core.full_cuda_graph:FullCudaGraphWrapper.__call__': ('self', 'args', 'kwargs'),
     'megatron.core.transformer.moe.router:apply_router_token_dropping': (
         'routing_probs', 'routing_map', 'router_topk', 'capacity_factor', 'drop_policy',
@@ -228,6 +237,14 @@ TORCH = {
 }
 """First parameters of public functions of torch; later versions of torch append some."""
 
+OBJECTS = {
+    'step', 'step_with_ready_grads', 'prepare_grads', 'finalize_model_grads_func', 'backward_dw',
+}  # fmt: skip
+"""Functions that `wrap_object` replaces in optimizers, in the model's configuration and in layers.
+
+The parts of the same names (without `_func`) in `UPSTREAM` have their parameters.
+"""
+
 TAKING = {
     'megatron.core.optimizer:Adam': (
         'master_weights', 'master_weight_dtype', 'exp_avg_dtype', 'exp_avg_sq_dtype',
@@ -259,6 +276,16 @@ def wrap(part: str, wrapper: Wrapper) -> None:
     """
     owner, name, original = _find(part)
     setattr(owner, name, _wrapping(original, wrapper))
+
+
+def wrap_object(owner: object, name: str, wrapper: Wrapper) -> Callable[[], None]:
+    """Replace a function of one object, listed in `OBJECTS`; returns a function that undoes it."""
+    assert name in OBJECTS, name
+    own, original = name in vars(owner), getattr(owner, name)
+    setattr(owner, name, _wrapping(original, wrapper))
+    if own:
+        return functools.partial(setattr, owner, name, original)
+    return functools.partial(delattr, owner, name)
 
 
 @contextmanager

@@ -6,7 +6,6 @@ not compute the weight gradient; this module adds such a path to the router's ga
 skips parameters without a gradient.
 """
 
-import functools
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -63,9 +62,11 @@ class FrozenOperators:
             stack.enter_context(_no_delayed_gradient_of_frozen(self._model))
             stack.enter_context(patches.wrapped(_GATING, _without_weight_gradient))
             stack.enter_context(patches.wrapped(_CLIPPING, _unless_all_are_frozen))
-            stack.enter_context(self._reduced_with_frozen())
+            config = get_model_config(self._model[0])
+            reduction = 'finalize_model_grads_func'
+            stack.callback(patches.wrap_object(config, reduction, self._reduce_with_frozen))
             for inner in chained(self._optimizer):
-                stack.enter_context(self._without_frozen_gradients(inner))
+                stack.callback(patches.wrap_object(inner, 'prepare_grads', self._prepare_active))
             try:
                 yield
             finally:
@@ -80,50 +81,29 @@ class FrozenOperators:
             for parameter in parameters:
                 parameter.requires_grad_(not owners <= self.names)
 
-    @contextmanager
-    def _reduced_with_frozen(self) -> Iterator[None]:
+    def _reduce_with_frozen(
+        self, finalize: Callable[..., object], *args: object, **kwargs: object
+    ) -> object:
         """Reduce packed gradients at the same places as in training.
 
         Upstream packs gradients of parameters that require one: those of norms, with sequence
         parallelism. The summation order over ranks depends on an element's place in the pack, so
         frozen parameters take part, with zeros.
         """
-        config = get_model_config(self._model[0])
-        finalize = config.finalize_model_grads_func
-
-        @functools.wraps(finalize)
-        def finalize_with_frozen(*args: object, **kwargs: object) -> object:
-            frozen = self.names
-            self.freeze(())
-            try:
-                return finalize(*args, **kwargs)
-            finally:
-                self.freeze(frozen)
-
-        if finalize is not None:
-            config.finalize_model_grads_func = finalize_with_frozen
+        frozen = self.names
+        self.freeze(())
         try:
-            yield
+            return finalize(*args, **kwargs)
         finally:
-            config.finalize_model_grads_func = finalize
+            self.freeze(frozen)
 
-    @contextmanager
-    def _without_frozen_gradients(self, inner: MegatronOptimizer) -> Iterator[None]:
-        prepare = inner.prepare_grads
-
-        def prepare_active() -> bool:
-            overflow: bool = prepare()
-            for name in self.names & self._operators.keys():
-                for parameter in self._operators[name].parameters.values():
-                    if parameter in self._states:
-                        self._states[parameter].drop_gradient()
-            return overflow
-
-        inner.prepare_grads = prepare_active
-        try:
-            yield
-        finally:
-            del inner.prepare_grads
+    def _prepare_active(self, prepare: Callable[[], bool]) -> bool:
+        overflow = prepare()
+        for name in self.names & self._operators.keys():
+            for parameter in self._operators[name].parameters.values():
+                if parameter in self._states:
+                    self._states[parameter].drop_gradient()
+        return overflow
 
 
 def _compute(
@@ -210,24 +190,17 @@ def _no_delayed_gradient_of_frozen(model: Chunks) -> Iterator[None]:
     With `--delay-wgrad-compute` a backward pass stores the inputs of a weight's gradient, unless
     the weight is frozen; computing the gradient without them is an error.
     """
-    layers = [
-        module
-        for chunk in model
-        for module in chunk.modules()
-        if hasattr(module, 'register_wgrad_accumulation_and_reduce_hooks')
-    ]
 
     def unless_frozen(layer: torch.nn.Module, compute: Callable[[], None]) -> None:
         if any(parameter.requires_grad for parameter in layer.parameters()):
             compute()
 
-    for layer in layers:
-        layer.backward_dw = partial(unless_frozen, layer, layer.backward_dw)
-    try:
+    with ExitStack() as stack:
+        for module in (module for chunk in model for module in chunk.modules()):
+            if hasattr(module, 'register_wgrad_accumulation_and_reduce_hooks'):
+                wrapper = partial(unless_frozen, module)
+                stack.callback(patches.wrap_object(module, 'backward_dw', wrapper))
         yield
-    finally:
-        for layer in layers:
-            del layer.backward_dw
 
 
 class FrozenGating(moe_utils.RouterGatingLinearFunction):

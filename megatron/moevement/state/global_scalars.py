@@ -77,12 +77,15 @@ class ScalarRecorder:
 
     def wrap_reduction(self, config: TransformerConfig) -> None:
         """Record and replay the divisor of `config.finalize_model_grads_func`. Wraps once."""
-        finalize = config.finalize_model_grads_func
-        if getattr(finalize, 'recorder', None) is self:
+        if getattr(config.finalize_model_grads_func, 'recorder', None) is self:
             return
 
         def finalize_recorded(
-            model: Chunks, num_tokens: torch.Tensor | None = None, *args: object, **kwargs: object
+            finalize: Callable[..., object],
+            model: Chunks,
+            num_tokens: torch.Tensor | None = None,
+            *args: object,
+            **kwargs: object,
         ) -> object:
             faults.point(Phase.REDUCE)
             if num_tokens is None:
@@ -101,8 +104,8 @@ class ScalarRecorder:
             self._num_tokens = total
             return result
 
-        finalize_recorded.recorder = self  # type: ignore[attr-defined]
-        config.finalize_model_grads_func = finalize_recorded
+        patches.wrap_object(config, 'finalize_model_grads_func', finalize_recorded)
+        config.finalize_model_grads_func.recorder = self
 
     def peek(self) -> GlobalScalars:
         """The scalars that the next `take` will return; leaves the record unchanged."""

@@ -8,6 +8,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron.moevement.built import Chunks, MegatronOptimizer, OptimizerParamScheduler
 from megatron.moevement.facts import Counters
+from megatron.moevement.seams import patches
 from megatron.moevement.state import iteration_state, scaling, slices
 from megatron.moevement.state.dp_copy import copy_state
 from megatron.moevement.state.frozen import FrozenOperators
@@ -128,19 +129,25 @@ class TrainingState:
         written: Callable[[bool], None],
     ) -> None:
         """Wrap the optimizer step; see `moevement_ext.recover.trainer.Trainer.around_update`."""
-        step = self.optimizer.step
 
-        def waiting_step(*args: object, **kwargs: object) -> object:
+        def waiting_step(step: Callable[..., tuple[bool, object, object]]) -> object:
             faults.point(Phase.OPTIMIZER)
             wait()
-            result = step(*args, **kwargs)
+            result = step()
             written(not result[0])
             faults.point(Phase.AFTER_STEP)
             return result
 
-        self.optimizer.step = waiting_step
+        def announced_step(step: Callable[[], bool]) -> bool:
+            faults.point(Phase.NORM)
+            writing()
+            result = step()
+            faults.point(Phase.STEP)  # after the first of several optimizers
+            return result
+
+        patches.wrap_object(self.optimizer, 'step', waiting_step)
         for inner in chained(self.optimizer):
-            self._announce_writing(inner, writing)
+            patches.wrap_object(inner, 'step_with_ready_grads', announced_step)
 
     def restore(self, state: IterationState, counters: Counters) -> None:
         iteration_state.restore(state, counters, self.optimizer, self.scheduler)
@@ -153,16 +160,3 @@ class TrainingState:
         for chunk in self.model:
             if chunk.ddp_config.use_distributed_optimizer:
                 chunk.start_param_sync(force_sync=True)
-
-    @staticmethod
-    def _announce_writing(inner: MegatronOptimizer, writing: Callable[[], None]) -> None:
-        step = inner.step_with_ready_grads
-
-        def announced_step() -> bool:
-            faults.point(Phase.NORM)
-            writing()
-            result: bool = step()
-            faults.point(Phase.STEP)  # after the first of several optimizers
-            return result
-
-        inner.step_with_ready_grads = announced_step

@@ -4,6 +4,7 @@
 import functools
 import importlib
 import inspect
+import re
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,29 @@ def test_temporary_wrapper_is_removed_after_an_error(part: str) -> None:
     with pytest.raises(ZeroDivisionError), patches.wrapped(part, lambda *args: 1 / 0):
         found(part)()
     assert found(part) is original
+
+
+@pytest.mark.parametrize('own', [False, True])
+def test_function_of_an_object_is_replaced_until_undone(own: bool) -> None:
+    class Upstream:
+        def step(self) -> str:
+            return 'step'
+
+    one, other = Upstream(), Upstream()
+    if own:
+        patches.wrap_object(one, 'step', lambda step: f'own {step()}')
+    before = dict(vars(one))
+    undo = patches.wrap_object(one, 'step', lambda step, *args: (step(), args))
+    assert (one.step(), other.step()) == (('own step' if own else 'step', ()), 'step')
+    undo()
+    assert vars(one) == before
+    with pytest.raises(AssertionError, match='load'):
+        patches.wrap_object(one, 'load', lambda load: None)
+
+
+def test_functions_of_objects_are_checked_at_start() -> None:
+    listed = {re.split('[.:]', part)[-1] for part in patches.UPSTREAM}
+    assert {name.removesuffix('_func') for name in patches.OBJECTS} <= listed
 
 
 def test_unlisted_part_is_not_wrapped() -> None:
