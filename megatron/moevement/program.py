@@ -74,17 +74,16 @@ def _train(train: Callable[..., object], counters: Counters, session: Session) -
 def _digest_at_the_end(args: UpstreamArguments) -> None:
     if args.sparse_ckpt_digest is not None:
         digesting = partial(_digesting, args.sparse_ckpt_digest, args)
-        patches.wrap('megatron.training.training:train', digesting)
+        patches.wrap('megatron.training.training:train', digesting, by_name=True)
 
 
 def _digesting(
     path: str,
     counters: Counters,
     original: Callable[..., tuple[int, float]],
-    *args: Any,
-    **kwargs: object,
+    **call: Any,
 ) -> tuple[int, float]:
-    result = original(*args, **kwargs)
-    _, model, optimizer, scheduler, *_ = args
-    write_digest(path, result[0], state_digest(model, optimizer, scheduler, counters))
+    result = original(**call)
+    built = call['model'], call['optimizer'], call['opt_param_scheduler']
+    write_digest(path, result[0], state_digest(*built, counters))
     return result

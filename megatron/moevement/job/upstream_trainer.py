@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Connects a session to upstream's trainer."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import megatron.training.training as training
 import torch
@@ -31,6 +31,20 @@ Forward = Callable[..., tuple[object, object]]
 
 # Upstream's counts of the iterations since the last printed line.
 _COUNTS = ('advanced iterations', 'skipped iterations')
+_TRAINER = 'megatron.training.training'
+
+
+class _StepResult(NamedTuple):
+    """Result of upstream's `train_step`; the defaults are its own values for an exit."""
+
+    loss_dict: Mapping[str, object] = {}
+    skipped_iter: int = 1
+    should_checkpoint: bool = False
+    should_exit: bool = True
+    exit_code: int = 0
+    grad_norm: None = None
+    num_zeros_in_grad: None = None
+    max_attention_logit: int = 0
 
 
 class UpstreamTrainer:
@@ -63,18 +77,17 @@ class UpstreamTrainer:
             self._post_step.install(job.membership)
         if job.joining:
             self._session.alone.enter_context(upstream.setting('fake_process_group', True))
-        trainer = 'megatron.training.training'
-        patches.wrap(f'{trainer}:setup_model_and_optimizer', self._set_up)
+        patches.wrap(f'{_TRAINER}:setup_model_and_optimizer', self._set_up)
         random_numbers = DenseRandom(self._facts, self._settings, job.rank.identity.topology)
-        patches.wrap(f'{trainer}:load_checkpoint', random_numbers.load)
-        patches.wrap(f'{trainer}:save_checkpoint', random_numbers.save)
-        patches.wrap(f'{trainer}:build_train_valid_test_data_iterators', self._open_data)
-        patches.wrap(f'{trainer}:train', self._train)
-        patches.wrap(f'{trainer}:train_step', self._train_step)
-        patches.wrap(f'{trainer}:training_log', self._training_log)
+        patches.wrap(f'{_TRAINER}:load_checkpoint', random_numbers.load)
+        patches.wrap(f'{_TRAINER}:save_checkpoint', random_numbers.save)
+        patches.wrap(f'{_TRAINER}:build_train_valid_test_data_iterators', self._open_data)
+        patches.wrap(f'{_TRAINER}:train', self._train, by_name=True)
+        patches.wrap(f'{_TRAINER}:train_step', self._train_step, by_name=True)
+        patches.wrap(f'{_TRAINER}:training_log', self._training_log, by_name=True)
         if self._facts.rank == self._facts.world_size - 1:  # upstream logs on the last rank
-            patches.wrap(f'{trainer}:print_rank_last', self._note_loss)
-        patches.wrap(f'{trainer}:checkpoint_and_decide_exit', self._decide_exit)
+            patches.wrap(f'{_TRAINER}:print_rank_last', self._note_loss)
+        patches.wrap(f'{_TRAINER}:checkpoint_and_decide_exit', self._decide_exit, by_name=True)
 
     def _set_up(self, original: Callable[..., Built], *args: object, **kwargs: object) -> Built:
         """Build model and optimizer; load the dense checkpoint if it is the best source."""
@@ -110,43 +123,28 @@ class UpstreamTrainer:
                 raise
             raise missing from error
 
-    def _train(
-        self,
-        original: Callable[..., object],
-        forward_step: Forward,
-        *args: Any,
-        **kwargs: object,
-    ) -> object:
+    def _train(self, original: Callable[..., object], **call: Any) -> object:
         """Run upstream's loop, again after failures of other ranks."""
-        model, optimizer, scheduler, train_iterator, valid_iterator, *more = args
-        process, config, context, non_loss_data, *_ = more
         if faults.armed():
-            forward_step = _armed(forward_step)
-        self._data.use(train_iterator, valid_iterator)
+            call['forward_step_func'] = _armed(call['forward_step_func'])
+        self._data.use(call['train_data_iterator'], call['valid_data_iterator'])
         if self._session.job.restarted:  # upstream's loaders are at the start position
             self._data.move_training(upstream.consumed_of_the_phase())
             self._data.move_validation(self._counters.consumed_valid_samples)
-        evaluate = post_step.evaluation(
-            forward_step, model, valid_iterator, process, config, non_loss_data, optimizer
-        )
 
         def save(iteration: int, not_kept: bool) -> None:
             training.save_checkpoint_and_time(
-                iteration,
-                model,
-                optimizer,
-                scheduler,
-                self._counters.num_floating_point_operations_so_far,
-                context,
+                iteration=iteration,
+                num_floating_point_operations_so_far=(
+                    self._counters.num_floating_point_operations_so_far
+                ),
                 non_persistent_ckpt=not_kept,
-                train_data_iterator=train_iterator,
+                **patches.shared(call, f'{_TRAINER}:save_checkpoint_and_time'),
             )
 
-        self._post_step.set_actions(
-            evaluate, save, partial(post_step.forget_what_was_cut_off, context)
-        )
-        loop = partial(original, forward_step, *args, **kwargs)
-        return self._session.train(partial(self._enter, loop))
+        forget = partial(post_step.forget_what_was_cut_off, call['checkpointing_context'])
+        self._post_step.set_actions(post_step.evaluation(call), save, forget)
+        return self._session.train(partial(self._enter, partial(original, **call)))
 
     def _enter(self, loop: Callable[[], object]) -> object:
         """Enter upstream's loop; all ranks must agree whether its first log line is due.
@@ -159,34 +157,30 @@ class UpstreamTrainer:
         return loop()
 
     def _train_step(
-        self, original: Callable[..., object], *args: object, iteration: int, **kwargs: object
+        self, original: Callable[..., object], iteration: int, **call: object
     ) -> object:
         def train_step(iteration: int, **schedule: object) -> object:
-            return original(*args, iteration=iteration, **(kwargs | schedule))
+            return original(iteration=iteration, **(call | schedule))
 
         result = self._session.step(train_step, iteration)
         if result is LOOP_ENDS:
             training.print_datetime(f'exiting program at iteration {iteration}')
-            return {}, 1, False, True, 0, None, None, 0  # upstream's own values for an exit
+            return _StepResult()
         return result
 
-    def _decide_exit(self, original: Callable[..., bool], *args: Any, **kwargs: object) -> bool:
+    def _decide_exit(self, original: Callable[..., bool], **call: Any) -> bool:
         """Run upstream's saves and exits, except exits that an earlier launch has made."""
-        _model, _optimizer, _scheduler, iteration, *_ = args
-        made = self._post_step.exit_was_made(iteration)
+        made = self._post_step.exit_was_made(call['iteration'])
         interval = None if made else self._facts.exit_interval
         with upstream.setting('exit_interval', interval):
-            return original(*args, **kwargs)
+            return original(**call)
 
     def _training_log(
         self,
         original: Callable[..., object],
-        loss_dict: object,
         total_loss_dict: dict[str, object],
-        learning_rate: object,
         iteration: int,
-        *args: object,
-        **kwargs: object,
+        **call: object,
     ) -> object:
         if total_loss_dict is not self._logged_losses:
             # Upstream's loop was entered again within a log interval: keep its sums.
@@ -195,11 +189,11 @@ class UpstreamTrainer:
         if self._job_has_logged:
             # At a start, upstream logs the first iteration in an extra line and counts it again in
             # the next line; a loop that is entered again is not at a start.
-            kwargs['is_first_iteration'] = False
+            call['is_first_iteration'] = False
         self._job_has_logged = True
         self._keep(total_loss_dict)
         try:
-            result = original(loss_dict, total_loss_dict, learning_rate, iteration, *args, **kwargs)
+            result = original(total_loss_dict=total_loss_dict, iteration=iteration, **call)
         except Exception:
             # Upstream may have added a part of the losses; or it has printed their line and begun
             # a new interval, and then waited for other ranks (`--timing-log-level`).

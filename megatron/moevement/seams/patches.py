@@ -14,7 +14,7 @@ depend on Transformer Engine name its versions.
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -268,14 +268,26 @@ def check() -> None:
         _check_attributes(holder)
 
 
-def wrap(part: str, wrapper: Wrapper) -> None:
+def wrap(part: str, wrapper: Wrapper, by_name: bool = False) -> None:
     """Replace a part by `wrapper(original, ...)`, for the lifetime of the process.
+
+    `by_name`: it gets all arguments as keywords, also those that upstream passes by position.
 
     Raises:
         UserError: the part differs from the table.
     """
     owner, name, original = _find(part)
-    setattr(owner, name, _wrapping(original, wrapper))
+    signature = inspect.signature(original)
+
+    def named(original: Callable[..., object], *args: object, **kwargs: object) -> object:
+        return wrapper(original, **signature.bind(*args, **kwargs).arguments)
+
+    setattr(owner, name, _wrapping(original, named if by_name else wrapper))
+
+
+def shared(call: Mapping[str, Any], part: str) -> dict[str, Any]:
+    """Arguments of a call that a part takes, too, by the same names."""
+    return {name: call[name] for name in UPSTREAM[part] if name in call}
 
 
 def wrap_object(owner: object, name: str, wrapper: Wrapper) -> Callable[[], None]:

@@ -5,16 +5,13 @@ A failure may strike when only some ranks have finished these steps. All ranks t
 entry of the next iteration, and together repeat each step that any rank has not finished.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import megatron.training.training as training
 import msgspec
 
-from megatron.moevement.built import (
-    Chunks,
-    MegatronOptimizer,
-    TransformerConfig,
-)
+from megatron.moevement.built import Chunks
 from megatron.moevement.facts import Counters, JobFacts
 from megatron.moevement.seams import patches, upstream
 from megatron.moevement.seams.data_position import DataPosition
@@ -22,6 +19,8 @@ from moevement_ext import faults
 from moevement_ext.faults import Phase
 from moevement_ext.membership.membership import Membership
 from moevement_ext.membership.rendezvous import RoundEnded
+
+_EVALUATION = 'megatron.training.training:evaluate_and_print_results'
 
 
 class PostStepProgress(msgspec.Struct, frozen=True):
@@ -59,7 +58,7 @@ class PostStep:
         """Wrap upstream's functions."""
         self._membership = membership
         patches.wrap('megatron.training.training:evaluate', self._trusting)
-        patches.wrap('megatron.training.training:evaluate_and_print_results', self._evaluating)
+        patches.wrap(_EVALUATION, self._evaluating)
         patches.wrap('megatron.training.training:save_checkpoint_and_time', self._saving)
 
     def set_actions(
@@ -215,34 +214,27 @@ def _due(interval: int | None, iteration: int) -> bool:
     return iteration % interval == 0 if interval else False
 
 
-def evaluation(
-    forward_step: object,
-    model: Chunks,
-    valid_iterator: object,
-    process: object,
-    config: TransformerConfig,
-    non_loss_data: object,
-    optimizer: MegatronOptimizer,
-) -> Callable[[int], None]:
-    """Function that runs upstream's evaluation after an iteration, as its loop does."""
+def evaluation(call: Mapping[str, Any]) -> Callable[[int], None]:
+    """Function that runs upstream's evaluation after an iteration, as its loop does.
+
+    `call`: the arguments of that loop, by name.
+    """
+    model: Chunks = call['model']
+    given = patches.shared(call, _EVALUATION)
 
     def evaluate(iteration: int) -> None:
         hooks = training.should_disable_forward_pre_hook(training.get_args())
         if hooks and model[0].remove_forward_pre_hook_handles:
-            training.disable_forward_pre_hook(model, optimizer=optimizer)
+            training.disable_forward_pre_hook(model, optimizer=call['optimizer'])
         else:
             hooks = False
         training.evaluate_and_print_results(
-            f'iteration {iteration}',
-            forward_step,
-            valid_iterator,
-            model,
-            iteration,
-            process,
-            config,
+            prefix=f'iteration {iteration}',
+            data_iterator=call['valid_data_iterator'],
+            iteration=iteration,
             verbose=False,
             write_to_tensorboard=True,
-            non_loss_data_func=non_loss_data,
+            **given,
         )
         for chunk in model:  # upstream skips this once its time limit has passed, and exits
             chunk.train()

@@ -26,19 +26,21 @@ def add(losses: dict[str, float], totals: dict[str, Any]) -> None:
         totals[EXPERTS] = torch.tensor(losses[EXPERTS])
 
 
-def cut_off(losses: dict[str, float], totals: dict[str, Any], *others: Any, **more: Any) -> None:
-    add(losses, totals)
+def cut_off(loss_dict: dict[str, float], total_loss_dict: dict[str, Any], **more: Any) -> None:
+    add(loss_dict, total_loss_dict)
     raise ConnectionError('another rank is gone')
 
 
-def whole(losses: dict[str, float], totals: dict[str, Any], *others: Any, **more: Any) -> None:
-    add(losses, totals)
+def whole(loss_dict: dict[str, float], total_loss_dict: dict[str, Any], **more: Any) -> None:
+    add(loss_dict, total_loss_dict)
 
 
-def printed_then_cut_off(losses: dict[str, float], totals: dict[str, Any], *others: Any) -> None:
+def printed_then_cut_off(
+    loss_dict: dict[str, float], total_loss_dict: dict[str, Any], **more: Any
+) -> None:
     """Like upstream with `--timing-log-level 1`: it prints, and waits for all ranks' timers."""
-    add(losses, totals)
-    totals[LANGUAGE], totals[COUNT] = torch.tensor([0.0]), 0
+    add(loss_dict, total_loss_dict)
+    total_loss_dict |= {LANGUAGE: torch.tensor([0.0]), COUNT: 0}
     raise ConnectionError('another rank is gone')
 
 
@@ -51,26 +53,28 @@ def trainer() -> UpstreamTrainer:
     return found
 
 
+def log(trainer: UpstreamTrainer, original: Any, losses: Any, totals: Any, iteration: int) -> None:
+    trainer._training_log(original, loss_dict=losses, total_loss_dict=totals, iteration=iteration)
+
+
 def test_printed_sums_are_not_counted_again(trainer: UpstreamTrainer) -> None:
     totals: dict[str, Any] = {}
     losses = {LANGUAGE: 4.0, EXPERTS: 2.0}
-    trainer._training_log(whole, losses, totals, 0.1, 1)
+    log(trainer, whole, losses, totals, 1)
     with pytest.raises(ConnectionError):
-        trainer._training_log(
-            lambda *given, **more: printed_then_cut_off(*given), losses, totals, 0.1, 2
-        )
+        log(trainer, printed_then_cut_off, losses, totals, 2)
     totals = {}  # the loop is entered again
-    trainer._training_log(whole, losses, totals, 0.1, 3)
+    log(trainer, whole, losses, totals, 3)
     assert (totals[COUNT], totals[LANGUAGE].item()) == (1, 4.0)
 
 
 def test_sums_are_rolled_back_to_before_the_interrupted_line(trainer: UpstreamTrainer) -> None:
     totals: dict[str, Any] = {}
     losses = {LANGUAGE: 4.0, EXPERTS: 2.0}
-    trainer._training_log(whole, losses, totals, 0.1, 1)
+    log(trainer, whole, losses, totals, 1)
     for _ in range(2):
         with pytest.raises(ConnectionError):
-            trainer._training_log(cut_off, losses, totals, 0.1, 2)
+            log(trainer, cut_off, losses, totals, 2)
         totals = {}  # the loop is entered again
-    trainer._training_log(whole, losses, totals, 0.1, 3)
+    log(trainer, whole, losses, totals, 3)
     assert (totals[COUNT], totals[LANGUAGE].item(), totals[EXPERTS].item()) == (2, 8.0, 4.0)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps that upstream's loop runs only at a start are skipped by all ranks on re-entry."""
 
+import ast
+import inspect
 from argparse import Namespace
 from types import SimpleNamespace
 from typing import Any
@@ -11,10 +13,15 @@ from megatron.moevement.seams import cpu_device
 
 cpu_device.install()
 
-from megatron.moevement.job.upstream_trainer import UpstreamTrainer  # noqa: E402
+from megatron.training import training  # noqa: E402
+
+from megatron.moevement.job.upstream_trainer import UpstreamTrainer, _StepResult  # noqa: E402
+from megatron.moevement.seams import patches  # noqa: E402
 from megatron.moevement.seams.data_position import UpstreamData  # noqa: E402
 from megatron.moevement.seams.post_step import PostStep  # noqa: E402
 from tests.unit.megatron.moevement.seams.test_post_step import FACTS  # noqa: E402
+
+TRAINER = 'megatron.training.training'
 
 
 class Rank:
@@ -40,13 +47,15 @@ class Rank:
         data = UpstreamData(cyclic=False, full_validation=False)
         self._trainer = UpstreamTrainer({}, FACTS, counters, session, data)
         self._trainer._set_up(lambda: None)
-        self._trainer._train(self._loop, *[None] * 10)
+        self._trainer._train(self._loop, **dict.fromkeys(patches.UPSTREAM[f'{TRAINER}:train']))
 
-    def _loop(self, *args: Any) -> None:
+    def _loop(self, **call: Any) -> None:
         if self._logs.pop(0):
-            self._trainer._training_log(self._log, {}, {}, 1e-3, 1, is_first_iteration=True)
+            self._trainer._training_log(
+                self._log, total_loss_dict={}, iteration=1, is_first_iteration=True
+            )
 
-    def _log(self, *args: Any, is_first_iteration: bool) -> None:
+    def _log(self, is_first_iteration: bool, **call: Any) -> None:
         self.first.append(is_first_iteration)
 
 
@@ -57,3 +66,14 @@ def test_ranks_agree_on_the_first_logged_line(joining: bool, logged: bool) -> No
     rank = Rank(joining, logged)
     assert rank.first[-1] is False
     assert rank.first[:-1] == [True] * (logged and not joining), 'a start logs it'
+
+
+def test_result_of_a_step_has_the_names_that_upstream_unpacks() -> None:
+    tree = ast.parse(inspect.getsource(training.train))
+    names = [
+        tuple(ast.unparse(one) for one in node.targets[0].elts)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and ast.unparse(node.value).startswith('train_step(')
+        if isinstance(node.targets[0], ast.Tuple)
+    ]
+    assert names == [_StepResult._fields]

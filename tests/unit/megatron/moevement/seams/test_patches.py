@@ -142,6 +142,15 @@ def test_wrapper_gets_the_original_and_the_arguments(
     patches.check()  # the signature is that of the original
 
 
+def test_wrapper_gets_the_arguments_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = found(METHOD)
+    monkeypatch.setattr(*place_of(METHOD), original)  # restored at the end
+    patches.wrap(METHOD, lambda original, **call: (original, call), by_name=True)
+    assert found(METHOD)(1, state_dict=2) == (original, {'self': 1, 'state_dict': 2})
+    assert patches.shared({'self': 1, 'other': 2}, METHOD) == {'self': 1}
+    patches.check()
+
+
 @pytest.mark.parametrize('part', [LOADER, METHOD, GATHER])
 def test_temporary_wrapper_is_removed_after_an_error(part: str) -> None:
     original = found(part)
