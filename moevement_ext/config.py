@@ -6,7 +6,8 @@ import math
 import os
 import re
 import socket
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from moevement_ext.errors import UserError
@@ -100,155 +101,139 @@ _OF_A_NODE = (
 ).split()
 
 
+def setting[T](default: T) -> Callable[[str], T]:
+    """Return a function from a help text to a field that has it as `metadata['help']`."""
+    return lambda text: field(default=default, metadata={'help': ' '.join(text.split())})
+
+
 @dataclass(frozen=True)
 class SparseCheckpointConfig:
-    """One field per `--sparse-ckpt-*` flag; its docstring is the help of the flag."""
+    """One field per `--sparse-ckpt-*` flag, with the help of the flag in its metadata."""
 
-    strategy: str = MOEVEMENT
-    """'moevement': a slice of the state in every iteration, into host memory, with replicas;
-    'gemini': the whole state every --sparse-ckpt-interval iterations, into host memory, with
-    replicas; 'checkfreq': the same without replicas, then to --sparse-ckpt-disk, which alone it
-    recovers from; 'moc': as 'gemini', but with --sparse-ckpt-experts experts of each layer, the
-    others as of an earlier checkpoint, so that a recovery loses updates of experts; 'moetion': the
-    same in every iteration, with as many experts as training hides, those with most updates to
-    lose. Flags without use for the strategy are refused."""
-    interval: int | str = AUTO
-    """'gemini', 'checkfreq', 'moc': iterations from one checkpoint to the next. 'auto': 1; with
-    'checkfreq' the fewest, as measured, within --sparse-ckpt-overhead-bound and the rate of the
-    disk. 'young', 'daly', 'oracle': 'gemini' only, the best for --sparse-ckpt-mtbf by that formula,
-    or by trying all."""
-    mtbf: float | None = None
-    """Mean seconds between failures of the job, for 'young', 'daly' and 'oracle' of
-    --sparse-ckpt-interval."""
-    overhead_bound: float = 0.03
-    """'checkfreq': maximum share of training time that checkpoints may cost."""
-    experts: int | str = 1
-    """'moc': experts of each MoE layer in a checkpoint, or 'dynamic': 1, doubled whenever
-    recoveries have lost --sparse-ckpt-lost-share of the tokens at the present number."""
-    expert_choice: str = SEQUENTIAL
-    """'moc': choice of the experts in a checkpoint. 'sequential': in turn; 'load': those with most
-    tokens since their last copy, by their shares of the tokens."""
-    lost_share: float = 0.0375
-    """'moc', with 'dynamic' experts: share of all tokens of the training, lost in recoveries, at
-    which the number of experts doubles."""
-    window: int | str = AUTO
-    """Iterations per window, or 'auto': the fewest that the measured links can carry and, if cores
-    also train, that the spare cores can handle."""
-    max_window: int = 8
-    """Longest window that 'auto' may choose. Host memory is planned for this length, or for the
-    longest window that fits."""
-    cpu_share: float = 0.02
-    """Share of the cores of a node that an 'auto' window grants to helper threads, most of which
-    copy, check, send and receive windows, if the cores also train; 0: no limit. With GPUs there is
-    no limit."""
-    replicas: int = 2
-    """Copies of the windows of each rank on other failure domains (fewer where there are fewer
-    domains). A peer there with the same shard of another optimizer instance counts as a copy."""
-    verify_replicas: int = 1
-    """A holder verifies the checksums of every N-th window received from a rank before the window
-    counts as replicated. Every reader, a recovery too, verifies all windows that it reads; with N
-    above 1 a damaged replica may go unnoticed until then; without another copy, recovery falls back
-    to an older window, or has none."""
-    network_gb_per_s: float | str = AUTO
-    """Limit, in GB/s (10^9 bytes), of the rate at which each rank sends windows to their holders.
-    'auto': slots are spread over their window, by measured times; 'off' or 0: no limit. A recovery
-    is never limited."""
-    dir: str = f'/dev/shm/moevement-{os.geteuid()}'
-    """Directory for windows on every node, in a tmpfs, owned by this user."""
-    disk: str | None = None
-    """Directory for copies of persisted windows, on a disk of each node or a shared file system, in
-    case all nodes lose their memory. Needs a third window file in host memory. Default: no
-    copies."""
-    disk_every: int = 100
-    """Minimum iterations between the starts of two windows on disk, except the final state of
-    an elastic job at a planned end."""
-    disk_gb_per_s: float = 1.0
-    """Per-rank limit in GB/s (10^9 bytes) of disk writes, and of the reads that check them; not of
-    recoveries, and not of the final state of an elastic job at a planned end."""
-    run_id: str | None = None
-    """Name of the run. A job launched again with the same id recovers from its windows. Default:
-    'slurm-' and SLURM_JOB_ID, else a digest of the training flags."""
-    host_memory_gb: float | None = None
-    """Maximum host memory per node, in GiB, for windows, replicas and logs. With it a job that
-    cannot reserve its memory ends, instead of training unprotected. Default: all that the tmpfs,
-    the memory limit of the container and the machine leave."""
-    interface: str | None = None
-    """Network interface for access to other ranks' host memory: windows and logs travel over it.
-    Default: that of GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME, else the one that faces the
-    master."""
-    topology: str | None = None
-    """JSON file that maps node names to failure domains: "rack", or a list with the levels above,
-    innermost first: ["rack", "pod"]. Default: each node is its own domain."""
-    log_lag: float = 1.0
-    """Spare capacity of the log, in iterations, for the time from the start of the copy of a
-    window's last slot until the window is persisted; tools.plan computes the number."""
-    max_wait: float = 1.0
-    """Maximum seconds that training waits until a window is persisted; then the next window is
-    skipped."""
-    order: str = POPULARITY
-    """Experts that a window captures last, and a replay keeps frozen longest. 'popularity': those
-    with most tokens; 'soft': with most weight from their router; 'decayed': with most tokens,
-    averaged over windows with halving weights; 'capacity': with the largest share of
-    --moe-expert-capacity-factor in use; 'fixed': no reordering, the order of the model."""
-    freeze: str = ON
-    """'on': a replay does not compute the weight gradients of frozen operators, which are not
-    restored yet; 'off': a replay computes and drops them, to measure the saving."""
-    reorder_fraction: float = 0.25
-    """Minimum fraction of experts with changed popularity for a new plan of the window."""
-    reorder_change: float = 0.10
-    """Relative change of an expert's share of the tokens that counts as changed popularity."""
-    store: str | None = None
-    """HOST:PORT of a store outside the training nodes, python -m moevement_ext.store, for the
-    rendezvous of the ranks: no node is then indispensable for the job. Default: the store of the
-    launcher."""
-    recovery: str = AUTO
-    """'auto': 'localized', or 'global' if --sparse-ckpt-strategy is not 'moevement' and so keeps no
-    log; 'localized': only the pipeline stages that lost a worker roll back, the others keep their
-    state (needs torchrun with static rendezvous, the launcher for Slurm, or
-    scripts/local_cluster.py); 'global': all stages roll back together, in the surviving processes,
-    without logs of sends between stages (needs the same); 'whole-job': all workers restart."""
-    hang_timeout: float = 60.0
-    """Seconds without a heartbeat after which a worker counts as hung."""
-    verify: str = REPORT
-    """Compare a recovered state, bit for bit, with captures from before the failure that are newer
-    than the window it came from. 'report': list differences in the log and the events; 'stop': end
-    the job with status 77 if they differ, windows stay, and capture nothing until a recovery is
-    judged; 'off': no comparison. Without deterministic kernels a replay may differ."""
-    stuck_timeout: float = 600.0
-    """Seconds for which the training thread of a worker may block without waiting for another
-    worker (in a data loader, a file system) before the worker ends and is replaced; 0: no limit."""
-    bind: str = GPU
-    """'gpu': each worker runs on the CPUs near its GPU that its launcher allows, and has its
-    windows in their memory; 'off': on any CPU that its launcher allows."""
-    elastic: str = OFF
-    """'restart': a job restarted with another number of ranks, or another pipeline, expert or data
-    parallel layout, continues from the windows of the previous start. Set it from the first
-    start."""
-    elastic_layouts: str | None = None
-    """Layouts for other numbers of ranks, as 'pp=2,ep=4;ep=4'. Of the layouts of the flags and of
-    this list that fit, a start takes the one with most ranks; of several, the first. Surplus ranks
-    do not train. Omitted sizes are 1, but tensor parallelism stays unchanged, also for experts
-    unless etp is given."""
-    elastic_exact: bool = False
-    """Wait for the ranks of the old layout, or refuse to start, rather than continue a window of
-    several iterations in another layout, which is equal up to rounding only; windows of one
-    iteration are continued exactly."""
-    forget: bool = False
-    """Continue from the dense checkpoint, or the start, if some ranks have lost windows that all
-    ranks had, or windows cannot be read now, or are of another layout or release and cannot be
-    used. Without this flag the job refuses to start, and names the ranks without windows, or the
-    reason."""
-    strict: bool = False
-    """Stop if windows or replicas cannot be set up, or a system limit is too low for a recovery,
-    instead of training with less protection; or if there are windows of other flags, files,
-    versions or another environment, instead of training from an earlier state, or from these
-    windows with bits that may differ; or if ranks differ in any of these."""
-    events: str | None = None
-    """Directory for events as JSON lines, one file per rank."""
-    metrics: int | None = None
-    """TCP port that serves the metrics of the first rank of each host to Prometheus; those of the
-    others have the ports after it, in the order of LOCAL_RANK. (With OTEL_EXPORTER_OTLP_ENDPOINT
-    set, metrics are sent over OTLP.)"""
+    strategy: str = setting(MOEVEMENT)("""'moevement': a slice of the state in every iteration, into
+    host memory, with replicas; 'gemini': the whole state every --sparse-ckpt-interval iterations,
+    into host memory, with replicas; 'checkfreq': the same without replicas, then to
+    --sparse-ckpt-disk, which alone it recovers from; 'moc': as 'gemini', but with
+    --sparse-ckpt-experts experts of each layer, the others as of an earlier checkpoint, so that a
+    recovery loses updates of experts; 'moetion': the same in every iteration, with as many experts
+    as training hides, those with most updates to lose. Flags without use for the strategy are
+    refused.""")
+    interval: int | str = setting(AUTO)("""'gemini', 'checkfreq', 'moc': iterations from one
+    checkpoint to the next. 'auto': 1; with 'checkfreq' the fewest, as measured, within
+    --sparse-ckpt-overhead-bound and the rate of the disk. 'young', 'daly', 'oracle': 'gemini' only,
+    the best for --sparse-ckpt-mtbf by that formula, or by trying all.""")
+    mtbf: float | None = setting(None)("""Mean seconds between failures of the job, for 'young',
+    'daly' and 'oracle' of --sparse-ckpt-interval.""")
+    overhead_bound: float = setting(0.03)("""'checkfreq': maximum share of training time that
+    checkpoints may cost.""")
+    experts: int | str = setting(1)("""'moc': experts of each MoE layer in a checkpoint, or
+    'dynamic': 1, doubled whenever recoveries have lost --sparse-ckpt-lost-share of the tokens at
+    the present number.""")
+    expert_choice: str = setting(SEQUENTIAL)("""'moc': choice of the experts in a checkpoint.
+    'sequential': in turn; 'load': those with most tokens since their last copy, by their shares of
+    the tokens.""")
+    lost_share: float = setting(0.0375)("""'moc', with 'dynamic' experts: share of all tokens of the
+    training, lost in recoveries, at which the number of experts doubles.""")
+    window: int | str = setting(AUTO)("""Iterations per window, or 'auto': the fewest that the
+    measured links can carry and, if cores also train, that the spare cores can handle.""")
+    max_window: int = setting(8)("""Longest window that 'auto' may choose. Host memory is planned
+    for this length, or for the longest window that fits.""")
+    cpu_share: float = setting(0.02)("""Share of the cores of a node that an 'auto' window grants to
+    helper threads, most of which copy, check, send and receive windows, if the cores also train; 0:
+    no limit. With GPUs there is no limit.""")
+    replicas: int = setting(2)("""Copies of the windows of each rank on other failure domains (fewer
+    where there are fewer domains). A peer there with the same shard of another optimizer instance
+    counts as a copy.""")
+    verify_replicas: int = setting(1)("""A holder verifies the checksums of every N-th window
+    received from a rank before the window counts as replicated. Every reader, a recovery too,
+    verifies all windows that it reads; with N above 1 a damaged replica may go unnoticed until
+    then; without another copy, recovery falls back to an older window, or has none.""")
+    network_gb_per_s: float | str = setting(AUTO)("""Limit, in GB/s (10^9 bytes), of the rate at
+    which each rank sends windows to their holders. 'auto': slots are spread over their window, by
+    measured times; 'off' or 0: no limit. A recovery is never limited.""")
+    dir: str = setting(f'/dev/shm/moevement-{os.geteuid()}')("""Directory for windows on every node,
+    in a tmpfs, owned by this user.""")
+    disk: str | None = setting(None)("""Directory for copies of persisted windows, on a disk of each
+    node or a shared file system, in case all nodes lose their memory. Needs a third window file in
+    host memory. Default: no copies.""")
+    disk_every: int = setting(100)("""Minimum iterations between the starts of two windows on disk,
+    except the final state of an elastic job at a planned end.""")
+    disk_gb_per_s: float = setting(1.0)("""Per-rank limit in GB/s (10^9 bytes) of disk writes, and
+    of the reads that check them; not of recoveries, and not of the final state of an elastic job at
+    a planned end.""")
+    run_id: str | None = setting(None)("""Name of the run. A job launched again with the same id
+    recovers from its windows. Default: 'slurm-' and SLURM_JOB_ID, else a digest of the training
+    flags.""")
+    host_memory_gb: float | None = setting(None)("""Maximum host memory per node, in GiB, for
+    windows, replicas and logs. With it a job that cannot reserve its memory ends, instead of
+    training unprotected. Default: all that the tmpfs, the memory limit of the container and the
+    machine leave.""")
+    interface: str | None = setting(None)("""Network interface for access to other ranks' host
+    memory: windows and logs travel over it. Default: that of GLOO_SOCKET_IFNAME or
+    NCCL_SOCKET_IFNAME, else the one that faces the master.""")
+    topology: str | None = setting(None)("""JSON file that maps node names to failure domains:
+    "rack", or a list with the levels above, innermost first: ["rack", "pod"]. Default: each node is
+    its own domain.""")
+    log_lag: float = setting(1.0)("""Spare capacity of the log, in iterations, for the time from the
+    start of the copy of a window's last slot until the window is persisted; tools.plan computes the
+    number.""")
+    max_wait: float = setting(1.0)("""Maximum seconds that training waits until a window is
+    persisted; then the next window is skipped.""")
+    order: str = setting(POPULARITY)("""Experts that a window captures last, and a replay keeps
+    frozen longest. 'popularity': those with most tokens; 'soft': with most weight from their
+    router; 'decayed': with most tokens, averaged over windows with halving weights; 'capacity':
+    with the largest share of --moe-expert-capacity-factor in use; 'fixed': no reordering, the order
+    of the model.""")
+    freeze: str = setting(ON)("""'on': a replay does not compute the weight gradients of frozen
+    operators, which are not restored yet; 'off': a replay computes and drops them, to measure the
+    saving.""")
+    reorder_fraction: float = setting(0.25)("""Minimum fraction of experts with changed popularity
+    for a new plan of the window.""")
+    reorder_change: float = setting(0.10)("""Relative change of an expert's share of the tokens that
+    counts as changed popularity.""")
+    store: str | None = setting(None)("""HOST:PORT of a store outside the training nodes, python -m
+    moevement_ext.store, for the rendezvous of the ranks: no node is then indispensable for the job.
+    Default: the store of the launcher.""")
+    recovery: str = setting(AUTO)("""'auto': 'localized', or 'global' if --sparse-ckpt-strategy is
+    not 'moevement' and so keeps no log; 'localized': only the pipeline stages that lost a worker
+    roll back, the others keep their state (needs torchrun with static rendezvous, the launcher for
+    Slurm, or scripts/local_cluster.py); 'global': all stages roll back together, in the surviving
+    processes, without logs of sends between stages (needs the same); 'whole-job': all workers
+    restart.""")
+    hang_timeout: float = setting(60.0)("""Seconds without a heartbeat after which a worker counts
+    as hung.""")
+    verify: str = setting(REPORT)("""Compare a recovered state, bit for bit, with captures from
+    before the failure that are newer than the window it came from. 'report': list differences in
+    the log and the events; 'stop': end the job with status 77 if they differ, windows stay, and
+    capture nothing until a recovery is judged; 'off': no comparison. Without deterministic kernels
+    a replay may differ.""")
+    stuck_timeout: float = setting(600.0)("""Seconds for which the training thread of a worker may
+    block without waiting for another worker (in a data loader, a file system) before the worker
+    ends and is replaced; 0: no limit.""")
+    bind: str = setting(GPU)("""'gpu': each worker runs on the CPUs near its GPU that its launcher
+    allows, and has its windows in their memory; 'off': on any CPU that its launcher allows.""")
+    elastic: str = setting(OFF)("""'restart': a job restarted with another number of ranks, or
+    another pipeline, expert or data parallel layout, continues from the windows of the previous
+    start. Set it from the first start.""")
+    elastic_layouts: str | None = setting(None)("""Layouts for other numbers of ranks, as
+    'pp=2,ep=4;ep=4'. Of the layouts of the flags and of this list that fit, a start takes the one
+    with most ranks; of several, the first. Surplus ranks do not train. Omitted sizes are 1, but
+    tensor parallelism stays unchanged, also for experts unless etp is given.""")
+    elastic_exact: bool = setting(False)("""Wait for the ranks of the old layout, or refuse to
+    start, rather than continue a window of several iterations in another layout, which is equal up
+    to rounding only; windows of one iteration are continued exactly.""")
+    forget: bool = setting(False)("""Continue from the dense checkpoint, or the start, if some ranks
+    have lost windows that all ranks had, or windows cannot be read now, or are of another layout or
+    release and cannot be used. Without this flag the job refuses to start, and names the ranks
+    without windows, or the reason.""")
+    strict: bool = setting(False)("""Stop if windows or replicas cannot be set up, or a system limit
+    is too low for a recovery, instead of training with less protection; or if there are windows of
+    other flags, files, versions or another environment, instead of training from an earlier state,
+    or from these windows with bits that may differ; or if ranks differ in any of these.""")
+    events: str | None = setting(None)('Directory for events as JSON lines, one file per rank.')
+    metrics: int | None = setting(None)("""TCP port that serves the metrics of the first rank of
+    each host to Prometheus; those of the others have the ports after it, in the order of
+    LOCAL_RANK. (With OTEL_EXPORTER_OTLP_ENDPOINT set, metrics are sent over OTLP.)""")
 
     def __post_init__(self) -> None:
         self._settle()

@@ -3,8 +3,8 @@
 
     python -m tools.flags --write
 
-The page is generated from the parser, and the tables of fields from the classes; the texts are
-docstrings of fields (`moevement_ext/config.py`). Without --write the page is printed.
+The page is generated from the parser, and the tables of fields from the classes; texts are in
+the metadata of fields (`moevement_ext/config.py`). Without --write the page is printed.
 """
 
 import argparse
@@ -18,7 +18,6 @@ from pathlib import Path
 
 from megatron.moevement.arguments import add_arguments
 from megatron.moevement.training_plan import TrainingPlan
-from moevement_ext import docstrings
 from moevement_ext.config import SparseCheckpointConfig
 from tools.lab.arguments import Parser
 from tools.lab.tables import markdown
@@ -84,11 +83,10 @@ def with_fields(page: str) -> str:
 
 
 def fields(kind: type) -> Iterator[tuple[str, str, str]]:
-    """Name, default and meaning of each field of a dataclass, by the docstring below it."""
+    """Name, default and meaning of each field of a dataclass."""
     assert dataclasses.is_dataclass(kind)
-    texts = docstrings.of_fields(kind)
     for field in dataclasses.fields(kind):
-        yield f'`{field.name}`', _shown(field.default), _code(texts[field.name])
+        yield f'`{field.name}`', _shown(field.default), _code(field.metadata['help'])
 
 
 def _shown(value: object) -> str:

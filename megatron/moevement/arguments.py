@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from megatron.moevement.facts import UpstreamArguments
-from moevement_ext import docstrings
 from moevement_ext.config import (
     AUTO,
     CHOICES,
@@ -70,12 +69,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         'from it after a failure.',
     )
 
-    texts = docstrings.of_fields(SparseCheckpointConfig)
     for field in dataclasses.fields(SparseCheckpointConfig):
         group.add_argument(
             f'--sparse-ckpt-{field.name.replace("_", "-")}',
             default=field.default,
-            help=texts.get(field.name, '').replace('%', '%%'),
+            help=field.metadata['help'].replace('%', '%%'),
             **_options(field.name, field.default),
         )
     group.add_argument(

@@ -20,7 +20,7 @@ PRODUCT = ('moevement_ext', 'megatron', 'tools', 'examples', 'scripts', 'pretrai
 MAX_CONSTRUCTOR_ARGUMENTS = 7
 
 ENGINE_FLOORS = (
-    {'command', 'docstrings', 'errors', 'logger'},
+    {'command', 'errors', 'logger'},
     {'event_file'},
     {'config', 'events'},
     {'faults', 'token_bucket', 'cpu_cost'},
