@@ -58,10 +58,9 @@ setup(
         *find_packages(include=['moevement_ext', 'moevement_ext.*']),
         *(f'megatron.{name}' for name in find_packages(str(ROOT / 'megatron'))),
         _PROGRAMS,
-        f'{_PROGRAMS}.scripts',
         *TOOLS,
     ],
-    package_dir={_PROGRAMS: '.', **{f'{_PROGRAMS}.{name}': name for name in ('scripts', 'tools')}},
+    package_dir={_PROGRAMS: '.', f'{_PROGRAMS}.tools': 'tools'},
     py_modules=[],
     entry_points={'console_scripts': ['moevement = moevement_ext.command:main']},
     package_data={

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""A data-parallel training loop on plain torch that survives failures.
 
-    scripts/local_cluster.py --nodes 3 --spares 1 --kill 1@12 -- \
+    moevement launch --nodes 3 --spares 1 --kill 1@12 -- \
         examples/data_parallel_loop.py --text README.md --iterations 40
 
 All ranks hold the same model, which predicts the next byte of a text, and compute on different

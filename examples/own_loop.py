@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""A hand-written Megatron-Core training loop that survives failures: `megatron.moevement.attach`.
 
-    python -m tools.prepare_data --input README.md docs/*.md --output-prefix /tmp/text
-    scripts/local_cluster.py --nodes 4 --spares 1 --kill 2@30 -- \
+    moevement prepare-data --input README.md docs/*.md --output-prefix /tmp/text
+    moevement launch --nodes 4 --spares 1 --kill 2@30 -- \
         examples/own_loop.py --data /tmp/text --iterations 200
 
 The model and its training step are in `small_gpt.py`, an ordinary Megatron-Core program.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""A training loop on plain torch that survives failures: no Megatron, a hand-written pipeline.
 
-    scripts/local_cluster.py --nodes 3 --spares 1 --kill 1@12 -- \
+    moevement launch --nodes 3 --spares 1 --kill 1@12 -- \
         examples/pipeline_loop.py --text README.md --iterations 40
 
 Each rank is a stage of a small language model with a Mixture of Experts; micro-batches pass forward

@@ -1,22 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command `moevement`, a front end of all programs. It imports only the program that it runs.
 
-Each program is a module; `moevement NAME` is equivalent to `python -m MODULE`. Most programs are in
-`tools` of a checkout. A wheel has these folders in `moevement_ext/programs`, because top-level
-packages named `tools` and `scripts` could collide with those of other distributions.
+Each program is a module with a `main`. Most are in `tools` of a checkout. A wheel has this folder
+in `moevement_ext/programs`, because a top-level package `tools` could collide with those of others.
 """
 
-import re
-import runpy
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
 
 _PACKAGE = Path(__file__).resolve().parent
 _INSTALLED = _PACKAGE / 'programs'
 ROOT = _INSTALLED if _INSTALLED.is_dir() else _PACKAGE.parent
-"""Directory that contains `tools`, `scripts` and `pretrain_gpt.py`."""
+"""Directory that contains `tools` and `pretrain_gpt.py`."""
 
 
 class _Subcommand(NamedTuple):
@@ -24,8 +22,6 @@ class _Subcommand(NamedTuple):
 
     module: str
     does: str
-    script: str = ''
-    """Path of the script that runs the program in a checkout, if it has one."""
 
 
 PROGRAMS = {
@@ -33,36 +29,34 @@ PROGRAMS = {
         'megatron.moevement.pretrain_gpt', 'train a GPT: one worker, as a launcher starts it'
     ),
     'launch': _Subcommand(
-        'moevement_ext.launch.command_line',
-        'run a job on emulated nodes of this machine',
-        'scripts/local_cluster.py',
+        'moevement_ext.launch.command_line', 'run a job on emulated nodes of this machine'
     ),
-    'slurm': _Subcommand('moevement_ext.slurm', 'run a job in a batch script of Slurm'),
-    'store': _Subcommand('moevement_ext.store', 'serve the store of a job outside its nodes'),
+    'slurm': _Subcommand('moevement_ext.launch.slurm', 'run a job in a batch script of Slurm'),
+    'store': _Subcommand(
+        'moevement_ext.store.__main__', 'serve the store of a job outside its nodes'
+    ),
     'torchrun': _Subcommand(
-        'moevement_ext.store.torchrun', 'torchrun with its rendezvous in that store'
+        'moevement_ext.launch.torchrun', 'torchrun with its rendezvous in that store'
     ),
-    'demo': _Subcommand(
-        'tools.demo', 'see a lost node recovered, without a GPU', 'scripts/demo.sh'
-    ),
+    'demo': _Subcommand('tools.demo', 'see a lost node recovered, without a GPU'),
     'prepare-data': _Subcommand('tools.prepare_data', 'make data for the trainer from text'),
     'check': _Subcommand('tools.check', 'whether a job can be protected, and how it recovers'),
     'plan': _Subcommand(
-        'tools.plan', 'window, memory and times of a job, before there is a cluster'
+        'tools.plan.__main__', 'window, memory and times of a job, before there is a cluster'
     ),
     'placement': _Subcommand('tools.placement', 'where replicas and experts go'),
-    'simulate': _Subcommand('tools.simulate', 'systems for fault tolerance compared'),
+    'simulate': _Subcommand('tools.simulate.__main__', 'systems for fault tolerance compared'),
     'status': _Subcommand('tools.status', 'a running job in the terminal'),
-    'report': _Subcommand('tools.report', 'one page about a run'),
-    'windows': _Subcommand('tools.windows', 'list, verify, prune, export and try windows'),
+    'report': _Subcommand('tools.report.__main__', 'one page about a run'),
+    'windows': _Subcommand('tools.windows.__main__', 'list, verify, prune, export and try windows'),
     'compare-digests': _Subcommand('tools.compare_digests', 'compare two final states'),
     'plot-run': _Subcommand('tools.plot_run', 'plot losses and times of two logs'),
     'drill': _Subcommand(
         'tools.drill', 'run your job for a minute with failures, compare the bits'
     ),
-    'chaos': _Subcommand('tools.chaos', 'random failures, bits compared'),
+    'chaos': _Subcommand('tools.chaos.__main__', 'random failures, bits compared'),
     'local-slurm': _Subcommand('tools.local_slurm', 'a Slurm with several nodes on this machine'),
-    'compare': _Subcommand('tools.compare', 'ways to survive failures side by side'),
+    'compare': _Subcommand('tools.compare.__main__', 'ways to survive failures side by side'),
     'bench-overhead': _Subcommand(
         'tools.bench.overhead', 'cost of protection per iteration, or of narrow formats'
     ),
@@ -75,41 +69,10 @@ PROGRAMS = {
 _TRAINER = 'pretrain_gpt.py'
 _ITS_LAUNCHERS = ('launch', 'slurm', 'torchrun')
 _MODULES_OF_EXTRA = {'jinja2', 'matplotlib', 'rich', 'tqdm'}
-_NAMES = {
-    **{program.module: name for name, program in PROGRAMS.items()},
-    **{program.script: name for name, program in PROGRAMS.items() if program.script},
-}
-_PRINTED = re.compile(
-    r'(?:(?:\.venv/bin/)?python(?: -m)?(\s+))?\b('
-    + '|'.join(map(re.escape, sorted(_NAMES, key=len, reverse=True)))
-    + r')(?!\.?\w)'
-)
-# Name of the running program; empty unless the command started this process.
-_running: list[str] = []
-
-
-def called() -> str | None:
-    """Return the command that started this process, such as `moevement plan`, or None."""
-    return f'moevement {_running[0]}' if _running else None
-
-
-def shown(text: str) -> str:
-    """Return the text with programs named as `moevement NAME`, if the command started the process.
-
-    Help and messages then repeat the form of the command line that the user typed.
-    """
-    return _PRINTED.sub(_renamed, text) if _running else text
-
-
-def _renamed(found: re.Match[str]) -> str:
-    space, name = found.groups()
-    if space is None and not name.startswith('scripts/'):
-        return found[0]  # a module in a sentence
-    return f'moevement{space or " "}{_NAMES[name]}'
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the named program in this process; return the exit status if no program runs."""
+    """Run the named program in this process; return the exit status."""
     given = list(sys.argv[1:] if argv is None else argv)
     if given[:1] == ['--version']:
         from moevement_ext import __version__
@@ -123,23 +86,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name not in PROGRAMS:
         print(f'moevement: error: {name!r} is no program (moevement --help)', file=sys.stderr)
         return 2
-    _become(name, arguments)
-    return 0
+    return _run(name, arguments)
 
 
-def _become(name: str, arguments: Sequence[str]) -> None:
-    _running[:] = [name]
+def _run(name: str, arguments: Sequence[str]) -> int:
     if str(ROOT) not in sys.path[:1]:
         sys.path.insert(0, str(ROOT))
     if name in _ITS_LAUNCHERS:
         arguments = _with_trainer(arguments)
-    before, sys.argv = sys.argv, [name, *arguments]
+    before, sys.argv = sys.argv, [f'moevement {name}', *arguments]
     try:
-        runpy.run_module(PROGRAMS[name].module, run_name='__main__', alter_sys=True)
+        return import_module(PROGRAMS[name].module).main() or 0
     except ModuleNotFoundError as error:
         if (error.name or '').partition('.')[0] not in _MODULES_OF_EXTRA:
             raise
-        sys.exit(f"{called()} needs {error.name}: pip install 'megatron-moevement[tools]'")
+        sys.exit(f"moevement {name} needs {error.name}: pip install 'megatron-moevement[tools]'")
     finally:
         sys.argv = before
 

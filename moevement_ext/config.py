@@ -197,7 +197,7 @@ class SparseCheckpointConfig:
     recovery: str = setting(AUTO)("""'auto': 'localized', or 'global' if --sparse-ckpt-strategy is
     not 'moevement' and so keeps no log; 'localized': only the pipeline stages that lost a worker
     roll back, the others keep their state (needs torchrun with static rendezvous, the launcher for
-    Slurm, or scripts/local_cluster.py); 'global': all stages roll back together, in the surviving
+    Slurm, or moevement launch); 'global': all stages roll back together, in the surviving
     processes, without logs of sends between stages (needs the same); 'whole-job': all workers
     restart.""")
     hang_timeout: float = setting(60.0)("""Seconds without a heartbeat after which a worker counts

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 #
-# Installs the packages that `python -m tools.compare peers` compares with this project into .peers,
+# Installs the packages that `moevement compare peers` compares with this project into .peers,
 # a folder that no other program reads. They use the torch and Megatron of .venv, whatever versions
 # they require. A second call is instant.
 #
-#   scripts/peers.sh && .venv/bin/python -m tools.compare peers
+#   scripts/peers.sh && .venv/bin/moevement compare peers
 
 set -euo pipefail
 (($# == 0)) || {

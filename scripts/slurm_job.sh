@@ -31,7 +31,7 @@ train() {
     local program=pretrain_gpt.py
     [[ ${MOEVEMENT_HOME:-.} -ef . ]] || program=$MOEVEMENT_HOME/pretrain_gpt.py
     # The launcher replaces this shell, so that signals of Slurm reach it.
-    exec "$PYTHON" -m moevement_ext.slurm --workers-per-node "$(gpus_per_node)" \
+    exec "$PYTHON" -m moevement_ext.launch.slurm --workers-per-node "$(gpus_per_node)" \
         ${STEP_FLAGS:+"--step-flags=$STEP_FLAGS"} ${AGENT_PYTHON:+"--agent-python=$AGENT_PYTHON"} \
         ${GRACE:+--grace "$GRACE"} \
         "${launch[@]}" -- "$program" "${flags[@]}"
@@ -60,7 +60,7 @@ surroundings() {
 #
 #   DATA_PREFIX=/data/text CHECKPOINTS=/ckpt/run7 sbatch scripts/slurm_pretrain.sbatch
 example() {
-    # Written by python -m tools.prepare_data --output-prefix data/text
+    # Written by moevement prepare-data --output-prefix data/text
     local data_prefix=${DATA_PREFIX:-$PWD/data/text}
     local checkpoints=${CHECKPOINTS:-$PWD/checkpoints/$SLURM_JOB_NAME}
     local parallel model training data protection logging

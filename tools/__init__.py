@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs around training, each started as `python -m tools.<name>` or `moevement <name>`."""
+"""Programs around training, each started as `moevement <name>`."""
 
 import sys
 from importlib.util import find_spec

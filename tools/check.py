@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reports the protection of a job from its flags, without starting it.
 
-    python -m tools.check -- --num-layers 32 --hidden-size 4096 ...
-    python -m tools.check --nproc 64 -- --num-layers 32 --hidden-size 4096 ...
+    moevement check -- --num-layers 32 --hidden-size 4096 ...
+    moevement check --nproc 64 -- --num-layers 32 --hidden-size 4096 ...
 
 After `--` come all flags of pretrain_gpt.py; --sparse-ckpt is implied. Refusals are those of the
 start, in the same words. The tool looks for files and directories on this machine. Use tools.plan
@@ -31,7 +31,7 @@ _WHOLE_JOB = 'a failure restarts all workers, which recover together from window
 
 def main(argv: Sequence[str] | None = None) -> int:
     own, flags = split_at_end(argv)
-    parser = Parser(prog='python -m tools.check', description=__doc__)
+    parser = Parser(prog='moevement check', description=__doc__)
     parser.add_argument(
         '--nproc',
         type=at_least(1),

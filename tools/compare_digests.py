@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares the final states of two runs, bit for bit, and lists differences.
 
-    python -m tools.compare_digests a.json b.json
+    moevement compare-digests a.json b.json
 
 The files are those of `--sparse-ckpt-digest`. Exit status: 0 equal, 1 different, 2 a file cannot be
 read.
@@ -25,7 +25,7 @@ _ONLY_GENERATORS = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(
-        prog='python -m tools.compare_digests',
+        prog='moevement compare-digests',
         description=__doc__,
     )
     parser.add_argument('first', type=Path, metavar='A')

@@ -215,7 +215,7 @@ def run_demo(args: argparse.Namespace, console: Console) -> Result:
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(prog='scripts/demo.sh', description=__doc__)
+    parser = Parser(prog='moevement demo', description=__doc__)
     add = parser.add_argument
     add('--iterations', type=int, default=40, help='to train (default: 40)')
     add(

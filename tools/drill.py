@@ -2,7 +2,7 @@
 r"""Game day: runs a short job with your flags twice; in one run a worker and then a node dies.
 
     sbatch scripts/slurm_drill.sbatch <flags of pretrain_gpt.py>
-    python -m tools.drill --nodes 2 -- <flags of pretrain_gpt.py>       # on emulated nodes, here
+    moevement drill --nodes 2 -- <flags of pretrain_gpt.py>       # on emulated nodes, here
 
 In a batch script of Slurm the job runs under the launcher for Slurm, and the drill kills a node of
 the allocation: its agent, its workers and its windows. Without a spare node it kills only a worker.
@@ -139,12 +139,12 @@ def _job(args: argparse.Namespace) -> _Job:
     python, workers = sys.executable, args.workers_per_node
     each = ['--workers-per-node', str(workers)]
     if 'SLURM_JOB_NODELIST' not in os.environ:
-        launcher = [python, str(ROOT / 'scripts' / 'local_cluster.py'), '--nodes', str(args.nodes)]
+        launcher = [python, '-m', 'moevement_ext.launch.command_line', '--nodes', str(args.nodes)]
         return _Job([*launcher, *each], args.nodes, workers, spare=True)
     nodes = int(os.environ['SLURM_JOB_NUM_NODES']) - args.spare_nodes
     if nodes < 1:
         raise LabError(f'--spare-nodes {args.spare_nodes} leaves no node to train on')
-    launcher = [python, '-m', 'moevement_ext.slurm', '--spare-nodes', str(args.spare_nodes)]
+    launcher = [python, '-m', 'moevement_ext.launch.slurm', '--spare-nodes', str(args.spare_nodes)]
     for flag, variable in (('--step-flags', 'STEP_FLAGS'), ('--agent-python', 'AGENT_PYTHON')):
         if os.environ.get(variable):  # as scripts/slurm_job.sh passes them
             launcher.append(f'{flag}={os.environ[variable]}')
@@ -216,7 +216,7 @@ def remove_memory(roots: Sequence[str], run_id: str) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
-        prog='python -m tools.drill',
+        prog='moevement drill',
         description=__doc__,
         allow_abbrev=False,
     )

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Runs a real Slurm cluster of five nodes, n1 to n5, on this machine, to try out failures.
 
-    python -m tools.local_slurm start runs/slurm
+    moevement local-slurm start runs/slurm
     export SLURM_CONF=$PWD/runs/slurm/slurm.conf
     sbatch --nodes=3 --gpus-per-node=1 --cpus-per-task=1 scripts/slurm_pretrain.sbatch ...
-    python -m tools.local_slurm lose runs/slurm n2
-    python -m tools.local_slurm stop runs/slurm
+    moevement local-slurm lose runs/slurm n2
+    moevement local-slurm stop runs/slurm
 
 Each node has two CPUs and a fake GPU. The tool needs root, and the packages slurm-wlm and munge of
 Debian or Ubuntu; its daemons listen on loopback and on free ports, so another Slurm can run as
@@ -300,7 +300,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(
-        prog='python -m tools.local_slurm',
+        prog='moevement local-slurm',
         description=__doc__,
     )
     commands = parser.add_subparsers(dest='command', required=True)

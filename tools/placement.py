@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Computes the probability that copies of ranks, or replicas of experts, survive failures.
 
-    python -m tools.placement ranks --nodes 12 --gpus-per-node 8 --failed 4
-    python -m tools.placement ranks --nodes 64 --gpus-per-node 8 --nodes-per-switch 8 --same-state 2
-    python -m tools.placement experts --nodes 10 --slots 6 --experts 16 --least 2 --skew 2 \
+    moevement placement ranks --nodes 12 --gpus-per-node 8 --failed 4
+    moevement placement ranks --nodes 64 --gpus-per-node 8 --nodes-per-switch 8 --same-state 2
+    moevement placement experts --nodes 10 --slots 6 --experts 16 --least 2 --skew 2 \
         --failed 4
 
 `ranks` places 1, 2 and 3 copies of each rank's state on other nodes, as training does, and prints
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(prog='python -m tools.placement', description=__doc__.split('\n')[0])
+    parser = Parser(prog='moevement placement', description=__doc__.split('\n')[0])
     positive = at_least(1)
     commands = parser.add_subparsers(dest='command', required=True)
     ranks = commands.add_parser('ranks', help="copies of ranks' states")

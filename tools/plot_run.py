@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Plots a run that failed and recovered, and the fault-free run.
 
-    python -m tools.plot_run --plain plain.log --sparse sparse.log --dense-bytes 1234567 \
+    moevement plot-run --plain plain.log --sparse sparse.log --dense-bytes 1234567 \
         --output run.png
 
 Above: the loss of both runs over wall-clock time, with every restart of the logging rank marked.
@@ -22,7 +22,7 @@ from tools.lab.run_log import read_log
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser(prog='python -m tools.plot_run', description=__doc__)
+    parser = Parser(prog='moevement plot-run', description=__doc__)
     parser.add_argument('--plain', type=Path, required=True, help='log of the fault-free run')
     parser.add_argument('--sparse', type=Path, required=True, help='log of the recovered run')
     parser.add_argument('--dense-bytes', type=at_least(1), help='dense checkpoint of the last rank')

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Converts text to Megatron's indexed dataset: P.bin (tokens) and P.idx (index of documents).
 
-    python -m tools.prepare_data --output-prefix data/stdlib
-    python -m tools.prepare_data --input books/ notes.txt --output-prefix data/text --append-eod
-    python -m tools.prepare_data --input crawl.jsonl --output-prefix data/gpt2 \
+    moevement prepare-data --output-prefix data/stdlib
+    moevement prepare-data --input books/ notes.txt --output-prefix data/text --append-eod
+    moevement prepare-data --input crawl.jsonl --output-prefix data/gpt2 \
         --tokenizer GPT2BPETokenizer --vocab-file vocab.json --merge-file merges.txt
 
 A text file is one document, as is each line of a JSON lines file. By default tokens are the bytes
@@ -74,7 +74,7 @@ class UpstreamTokenizer:
         if tokenizer_type in SUPPORTED_BY_TRAINER_ONLY:
             raise LabError(f'--tokenizer {tokenizer_type}: not a tokenizer of plain text')
         parser = Parser(
-            prog=f'python -m tools.prepare_data --tokenizer {tokenizer_type}', allow_abbrev=False
+            prog=f'moevement prepare-data --tokenizer {tokenizer_type}', allow_abbrev=False
         )
         ArgumentGroupFactory(TokenizerConfig).build_group(parser, 'tokenizer')
         args = parser.parse_args(flags)
@@ -314,7 +314,7 @@ def write_documents(
 def parse_arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     """This tool's arguments, and flags for the tokenizer."""
     parser = Parser(
-        prog='python -m tools.prepare_data',
+        prog='moevement prepare-data',
         description=__doc__,
         allow_abbrev=False,
     )
@@ -376,6 +376,7 @@ def run(args: argparse.Namespace, tokenizer_flags: Sequence[str]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    exit_on_sigterm()  # the unfinished dataset is removed
     args, tokenizer_flags = parse_arguments(argv)
     try:
         run(args, tokenizer_flags)
@@ -389,5 +390,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == '__main__':
-    exit_on_sigterm()  # the unfinished dataset is removed
     sys.exit(main())

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Shows the state of a running job, from its events (`--sparse-ckpt-events`), and refreshes it.
 
-    python -m tools.status runs/events
-    python -m tools.status runs/events --once
+    moevement status runs/events
+    moevement status runs/events --once
 
 Iteration and pace, age of the newest safe window, activity of each stage's ranks, silent ranks, the
 last failures and their recoveries. The tool ends with the job, or by Ctrl-C. The folder may be on a
@@ -36,7 +36,7 @@ from tools.lab.text import duration, loss
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser(prog='python -m tools.status', description=__doc__)
+    parser = Parser(prog='moevement status', description=__doc__)
     parser.add_argument('events', type=Path, help='folder of --sparse-ckpt-events')
     parser.add_argument('--once', action='store_true', help='print the present state and exit')
     parser.add_argument(

@@ -18,7 +18,8 @@ gc.disable()  # collections take a fifth of the time of these imports, and free 
 
 from megatron.moevement.seams import cpu_device, starting
 
-starting.prepare(sys.argv[1:] if __name__ == '__main__' else None)
+_STARTED = __name__ == '__main__' or sys.argv[0] == 'moevement pretrain'
+starting.prepare(sys.argv[1:] if _STARTED else None)
 
 import argparse
 import json
@@ -31,7 +32,6 @@ from typing import Any
 
 import torch
 
-from moevement_ext.command import called, shown
 from moevement_ext.system import user_errors
 
 if __name__ != '__mp_main__':  # a subprocess, e.g. one that writes a checkpoint, is not a worker
@@ -233,12 +233,7 @@ datasets_provider.is_distributed = True  # type: ignore[attr-defined]
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    parser.prog = called() or parser.prog
-    add_arguments(parser)
-    for action in parser._actions:
-        if action.help:
-            action.help = shown(action.help)
-    return parser
+    return add_arguments(parser)
 
 
 def warm_up(flags: Sequence[str]) -> None:

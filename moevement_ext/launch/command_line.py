@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from moevement_ext.command import shown
 from moevement_ext.config import ConfigurationError
 from moevement_ext.launch.launch_config import LaunchConfig, StagedAction, StagedFault
 from moevement_ext.launch.output import give_up_unwritten, say_of_launcher
@@ -22,7 +21,7 @@ Runs a training program on emulated nodes of this machine. A worker that dies is
 by a hot spare if one is ready; the other workers keep running. If the program has no localized
 recovery, all workers restart.
 
-  scripts/local_cluster.py --nodes 4 --spares 1 --kill 2@8 -- pretrain_gpt.py --sparse-ckpt ...
+  moevement launch --nodes 4 --spares 1 --kill 2@8 -- pretrain_gpt.py --sparse-ckpt ...
 """
 _END = '--'
 
@@ -110,9 +109,9 @@ def _is_importable(program: str) -> bool:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=shown('scripts/local_cluster.py'),
+        prog='moevement launch',
         usage='%(prog)s --nodes N [flags] -- program [flags of the program]',
-        description=shown(_DESCRIPTION),
+        description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

@@ -108,7 +108,7 @@ class StoreGone(Event, frozen=True):
         if self.address is None:
             return 'the store of this launcher does not answer; until it does no worker is replaced'
         return (
-            f'the store {self.address} is lost: start one there (python -m moevement_ext.store); '
+            f'the store {self.address} is lost: start one there (moevement store); '
             'until then no worker is replaced'
         )
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from moevement_ext.command import shown
 from moevement_ext.config import ConfigurationError
 from moevement_ext.errors import EXIT_WHOLE_JOB
 from moevement_ext.events import Event
@@ -34,7 +33,7 @@ Runs a training program on the nodes of a Slurm allocation, from the batch scrip
 dies is replaced at once, and a lost node is replaced by a spare node; the other workers keep
 running. See scripts/slurm_pretrain.sbatch.
 
-  exec python -m moevement_ext.slurm --spare-nodes 1 --workers-per-node 8 -- pretrain_gpt.py ...
+  exec moevement slurm --spare-nodes 1 --workers-per-node 8 -- pretrain_gpt.py ...
 """
 _ENDED = 128 + signal.SIGTERM
 
@@ -118,17 +117,16 @@ def _hosts() -> tuple[str, ...]:
     if nodes is None:
         raise ConfigurationError(
             'SLURM_JOB_NODELIST is not set: this runs in a batch script of Slurm, such as '
-            f'scripts/slurm_pretrain.sbatch; {shown("scripts/local_cluster.py")} runs on one '
-            'machine.'
+            'scripts/slurm_pretrain.sbatch; moevement launch runs on one machine.'
         )
     return hostnames(nodes)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=shown('python -m moevement_ext.slurm'),
+        prog='moevement slurm',
         usage='%(prog)s [flags] -- program [flags of the program]',
-        description=shown(_DESCRIPTION),
+        description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -185,3 +183,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_shared(parser)
     return parser
+
+
+if __name__ == '__main__':
+    sys.exit(main())

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""`torchrun` with static rendezvous through the store of `--sparse-ckpt-store`.
 
-    python -m moevement_ext.store.torchrun --nnodes 4 --node-rank 2 --nproc-per-node 8 \
+    moevement torchrun --nnodes 4 --node-rank 2 --nproc-per-node 8 \
         --max-restarts 100 pretrain_gpt.py <flags> --sparse-ckpt --sparse-ckpt-store HOST:PORT
 
 All flags are torchrun's. In torchrun the agent of the first node serves the store, so that this
@@ -34,7 +34,6 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.launcher import api
 from torch.distributed.run import determine_local_world_size, get_args_parser, run
 
-from moevement_ext.command import shown
 from moevement_ext.config import ConfigurationError
 from moevement_ext.errors import EXIT_OTHER_BITS, EXIT_USER_ERROR, UserError
 from moevement_ext.memory.window.settings import digest_of
@@ -161,7 +160,7 @@ def parse(argv: Sequence[str]) -> Namespace:
     rendezvous.
     """
     parser = get_args_parser()
-    parser.prog = shown('python -m moevement_ext.store.torchrun')
+    parser.prog = 'moevement torchrun'
     args: Namespace = parser.parse_args(list(argv))
     store = flag.given(args.training_script_args)
     if store is None:

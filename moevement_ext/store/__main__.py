@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Serves the store in which the ranks of a job meet, on a host that is no training node.
 
-    python -m moevement_ext.store --host 10.0.0.5 --port 29400
+    moevement store --host 10.0.0.5 --port 29400
 
 The job gets `--sparse-ckpt-store 10.0.0.5:29400`, and keeps its store when it loses a node. A child
 process serves the store. If it dies, another one takes its place at once, with an empty store, and
@@ -12,7 +12,6 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from moevement_ext.command import shown
 from moevement_ext.store.server import allow_many_connections, keep_serving, listen
 from moevement_ext.system import user_errors
 from moevement_ext.system.name_lookups import ask_again_soon
@@ -34,8 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog=shown('python -m moevement_ext.store'),
-        description=shown(__doc__),
+        prog='moevement store',
+        description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

@@ -28,7 +28,7 @@ def meet_there(config: SparseCheckpointConfig, run_id: str, timeout: timedelta) 
     if served != run_id:
         raise ConfigurationError(
             f'--sparse-ckpt-store {config.store} serves the run {served}, not {run_id}: start a '
-            'store for each job (python -m moevement_ext.store).'
+            'store for each job (moevement store).'
         )
     os.environ |= {
         'MASTER_ADDR': host,

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from moevement_ext.command import called
 from moevement_ext.errors import EXIT_USER_ERROR, UserError
 
 _UNKNOWN = 'unrecognized arguments: '
@@ -25,7 +24,7 @@ def in_one_line() -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        print(f'{called() or _program()}: error: {error}', file=sys.stderr, flush=True)
+        print(f'{_program()}: error: {error}', file=sys.stderr, flush=True)
         sys.exit(EXIT_USER_ERROR)
 
 

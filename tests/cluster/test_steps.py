@@ -47,7 +47,7 @@ def test_agents_start_in_any_form_of_allocation(
 ) -> None:
     program, log = tmp_path / 'program.py', tmp_path / 'log'
     program.write_text(PROGRAM)
-    launch = shlex.join([sys.executable, '-m', 'moevement_ext.slurm', '--', str(program)])
+    launch = shlex.join([sys.executable, '-m', 'moevement_ext.launch.slurm', '--', str(program)])
     job = slurm.run(
         *('sbatch', '--parsable', '--nodes=2', '--no-kill', f'--output={log}', f'--chdir={ROOT}'),
         *(*asked, f'--wrap=export PYTHONPATH={ROOT}; exec {launch}'),
@@ -64,7 +64,15 @@ def test_salloc_workers_get_the_exit_signal_before_the_time_limit(
 ) -> None:
     program = tmp_path / 'program.py'
     program.write_text(SAVES)
-    launch = [sys.executable, '-m', 'moevement_ext.slurm', '--before-end', '30', '--', str(program)]
+    launch = [
+        sys.executable,
+        '-m',
+        'moevement_ext.launch.slurm',
+        '--before-end',
+        '30',
+        '--',
+        str(program),
+    ]
     ended = subprocess.run(
         ['salloc', '--nodes=2', '--no-kill', '--time=1', *launch],
         cwd=ROOT,

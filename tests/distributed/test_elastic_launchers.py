@@ -230,7 +230,7 @@ def test_local_launcher_continues_on_fewer_nodes_and_on_more(
 
 def launched(job: Cluster, nodes: int, log: Path, stall: Path) -> subprocess.Popen[bytes]:
     """The launcher of emulated nodes, with the job's flags."""
-    launch = [sys.executable, str(ROOT / 'scripts' / 'local_cluster.py'), '--nodes', str(nodes)]
+    launch = [sys.executable, '-m', 'moevement_ext.launch.command_line', '--nodes', str(nodes)]
     with log.open('wb') as output:
         return subprocess.Popen(
             [*launch, '--', 'pretrain_gpt.py', *job.flags],

@@ -23,8 +23,8 @@ WINDOW = ['--sparse-ckpt-window', '3']
 
 
 def export(job: Cluster, directory: Path, dense: Path) -> None:
-    launcher = str(ROOT / 'scripts' / 'local_cluster.py')
-    command = [sys.executable, launcher, '--nodes', '2', '--fork', '--']
+    launcher = ['-m', 'moevement_ext.launch.command_line']
+    command = [sys.executable, *launcher, '--nodes', '2', '--fork', '--']
     command += [str(ROOT / 'pretrain_gpt.py'), *job.flags]
     windows = ['export', str(directory), '--to', 'torch_dist', '--output', str(dense)]
     assert main([*windows, '--', *command]) == 0

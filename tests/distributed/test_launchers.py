@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A job under `scripts/local_cluster.py`, as in the first example of README.
+"""A job under `moevement launch`, as in the first example of README.
 
 Under `torchrun`: `test_store.py`, `test_torchrun.py`. Under Slurm: `tests/cluster`.
 """

@@ -115,7 +115,7 @@ def test_program_of_api_has_the_same_bits_after_a_loss(checkout: Path) -> None:
     with_digest = program.replace(trains, trains + digests)
     with_digest = with_digest.replace('import os\n', 'import os\nfrom pathlib import Path\n')
     (checkout / 'loop.py').write_text(with_digest.replace('train_iters=100', 'train_iters=24'))
-    cluster = '.venv/bin/python scripts/local_cluster.py --nodes 3 --spares 1'
+    cluster = '.venv/bin/moevement launch --nodes 3 --spares 1'
     run(f'DIGEST=undisturbed.json {cluster} -- loop.py', checkout)
     run(f'DIGEST=killed.json {cluster} --kill 1@12 -- loop.py', checkout)
     compare = '.venv/bin/python -m tools.compare_digests undisturbed.json killed.json'
@@ -124,5 +124,5 @@ def test_program_of_api_has_the_same_bits_after_a_loss(checkout: Path) -> None:
 
 @pytest.mark.thorough
 def test_loop_of_readme_trains(checkout: Path) -> None:
-    command = '.venv/bin/python scripts/local_cluster.py --nodes 2 -- readme.py'
+    command = '.venv/bin/moevement launch --nodes 2 -- readme.py'
     assert run(command, checkout).count(f'trained {ITERATIONS}\n') == 2

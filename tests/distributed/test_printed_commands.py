@@ -30,11 +30,12 @@ pytestmark = [pytest.mark.thorough, pytest.mark.timeout(1800)]
 _TABLE = r'[└─┴┘]+'
 _JSON = r'[\]}]'
 _PYTHON = r'(\.venv/bin/)?python -m '
+_LAUNCH = rf'.*{_PYTHON}moevement_ext\.launch\.command_line '
 RUNS = {
     r'scripts/demo\.sh': r'demo: bit_identical=true .*',
     rf'{_PYTHON}tools\.chaos --faults 20 --seed 1$': r'chaos: faults=20 .* bit_identical=true .*',
     rf'{_PYTHON}tools\.chaos --help': r'--elastic .*',
-    r'(\.venv/bin/python )?scripts/local_cluster\.py .* examples/': r'\[launcher.*',
+    rf'{_LAUNCH}.* examples/': r'\[launcher.*',
     rf'{_PYTHON}tools\.drill ': r'drill passed, all bits are equal: .*',
     r'\.venv/bin/torchrun --nproc-per-node 8 --max-restarts 100 ': r'.*',
     rf'{_PYTHON}tools\.check ': r'protected: yes; localized: yes: a failure is recovered only .*',
@@ -59,7 +60,7 @@ RUNS = {
 _SLURM = 'a Slurm with nodes of its own; tests/cluster has one on this machine'
 ELSEWHERE = {
     r'([A-Z_]+=("[^"]*"|\S+) )*sbatch |srun |scripts/slurm_from_here\.sh': _SLURM,
-    rf'{_PYTHON}(tools\.local_slurm|moevement_ext\.slurm)': _SLURM,
+    rf'{_PYTHON}(tools\.local_slurm|moevement_ext\.launch\.slurm)': _SLURM,
     r'.*(runs/tutorial/|"\$memory")': 'of the tutorial; tests/cluster/test_tutorial.py',
     r'.* --nnodes 4 ': 'four hosts; tests/distributed/test_torchrun.py has two agents',
     rf'{_PYTHON}moevement_ext\.store --host 10': 'an address of another host; tests/unit/store',
@@ -74,8 +75,8 @@ ELSEWHERE = {
     rf'{_PYTHON}tools\.gpu_check\.': 'started by scripts/gpu_check.sh with what that has made',
     rf'{_PYTHON}tools\.bench\.overhead --precision .* 300$': 'a GPU',
     rf'{_PYTHON}moevement_ext\.launch\.shared_gpu': 'a GPU, and the launcher',
-    r'.*scripts/local_cluster\.py .*(loop\.py$)': 'tests/distributed/test_pages.py',
-    r'.*scripts/local_cluster\.py .*pretrain_gpt\.py': 'tests/distributed/test_launchers.py',
+    rf'{_LAUNCH}.*(loop\.py$)': 'tests/distributed/test_pages.py',
+    rf'{_LAUNCH}.*pretrain_gpt\.py': 'tests/distributed/test_launchers.py',
     r'torchrun .* --sparse-ckpt-elastic': 'tests/distributed/test_elastic.py',
     r'torchrun \.\.\. (pretrain_gpt\.py|-m )': 'no command, but a pattern of them',
     rf'{_PYTHON}tools\.bench\.overhead .*--against': 'another checkout',

@@ -130,7 +130,7 @@ class Nodes:
                 [*launch, '--node-rank', str(node)],
                 self._job.flags,
                 log,
-                module='moevement_ext.store.torchrun',
+                module='moevement_ext.launch.torchrun',
                 MOEVEMENT_NODE=f'node{node}',
                 MOEVEMENT_STALL_FILE=str(self._stall),
             )

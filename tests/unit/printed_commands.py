@@ -33,31 +33,33 @@ _END = '--'
 _MODULES = {
     'scripts/demo.sh': 'tools.demo',
     'scripts/gpu_check.sh': 'tools.gpu_check',
-    'scripts/local_cluster.py': 'moevement_ext.launch.command_line',
     'examples/data_parallel_loop.py': 'examples.data_parallel_loop',
     'examples/own_loop.py': 'examples.own_loop',
     'examples/pipeline_loop.py': 'examples.pipeline_loop',
 }
 """What scripts run."""
-_FORWARDED = {'moevement_ext.store.torchrun': 'moevement_ext.launch.torchrun'}
-"""What a command that only forwards runs."""
 _LAUNCHERS = {
-    'tools.windows', 'moevement_ext.slurm', 'moevement_ext.launch.command_line',
+    'tools.windows', 'moevement_ext.launch.slurm', 'moevement_ext.launch.command_line',
 }  # fmt: skip
 """After their `--` comes a command."""
 _WRITTEN_BY_READERS = {'loop.py'}
 _WITHOUT_PARSER = ('.sh', '.sbatch')
+_BY_NAME = re.compile(rf'\bmoevement ({"|".join(sorted(PROGRAMS, reverse=True))})(?![\w-])')
 
 
 def printed() -> dict[str, set[str]]:
-    """Where each command is printed, by the command on one line."""
+    """Where each command is printed, by the command on one line, with the modules of programs."""
     found: dict[str, set[str]] = defaultdict(set)
     for path, text in _texts():
         for line in _one_line_each(text):
-            command = ' '.join(re.sub(r'\s+# .*$', '', line).split())
+            command = _BY_NAME.sub(_module, ' '.join(re.sub(r'\s+# .*$', '', line).split()))
             if _PROGRAM.match(f'{command} '):
                 found[command].add(str(path.relative_to(ROOT)))
     return dict(found)
+
+
+def _module(found: re.Match[str]) -> str:
+    return f'python -m {PROGRAMS[found[1]].module.removesuffix(".__main__")}'
 
 
 def _texts() -> Iterator[tuple[Path, str]]:
@@ -125,9 +127,8 @@ def parse(command: str) -> None:
 def _parse_words(words: Sequence[str], elided: bool) -> None:
     program, rest = words[0].removeprefix('.venv/bin/'), list(words[1:])
     if program == 'moevement':
-        if rest == ['--help']:
-            return
-        program, rest = 'python', ['-m', PROGRAMS[rest[0]].module, *rest[1:]]
+        assert rest == ['--help'], rest
+        return
     if program in _MODULES:
         program, rest = 'python', ['-m', _MODULES[program], *rest]
     if program == 'python' and rest[0] == '-m' and rest[1] in _TRAINERS:
@@ -163,7 +164,7 @@ def _parse_tool(module: str, rest: list[str], elided: bool) -> None:
     if own == ['--help']:
         return
     _stopped(_entry(module).main, rest, elided)
-    if module == 'moevement_ext.store.torchrun':
+    if module == 'moevement_ext.launch.torchrun':
         _parse_words(['torchrun', *rest], elided)
     elif after and module in _LAUNCHERS:
         _parse_words(after, elided)
@@ -172,7 +173,7 @@ def _parse_tool(module: str, rest: list[str], elided: bool) -> None:
 
 
 def _entry(module: str) -> ModuleType:
-    found = importlib.import_module(_FORWARDED.get(module, module))
+    found = importlib.import_module(module)
     if hasattr(found, '__path__'):
         found = importlib.import_module(f'{module}.__main__')
     return found

@@ -31,7 +31,7 @@ ENGINE_FLOORS = (
     {'protect'},
     {'recover'},
     {'launch'},
-    {'job', 'slurm'},
+    {'job'},
 )
 """Folders and loose modules of the engine: each imports from floors before its own."""
 

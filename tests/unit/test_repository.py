@@ -249,7 +249,7 @@ def test_slurm_example_uses_flags_that_exist(
     from moevement_ext.launch.slurm import parse
 
     command = slurm_command(script, tmp_path)
-    assert command[:2] == ['-m', 'moevement_ext.slurm']
+    assert command[:2] == ['-m', 'moevement_ext.launch.slurm']
     monkeypatch.setenv('SLURM_JOB_NODELIST', 'node-[a-e]')
     monkeypatch.setenv('PATH', f'{tmp_path / ".venv" / "bin"}:{os.environ["PATH"]}')
     monkeypatch.chdir(ROOT)
@@ -301,7 +301,7 @@ def test_slurm_from_here_has_the_launcher_look_for_the_end(
     monkeypatch.setenv('SLURM_JOB_NODELIST', 'node-[a-e]')
     monkeypatch.setenv('PATH', f'{tmp_path / ".venv" / "bin"}:{os.environ["PATH"]}')
     monkeypatch.chdir(ROOT)
-    assert command[:2] == ['-m', 'moevement_ext.slurm']
+    assert command[:2] == ['-m', 'moevement_ext.launch.slurm']
     assert parse(command[2:]).before_end_s == 120.0
     assert command[command.index('--') + 1] == str(ROOT / 'pretrain_gpt.py')
 

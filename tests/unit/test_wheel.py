@@ -61,7 +61,7 @@ def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_wheel_has_every_file_of_the_programs_and_no_other(wheel: Path) -> None:
-    programs = tracked('tools', 'pretrain_gpt.py', 'scripts/local_cluster.py')
+    programs = tracked('tools', 'pretrain_gpt.py')
     expected = [f'moevement_ext/programs/{name}' for name in programs]
     expected += tracked('moevement_ext', 'megatron')
     found = [name for name in zipfile.ZipFile(wheel).namelist() if '.dist-info/' not in name]

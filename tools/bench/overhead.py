@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures the cost of protection per iteration, as ratios to plain Megatron on this machine.
 
-    python -m tools.bench.overhead --json overhead.json
-    git worktree add ../before HEAD~1 && python -m tools.bench.overhead --against ../before
-    python -m tools.bench.overhead --precision all --stand-ins
-    python -m tools.bench.overhead --precision all --rounds 1 --iterations 300 --stand-ins  # losses
+    moevement bench-overhead --json overhead.json
+    git worktree add ../before HEAD~1 && moevement bench-overhead --against ../before
+    moevement bench-overhead --precision all --stand-ins
+    moevement bench-overhead --precision all --rounds 1 --iterations 300 --stand-ins  # losses
 
 The ways to protect a run take turns over several rounds, so that a slow phase of the machine
 affects all of them; ratios are taken within a round. The time of an iteration is the time between
@@ -195,7 +195,7 @@ def summarize(
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(prog='python -m tools.bench.overhead', description=__doc__)
+    parser = Parser(prog='moevement bench-overhead', description=__doc__)
     add = parser.add_argument
     add('--rounds', type=int, default=3, help='rounds over all variants (default: 3)')
     add('--iterations', type=int, default=12, help='iterations per run (default: 12)')
@@ -268,10 +268,10 @@ def measure(args: argparse.Namespace, console: Console) -> OverheadReport:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    exit_on_sigterm()
     args = parse_arguments(argv)
     return run_benchmark('bench_overhead', args, measure, overhead_report.print_report)
 
 
 if __name__ == '__main__':
-    exit_on_sigterm()
     sys.exit(main())

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures the time of a recovery: localized, as a whole job, and from torch_dist checkpoints.
 
-    python -m tools.bench.recovery --json recovery.json
-    python -m tools.bench.recovery --lose all
+    moevement bench-recovery --json recovery.json
+    moevement bench-recovery --lose all
 
 A GPT on 4 pipeline stages, each on its own emulated node. The benchmark kills one worker, or all,
 and measures the time until the last rank logs an iteration that was not committed before the kill:
@@ -159,7 +159,7 @@ class Bench(NamedTuple):
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(prog='python -m tools.bench.recovery', description=__doc__)
+    parser = Parser(prog='moevement bench-recovery', description=__doc__)
     add = parser.add_argument
     add('--lose', choices=(WORKER, ALL), default=WORKER, help='workers to kill (default: worker)')
     add('--only', choices=TITLES, nargs='+', default=list(USUAL), help='ways to recover (default: '
@@ -201,9 +201,9 @@ def measure(args: argparse.Namespace, console: Console) -> RecoveryReport:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    exit_on_sigterm()
     return run_benchmark('bench_recovery', parse_arguments(argv), measure, print_report)
 
 
 if __name__ == '__main__':
-    exit_on_sigterm()
     sys.exit(main())

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures how fast process groups unblock and reconnect, and which resources they leak.
 
-    python -m tools.bench.regroup --json regroup.json
+    moevement bench-regroup --json regroup.json
 
 Each cycle: all groups are used, every rank but one waits in an all-reduce, all ranks unblock, and
 all groups are renewed in place. Resources are counted after a warm-up and at the end.
@@ -223,7 +223,7 @@ def print_report(report: RegroupReport, console: Console) -> None:
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(prog='python -m tools.bench.regroup', description=__doc__)
+    parser = Parser(prog='moevement bench-regroup', description=__doc__)
     parser.add_argument('--processes', type=int, default=4, help='even (default: 4)')
     parser.add_argument('--cycles', type=int, default=1000, help='(default: 1000)')
     parser.add_argument('--warm-up', type=int, default=50, help='cycles before (default: 50)')
@@ -236,9 +236,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    exit_on_sigterm()
     return run_benchmark('bench_regroup', parse_arguments(argv), measure, print_report)
 
 
 if __name__ == '__main__':
-    exit_on_sigterm()
     sys.exit(main())

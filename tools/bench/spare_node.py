@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures how soon a job that lost a node trains again on a spare node.
 
-    python -m tools.bench.spare_node --rounds 3 --json spare-node.json
+    moevement bench-spare-node --rounds 3 --json spare-node.json
 
 The launcher for Slurm runs all agents on this machine, under three host names: two hosts train one
 pipeline stage each, the third is spare. Each rank reserves about `--gib` of host memory, most of it
@@ -210,7 +210,7 @@ def show(report: SpareNodeReport, console: Console) -> None:
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(prog='python -m tools.bench.spare_node', description=__doc__)
+    parser = Parser(prog='moevement bench-spare-node', description=__doc__)
     add = parser.add_argument
     add('--rounds', type=int, default=3, help='rounds over both variants (default: 3)')
     add('--gib', type=float, default=0.8, help='GiB of the log of a rank (default: 0.8)')
@@ -223,9 +223,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    exit_on_sigterm()
     return run_benchmark('bench_spare_node', parse_arguments(argv), measure, show)
 
 
 if __name__ == '__main__':
-    exit_on_sigterm()
     sys.exit(main())

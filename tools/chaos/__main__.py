@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Injects random faults into training jobs and checks that they end as without faults.
 
-    python -m tools.chaos --faults 20 --seed 1
-    python -m tools.chaos --faults 1000 --seed 1 --configurations 20
-    python -m tools.chaos --resume runs/chaos
-    python -m tools.chaos --elastic --faults 20 --seed 1
+    moevement chaos --faults 20 --seed 1
+    moevement chaos --faults 1000 --seed 1 --configurations 20
+    moevement chaos --resume runs/chaos
+    moevement chaos --elastic --faults 20 --seed 1
 
 A small GPT trains on real text under a launcher that replaces single workers. At random moments the
 campaign kills, stops or blocks workers, deletes the memory of nodes, or kills launchers; of a
@@ -67,7 +67,7 @@ _ALWAYS = (Kind.KILL, Kind.STOP, Kind.NODE, Kind.DOUBLE)
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(prog='python -m tools.chaos', description=__doc__)
+    parser = Parser(prog='moevement chaos', description=__doc__)
     add = parser.add_argument
     add('--faults', type=int, default=20, help='number of faults (default: 20)')
     add('--seed', type=int, help='seed of all draws (default: the time)')
@@ -172,6 +172,8 @@ def verdict(args: argparse.Namespace, results: Results) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    exit_on_sigterm()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     args = parse_arguments(argv)
     console = Console()
     try:
@@ -242,6 +244,4 @@ def _run_elastic(args: argparse.Namespace, console: Console) -> int:
 
 
 if __name__ == '__main__':
-    exit_on_sigterm()
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main())

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares fault-tolerance methods under one trace of failures, in one table.
 
-    python -m tools.compare --quick
-    python -m tools.compare --json compare.json --plot pictures
-    python -m tools.compare --rows torch-dist-sync,global,localized --faults 4
-    python -m tools.compare --rows windows,windows-frozen,global,localized    # part by part
-    python -m tools.compare peers    # other projects; its own --help
+    moevement compare --quick
+    moevement compare --json compare.json --plot pictures
+    moevement compare --rows torch-dist-sync,global,localized --faults 4
+    moevement compare --rows windows,windows-frozen,global,localized    # part by part
+    moevement compare peers    # other projects; its own --help
 
 A small GPT on 4 emulated nodes trains to its end once per row. In every row the same ranks are
 killed, or lose their node with its memory, at the same times after the warm-up, which is long
@@ -62,7 +62,7 @@ from tools.lab.benchmark import (
 from tools.lab.errors import LabError
 from tools.lab.hardware import Hardware
 
-_PROG = 'python -m tools.compare'
+_PROG = 'moevement compare'
 # Faults are drawn between these parts of plain Megatron's duration after the warm-up.
 _FIRST, _LAST = 0.2, 0.8
 _LEAST_NETWORK_GB_PER_S = 0.02
@@ -208,6 +208,7 @@ def show(args: argparse.Namespace, report: Comparison, console: Console) -> None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    exit_on_sigterm()
     given = list(sys.argv[1:] if argv is None else argv)
     if given[:1] == ['peers']:
         from tools.compare import peers
@@ -218,5 +219,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == '__main__':
-    exit_on_sigterm()
     sys.exit(main())

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares this project with other projects, unmodified, that protect the same trainer.
 
-    scripts/peers.sh && python -m tools.compare peers
-    python -m tools.compare peers --rows plain,localized-spare,nvrx-in-job --json peers.json
+    scripts/peers.sh && moevement compare peers
+    moevement compare peers --rows plain,localized-spare,nvrx-in-job --json peers.json
 
 A small GPT trains on 2 ranks; every row protects every iteration, without limits on copies. In each
 round every row runs once: the tool measures iterations and CPU time, samples memory, then kills one
@@ -43,7 +43,7 @@ from tools.lab.run_log import RunLog
 from tools.lab.tables import say, table
 from tools.lab.trained import Trained, train
 
-_PROG = 'python -m tools.compare peers'
+_PROG = 'moevement compare peers'
 _BEGINS = re.compile(re.escape(peer_program.BEGINS) + r'(\d+)')
 _FIRST, _KILL_AFTER, _ITERATIONS, _VICTIM = 4, 12, 40, 1
 COLUMNS = (

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from moevement_ext.command import shown
 from moevement_ext.errors import EXIT_USER_ERROR
 from moevement_ext.system.user_errors import usage_error
 
@@ -16,11 +15,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, prog: str, **others: Any) -> None:
         formatter = argparse.RawDescriptionHelpFormatter
-        super().__init__(prog=shown(prog), **{'formatter_class': formatter, **others})
-
-    def format_help(self) -> str:
-        """The help text, with commands in the form in which this command was given."""
-        return shown(super().format_help())
+        super().__init__(prog=prog, **{'formatter_class': formatter, **others})
 
     def require_at_least_1(self, args: argparse.Namespace, *names: str) -> None:
         """Exit with a message if one of the attributes `names` is below 1."""
@@ -29,7 +24,7 @@ class Parser(argparse.ArgumentParser):
                 self.error(f'--{name.replace("_", "-")} {value}: must be at least 1')
 
     def error(self, message: str) -> NoReturn:
-        self.exit(EXIT_USER_ERROR, shown(usage_error(self, message)))
+        self.exit(EXIT_USER_ERROR, usage_error(self, message))
 
 
 def split_at_end(argv: Sequence[str] | None) -> tuple[list[str], list[str]]:

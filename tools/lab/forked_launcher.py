@@ -28,11 +28,11 @@ MOEVEMENT_SPARES = True
 def start(
     program: str, command: Sequence[str], environment: Mapping[str, str], log: BinaryIO
 ) -> Child:
-    """Fork `scripts/local_cluster.py --fork`.
+    """Fork `moevement launch --fork`.
 
     Args:
         program: path of the workers' program.
-        command: command line of the launcher, beginning with the name of the script; its import
+        command: command line of the launcher, beginning with the name of the module; its import
             gets the flags of the first job's program.
         environment: complete environment of the launcher.
         log: file for the launcher's output.

@@ -40,7 +40,7 @@ class Launcher(enum.StrEnum):
     """The program that starts and restarts the workers."""
 
     LOCAL = 'local'
-    """`scripts/local_cluster.py`, one process for all emulated nodes."""
+    """`moevement launch`, one process for all emulated nodes."""
     TORCHRUN = 'torchrun'
     """One agent for each emulated node, static rendezvous."""
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Jobs under `scripts/local_cluster.py`, which replaces single workers on all emulated nodes."""
+"""Jobs under `moevement launch`, which replaces single workers on all emulated nodes."""
 
 import select
 import signal
@@ -12,7 +12,7 @@ from moevement_ext.launch.launcher_events import FILE, JobFailed, WorkerEnded, W
 from tools.lab import forked_launcher
 from tools.lab.errors import LabError
 from tools.lab.following import FollowedFile
-from tools.lab.launch import GRACE_S, ROOT, Death, Launch, kill_groups
+from tools.lab.launch import GRACE_S, Death, Launch, kill_groups
 
 _TAIL_LINES = 12
 
@@ -26,7 +26,7 @@ class LocalCluster:
 
     def __init__(self, launch: Launch) -> None:
         self._launch = launch
-        self._command = [str(ROOT / 'scripts' / 'local_cluster.py')]
+        self._command = ['-m', 'moevement_ext.launch.command_line']
         self._command += ['--nodes', str(launch.nodes)]
         self._command += ['--workers-per-node', str(launch.workers_per_node)]
         self._command += ['--spares', str(launch.spares)]
@@ -51,7 +51,7 @@ class LocalCluster:
         if self._launch.fork:
             program = self._launch.program()[0]
             try:
-                return forked_launcher.start(program, self._command, environment, log)
+                return forked_launcher.start(program, self._command[1:], environment, log)
             except LaunchError as error:
                 raise LabError(str(error)) from error
         return SpawnedChild(self._command, environment, log)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The planner for a description of model, layout and cluster: `python -m tools.plan`."""
+"""The planner for a description of model, layout and cluster: `moevement plan`."""

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Plans sparse checkpointing for a model on a cluster: its costs and its benefit.
 
-    python -m tools.plan --model deepseek-v3 --cluster h100 --mfu 0.35 --window 1
-    python -m tools.plan --model job.json --cluster a100 --iteration-time 2.9 --mtbf 3600 --json
-    python -m tools.plan --cluster h100 --gpus 64 --mfu 0.3 -- \
+    moevement plan --model deepseek-v3 --cluster h100 --mfu 0.35 --window 1
+    moevement plan --model job.json --cluster a100 --iteration-time 2.9 --mtbf 3600 --json
+    moevement plan --cluster h100 --gpus 64 --mfu 0.3 -- \
         --num-layers 32 --hidden-size 4096 ...
-    python -m tools.plan --operators operators.json --budget-bytes 4e9 --json
+    moevement plan --operators operators.json --budget-bytes 4e9 --json
 
 After `--` follow flags of Megatron and of sparse checkpointing, as for training. With --operators
 the tool only divides a list of operators into slots. See docs/planning.md.
@@ -96,7 +96,7 @@ def print_slots(plan: WindowPlan, operators: OperatorTable, console: Console) ->
 
 def parse_arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, MegatronFlags]:
     own, flags = split_at_end(argv)
-    parser = Parser(prog='python -m tools.plan', description=__doc__)
+    parser = Parser(prog='moevement plan', description=__doc__)
     _add_operator_flags(parser)
     _add_job_flags(parser)
     _add_protection_flags(parser)

@@ -180,7 +180,7 @@ class MegatronFlags:
 def parse_megatron_flags(argv: Sequence[str]) -> MegatronFlags:
     """Separate flags that a plan depends on from others. Exits with a message on a wrong value."""
     parser = Parser(
-        prog='python -m tools.plan ... --',
+        prog='moevement plan ... --',
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
         add_help=False,

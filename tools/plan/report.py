@@ -9,7 +9,6 @@ from typing import Any
 
 from rich.console import Console
 
-from moevement_ext.command import shown
 from moevement_ext.memory.budget import GIB, gib
 from tools.lab.tables import say, table
 from tools.plan.planning import JobPlan, StageKind
@@ -283,7 +282,7 @@ def _hardware(plan: JobPlan) -> Iterator[str]:
     if precision.master == 'fp8':
         yield (
             'masters in fp8 lose updates that are small relative to a weight; compare losses '
-            f'({shown("python -m tools.bench.overhead")} --precision all)'
+            '(moevement bench-overhead --precision all)'
         )
     of_full = precision.optimizer_bytes / precision.full_bytes
     state = max(

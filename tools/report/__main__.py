@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Writes one page about a run, from its events (`--sparse-ckpt-events`).
 
-    python -m tools.report runs/events -o report.html
-    python -m tools.plan --json ... > plan.json
-    python -m tools.report runs/events -o report.html --plan plan.json
+    moevement report runs/events -o report.html
+    moevement plan --json ... > plan.json
+    moevement report runs/events -o report.html --plan plan.json
 
 The page has the activity of each rank, the use of time (effective training time ratio), each
 failure with the phases and verification of its recovery, host memory and slots. With a plan, it
@@ -26,10 +26,10 @@ from tools.report.page import render
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser(prog='python -m tools.report', description=__doc__)
+    parser = Parser(prog='moevement report', description=__doc__)
     parser.add_argument('events', type=Path, help='folder of --sparse-ckpt-events')
     parser.add_argument('-o', '--output', type=Path, required=True, help='HTML file to write')
-    parser.add_argument('--plan', type=Path, help='output of `python -m tools.plan --json`')
+    parser.add_argument('--plan', type=Path, help='output of `moevement plan --json`')
     parser.add_argument('--title', help='name of the run (default: the folder)')
     args = parser.parse_args(argv)
     try:

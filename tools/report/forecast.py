@@ -7,7 +7,6 @@ from pathlib import Path
 
 import msgspec
 
-from moevement_ext.command import shown
 from tools.lab.errors import LabError
 from tools.lab.history import History, Shares
 from tools.lab.text import duration, size
@@ -42,7 +41,7 @@ def read_plan(path: Path) -> Plan:
         raise LabError(f'--plan {path}: {error.strerror}') from error
     except msgspec.MsgspecError as error:
         raise LabError(
-            f'--plan {path}: {error}; give what `{shown("python -m tools.plan")} --json` printed'
+            f'--plan {path}: {error}; give what `moevement plan --json` printed'
         ) from error
 
 

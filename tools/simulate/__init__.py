@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fault-tolerance systems by closed formulas and by simulation: `python -m tools.simulate`."""
+"""Fault-tolerance systems by closed formulas and by simulation: `moevement simulate`."""

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Computes costs and benefits of fault-tolerance systems, by closed formulas and simulation.
 
-    python -m tools.simulate --system moevement --window 6 --iteration-time 2.9 --overhead 0.06 \
+    moevement simulate --system moevement --window 6 --iteration-time 2.9 --overhead 0.06 \
         --mtbf 600
-    python -m tools.simulate --system gemini --profile run.json --gpus 4096 \
+    moevement simulate --system gemini --profile run.json --gpus 4096 \
         --gpu-hours-per-failure 30000
-    python -m tools.simulate sweep --over mtbf --values 300,600,1800,7200 --systems gemini,ours ...
-    python -m tools.simulate profile runs/events -o run.json
-    python -m tools.simulate --system ours --profile runs/events --mtbf 0.5x
-    python -m tools.simulate iteration --profile train.log
-    python -m tools.simulate paper
+    moevement simulate sweep --over mtbf --values 300,600,1800,7200 --systems gemini,ours ...
+    moevement simulate profile runs/events -o run.json
+    moevement simulate --system ours --profile runs/events --mtbf 0.5x
+    moevement simulate iteration --profile train.log
+    moevement simulate paper
 
 ETTR is the share of wall-clock time in iterations that are kept. Semantics, formulas and systems:
 docs/simulator.md. `sweep`, `profile`, `iteration` and `paper` have their own --help.
@@ -141,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments and arguments[0] in SUBCOMMANDS:
         module = import_module(f'tools.simulate.{SUBCOMMANDS[arguments[0]]}')
         return int(module.main(arguments[1:]))
-    parser = Parser(prog='python -m tools.simulate', description=__doc__)
+    parser = Parser(prog='moevement simulate', description=__doc__)
     parser.add_argument('--system', choices=SYSTEMS, required=True)
     parser.add_argument(
         '--optimal-interval',

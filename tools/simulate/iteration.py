@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Computes the time of a pipeline's iteration from measurements of one node (paper, appendix C).
 
-    python -m tools.simulate iteration --profile train.log
-    python -m tools.simulate iteration --profile stages.json --layers 6,7,7,6 --micro-batches 32
+    moevement simulate iteration --profile train.log
+    moevement simulate iteration --profile stages.json --layers 6,7,7,6 --micro-batches 32
 
 M micro-batches through S stages take (M + S - 1) max_s t_s; then gradients are synchronised and the
 optimizer steps. `--profile` is the whole output of a Megatron run (both streams) with
@@ -298,7 +298,7 @@ def _timers(log: str) -> list[_Timers]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser(prog='python -m tools.simulate iteration', description=__doc__)
+    parser = Parser(prog='moevement simulate iteration', description=__doc__)
     add_flags(
         parser,
         Flag('--micro-batches', 'of an iteration (default: as measured)', int),

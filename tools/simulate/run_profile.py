@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Derives the profile of a run, the simulator's input, from its events.
 
-    python -m tools.simulate profile runs/events -o run.json
-    python -m tools.simulate --system ours --profile run.json --mtbf 0.5x
+    moevement simulate profile runs/events -o run.json
+    moevement simulate --system ours --profile run.json --mtbf 0.5x
 
 `--profile` also accepts the folder itself. Events have no disk rate (`--disk-bandwidth`) and no
 number of micro-batches (`--micro-batches`). Without replicas they have no network rate
@@ -124,7 +124,7 @@ def _pipeline(places: Mapping[int, Protected]) -> Pipeline:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser(prog='python -m tools.simulate profile', description=__doc__)
+    parser = Parser(prog='moevement simulate profile', description=__doc__)
     parser.add_argument('events', type=Path, help='folder of --sparse-ckpt-events')
     parser.add_argument('-o', '--output', type=Path, required=True, help='JSON file to write')
     for name in ('network', 'disk'):

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Several systems over a range of one flag: a table, JSON and a plot.
 
-    python -m tools.simulate sweep --over mtbf --values 300,600,1800,7200 --systems gemini,ours \
+    moevement simulate sweep --over mtbf --values 300,600,1800,7200 --systems gemini,ours \
         --profile docs/assets/simulate-profile.json --plot ettr.png
-    python -m tools.simulate sweep --over gpus --values 512,4096,16384 \
+    moevement simulate sweep --over gpus --values 512,4096,16384 \
         --gpu-hours-per-failure 30000 ...
-    python -m tools.simulate sweep --over network-bandwidth --values 0.5,1,2,5 --show window ...
-    python -m tools.simulate sweep --over interval --values 1,10,100 --systems gemini \
+    moevement simulate sweep --over network-bandwidth --values 0.5,1,2,5 --show window ...
+    moevement simulate sweep --over interval --values 1,10,100 --systems gemini \
         --show overhead ...
 
 Lines are closed formulas, points with bars are the simulation with its 95 % confidence interval. A
@@ -239,7 +239,7 @@ def add_output_flags(parser: argparse.ArgumentParser) -> None:
 def parse_arguments(
     argv: Sequence[str] | None,
 ) -> tuple[argparse.ArgumentParser, argparse.Namespace, list[float]]:
-    parser = Parser(prog='python -m tools.simulate sweep', description=__doc__)
+    parser = Parser(prog='moevement simulate sweep', description=__doc__)
     parser.add_argument('--over', choices=tuple(AXIS), required=True, help='flag that is varied')
     parser.add_argument('--values', required=True, help='comma-separated')
     parser.add_argument('--systems', required=True, help='comma-separated')

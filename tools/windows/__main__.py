@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Lists, verifies, deletes, exports and tries windows in host memory and on disk.
 
-    python -m tools.windows list /dev/shm/moevement-1000
-    python -m tools.windows verify /lustre/windows/my-run
-    python -m tools.windows prune /dev/shm/moevement-1000 --yes
-    python -m tools.windows export /lustre/windows/my-run --to torch_dist --output DENSE -- \
+    moevement windows list /dev/shm/moevement-1000
+    moevement windows verify /lustre/windows/my-run
+    moevement windows prune /dev/shm/moevement-1000 --yes
+    moevement windows export /lustre/windows/my-run --to torch_dist --output DENSE -- \
         torchrun --nproc-per-node 8 pretrain_gpt.py <flags of the run>
-    python -m tools.windows export /lustre/windows/my-run --to torch_dist --output DENSE \
+    moevement windows export /lustre/windows/my-run --to torch_dist --output DENSE \
         --offline -- <flags of the run>
-    python -m tools.windows check /lustre/windows/my-run --nproc 4 -- <flags of the next start>
+    moevement windows check /lustre/windows/my-run --nproc 4 -- <flags of the next start>
 
 DIR is a directory of `--sparse-ckpt-dir` or `--sparse-ckpt-disk`, or one below it. Host memory is
 that of this node. `list` reads headers; `verify` also reads payloads, and compares every checksum.
@@ -91,7 +91,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(prog='python -m tools.windows', description=__doc__)
+    parser = Parser(prog='moevement windows', description=__doc__)
     commands = parser.add_subparsers(dest='command', required=True)
     for name, about in (
         ('list', 'what lies where'),

@@ -76,7 +76,7 @@ _HAZARDS = (
     (
         _is_unchecked,
         f'only {CHECKED_VERSION} was checked, not {_RELEASE}, in which a part may keep its name '
-        'but change its meaning; rehearse a failure first (python -m tools.drill)',
+        'but change its meaning; rehearse a failure first (moevement drill)',
     ),
     (
         _has_fp8_moments,
@@ -86,7 +86,7 @@ _HAZARDS = (
     (
         keeps_fp8_masters,
         'with masters in fp8 updates that are small relative to a weight are lost; compare losses '
-        'with those of --main-params-dtype fp16 (python -m tools.bench.overhead --precision all)',
+        'with those of --main-params-dtype fp16 (moevement bench-overhead --precision all)',
     ),
     (
         leaves_scales_of_others,

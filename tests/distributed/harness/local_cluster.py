@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Jobs under `scripts/local_cluster.py` rather than under the harness's own launcher."""
+"""Jobs under `moevement launch` rather than under the harness's own launcher."""
 
 import os
 import subprocess
@@ -42,7 +42,7 @@ def launch(job: Cluster, *flags: str, mutation: str | None = None) -> tuple[int,
             called=f'{module}.{function}()' if module else 'pass',
         )
     )
-    command = [sys.executable, str(ROOT / 'scripts' / 'local_cluster.py'), '--fork']
+    command = [sys.executable, '-m', 'moevement_ext.launch.command_line', '--fork']
     command += ['--nodes', str(job.ranks), *flags, '--', str(program), *job.flags]
     log = job.directory / f'launcher{job.attempts}.log'
     job.attempts += 1

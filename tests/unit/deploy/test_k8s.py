@@ -99,9 +99,9 @@ def launched(jobset: dict[str, Any]) -> tuple[argparse.Namespace, list[str]]:
     shell, option, script, name = container['command']
     assert (shell, option, name) == ('bash', '-c', 'torchrun')
     words = script.replace('"$NODE_RANK"', '3').split()
-    assert words[:4] == ['exec', 'python', '-m', 'moevement_ext.store.torchrun']
+    assert words[:3] == ['exec', 'moevement', 'torchrun']
     assert words[-2:] == ['pretrain_gpt.py', '"$@"']
-    return parse([*words[4:-1], *container['args']]), container['args']
+    return parse([*words[3:-1], *container['args']]), container['args']
 
 
 def test_node_counts_and_store_endpoint_agree(jobset: dict[str, Any]) -> None:

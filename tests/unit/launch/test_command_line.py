@@ -19,7 +19,7 @@ from tests.unit.launch.conftest import Job
 from tests.unit.readable import dies
 
 pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
-SCRIPT = Path(__file__).resolve().parents[3] / 'scripts' / 'local_cluster.py'
+COMMAND = [sys.executable, '-m', 'moevement_ext.launch.command_line']
 
 
 def test_flags(job: Job) -> None:
@@ -135,7 +135,7 @@ def launched(
 ) -> Iterator[tuple[subprocess.Popen[str], list[psutil.Process]]]:
     """The command with two workers and a spare, after all of them have started their program."""
     flags = ['--nodes', '2', start, '--', str(job.program), '1.0=print:two words']
-    command = [sys.executable, str(SCRIPT), *flags]
+    command = [*COMMAND, *flags]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
@@ -199,5 +199,5 @@ def test_full_disk_at_the_end_does_not_change_the_exit_status(
     monkeypatch.delenv('PYTHONUNBUFFERED', raising=False)
     job.program.write_text("print('trained')")
     with open('/dev/full', 'w') as full:
-        command = [sys.executable, str(SCRIPT), '--nodes', '1', '--', str(job.program)]
+        command = [*COMMAND, '--nodes', '1', '--', str(job.program)]
         assert subprocess.run(command, stdout=full, stderr=full, check=False).returncode == 0

@@ -62,7 +62,7 @@ def test_job_runs_the_program_of_moevement_home(script: str, elsewhere: Path) ->
     result = submit(script, elsewhere, MOEVEMENT_HOME=str(ROOT))
     assert result.returncode == 0, result.stderr
     command = result.stdout.splitlines()
-    assert command[:2] == ['-m', 'moevement_ext.slurm']
+    assert command[:2] == ['-m', 'moevement_ext.launch.slurm']
     assert command[-2:] == [str(ROOT / 'pretrain_gpt.py'), '--bf16']
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Restarts of workers by an agent of `moevement_ext.store.torchrun`."""
+"""Restarts of workers by an agent of `moevement torchrun`."""
 
 import os
 import signal
@@ -50,7 +50,7 @@ def test_user_error_or_other_bits_end_the_agent_without_a_restart(
 ) -> None:
     program, starts = tmp_path / 'program.py', tmp_path / 'starts'
     program.write_text(ENDS)
-    command = [sys.executable, '-m', 'moevement_ext.store.torchrun', '--nproc-per-node', '2']
+    command = [sys.executable, '-m', 'moevement_ext.launch.torchrun', '--nproc-per-node', '2']
     command += ['--max-restarts', '2', str(program), str(starts), statuses]
     command += ['--sparse-ckpt-store', f'127.0.0.1:{store.port}']
     ended = subprocess.run(command, capture_output=True, text=True, timeout=5 * WAIT_S, check=False)
@@ -110,7 +110,7 @@ def test_agent_forwards_the_exit_signal_of_its_workers(
 ) -> None:
     program, heard = tmp_path / 'program.py', tmp_path / 'heard'
     program.write_text(ASKED)
-    command = [sys.executable, '-m', 'moevement_ext.store.torchrun', str(program), str(heard)]
+    command = [sys.executable, '-m', 'moevement_ext.launch.torchrun', str(program), str(heard)]
     command += ['--sparse-ckpt-store', f'127.0.0.1:{store.port}']
     command += ['--exit-signal-handler', '--exit-signal', expected.name]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as agent:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recomputes the paper's tables and figures from its own inputs, and prints both side by side.
 
-    python -m tools.simulate.paper
-    python -m tools.simulate.paper --json
+    moevement simulate paper
+    moevement simulate paper --json
 
-The same as `python -m tools.simulate paper`. Nothing is fitted to a single cell; fits to a row or a
+Nothing is fitted to a single cell; fits to a row or a
 table are marked. docs/paper.md summarises which numbers follow and which do not.
 
 Exit status: 0 if the computation ran; a difference from the paper is not an error.
@@ -98,7 +98,7 @@ def count(cells: Iterable[Cell]) -> list[Count]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(
-        prog='python -m tools.simulate paper',
+        prog='moevement simulate paper',
         description='Recompute the tables and figures of the paper.',
     )
     parser.add_argument('--json', action='store_true', help='print everything as JSON instead')

@@ -122,6 +122,6 @@ WHOLE_JOB = (
     Rule('--log-straggler', GIVEN, 'leave it out', _TOGETHER),
     # Launchers
     Rule('--enable-ft-package', GIVEN,
-         'use torchrun, the launcher for Slurm or scripts/local_cluster.py',
+         'use torchrun, the launcher for Slurm or moevement launch',
          'its monitor ends workers that wait for a replacement'),
 )  # fmt: skip

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timed
 
 ROOT = Path(__file__).resolve().parents[4]
 SCRIPT = ROOT / 'scripts' / 'gpu_check.sh'
-PROGRAMS = ('tools/gpu_check', 'tests/gpu', 'scripts/local_cluster.py', 'pretrain_gpt.py')
+PROGRAMS = ('tools/gpu_check', 'tests/gpu', 'pretrain_gpt.py')
 """What the check runs; names of modules that these start are in their texts."""
 
 
