@@ -47,14 +47,19 @@ def test_its_help_is_of_the_command(name: str, capsys: pytest.CaptureFixture[str
     assert {*named} <= {*OF_A_CHECKOUT, 'moevement_ext.store'}
 
 
-def test_a_light_program_does_not_import_torch() -> None:
+@pytest.mark.parametrize(('flag', 'status'), [('--help', 0), ('--nonsense', 2)])
+def test_flags_of_a_light_program_are_read_without_torch(flag: str, status: int) -> None:
     code = (
         'import sys, moevement_ext.command as command\n'
-        'try: command.main(["plan", "--help"])\n'
-        'finally: assert not {"torch", "megatron"} & sys.modules.keys()'
+        'for name in ("check", "plan", "report", "status", "windows"):\n'
+        '    try: command.main([name, sys.argv[1]])\n'
+        '    except SystemExit as ended: print(name, ended.code)\n'
+        'assert not {"torch", "megatron.core"} & sys.modules.keys()'
     )
-    done = subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0 and 'usage: moevement plan ' in done.stdout, done.stderr
+    command = [sys.executable, '-c', code, flag]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r'^[a-z]+ (\d)$', done.stdout, re.M) == [str(status)] * 5
 
 
 def test_all_programs_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,12 +5,13 @@ import argparse
 import warnings
 from collections.abc import Iterator, Sequence
 
-from megatron.moevement.seams import cpu_device, starting
 from moevement_ext.system import user_errors
 
 
 def prepare_megatron() -> None:
     """Prepare the import of Megatron in a tool; exits with a line if a package is missing."""
+    from megatron.moevement.seams import cpu_device, starting  # torch: too slow for --help
+
     with user_errors.in_one_line():
         starting.check_installation()
     if cpu_device.needed():
@@ -19,8 +20,7 @@ def prepare_megatron() -> None:
 
 def trainer_parser() -> argparse.ArgumentParser:
     """Parser of all flags of Megatron and sparse checkpointing. Imports Megatron, which is slow."""
-    if cpu_device.needed():
-        cpu_device.install()
+    prepare_megatron()
     with warnings.catch_warnings(
         action='ignore'
     ):  # about missing packages, which only training needs
