@@ -9,63 +9,39 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import NamedTuple
 
 _PACKAGE = Path(__file__).resolve().parent
 _INSTALLED = _PACKAGE / 'programs'
 ROOT = _INSTALLED if _INSTALLED.is_dir() else _PACKAGE.parent
 """Directory that contains `tools` and `pretrain_gpt.py`."""
 
-
-class _Subcommand(NamedTuple):
-    """One program of the command."""
-
-    module: str
-    does: str
-
-
 PROGRAMS = {
-    'pretrain': _Subcommand(
-        'megatron.moevement.pretrain_gpt', 'train a GPT: one worker, as a launcher starts it'
-    ),
-    'launch': _Subcommand(
-        'moevement_ext.launch.command_line', 'run a job on emulated nodes of this machine'
-    ),
-    'slurm': _Subcommand('moevement_ext.launch.slurm', 'run a job in a batch script of Slurm'),
-    'store': _Subcommand(
-        'moevement_ext.store.__main__', 'serve the store of a job outside its nodes'
-    ),
-    'torchrun': _Subcommand(
-        'moevement_ext.launch.torchrun', 'torchrun with its rendezvous in that store'
-    ),
-    'demo': _Subcommand('tools.demo', 'see a lost node recovered, without a GPU'),
-    'prepare-data': _Subcommand('tools.prepare_data', 'make data for the trainer from text'),
-    'check': _Subcommand('tools.check', 'whether a job can be protected, and how it recovers'),
-    'plan': _Subcommand(
-        'tools.plan.__main__', 'window, memory and times of a job, before there is a cluster'
-    ),
-    'placement': _Subcommand('tools.placement', 'where replicas and experts go'),
-    'simulate': _Subcommand('tools.simulate.__main__', 'systems for fault tolerance compared'),
-    'status': _Subcommand('tools.status', 'a running job in the terminal'),
-    'report': _Subcommand('tools.report.__main__', 'one page about a run'),
-    'windows': _Subcommand('tools.windows.__main__', 'list, verify, prune, export and try windows'),
-    'compare-digests': _Subcommand('tools.compare_digests', 'compare two final states'),
-    'plot-run': _Subcommand('tools.plot_run', 'plot losses and times of two logs'),
-    'drill': _Subcommand(
-        'tools.drill', 'run your job for a minute with failures, compare the bits'
-    ),
-    'chaos': _Subcommand('tools.chaos.__main__', 'random failures, bits compared'),
-    'local-slurm': _Subcommand('tools.local_slurm', 'a Slurm with several nodes on this machine'),
-    'compare': _Subcommand('tools.compare.__main__', 'ways to survive failures side by side'),
-    'bench-overhead': _Subcommand(
-        'tools.bench.overhead', 'cost of protection per iteration, or of narrow formats'
-    ),
-    'bench-recovery': _Subcommand('tools.bench.recovery', 'duration of a recovery'),
-    'bench-spare-node': _Subcommand(
-        'tools.bench.spare_node', 'time until a job trains again after a lost node'
-    ),
-    'bench-regroup': _Subcommand('tools.bench.regroup', 'time to reconnect process groups'),
+    'pretrain': ('megatron.moevement.pretrain_gpt', 'train a GPT: one worker of a launcher'),
+    'launch': ('moevement_ext.launch.command_line', 'run a job on emulated nodes of this machine'),
+    'slurm': ('moevement_ext.launch.slurm', 'run a job in a batch script of Slurm'),
+    'store': ('moevement_ext.store.__main__', 'serve the store of a job outside its nodes'),
+    'torchrun': ('moevement_ext.launch.torchrun', 'torchrun with its rendezvous in that store'),
+    'demo': ('tools.demo', 'see a lost node recovered, without a GPU'),
+    'prepare-data': ('tools.prepare_data', 'make data for the trainer from text'),
+    'check': ('tools.check', 'whether a job can be protected, and how it recovers'),
+    'plan': ('tools.plan.__main__', 'window, memory and times of a job, before there is a cluster'),
+    'placement': ('tools.placement', 'where replicas and experts go'),
+    'simulate': ('tools.simulate.__main__', 'systems for fault tolerance compared'),
+    'status': ('tools.status', 'a running job in the terminal'),
+    'report': ('tools.report.__main__', 'one page about a run'),
+    'windows': ('tools.windows.__main__', 'list, verify, prune, export and try windows'),
+    'compare-digests': ('tools.compare_digests', 'compare two final states'),
+    'plot-run': ('tools.plot_run', 'plot losses and times of two logs'),
+    'drill': ('tools.drill', 'run your job for a minute with failures, compare the bits'),
+    'chaos': ('tools.chaos.__main__', 'random failures, bits compared'),
+    'local-slurm': ('tools.local_slurm', 'a Slurm with several nodes on this machine'),
+    'compare': ('tools.compare.__main__', 'ways to survive failures side by side'),
+    'bench-overhead': ('tools.bench.overhead', 'cost per iteration, or of narrow formats'),
+    'bench-recovery': ('tools.bench.recovery', 'duration of a recovery'),
+    'bench-spare-node': ('tools.bench.spare_node', 'time from a lost node to training'),
+    'bench-regroup': ('tools.bench.regroup', 'time to reconnect process groups'),
 }
+"""Module, and what it does, by name."""
 _TRAINER = 'pretrain_gpt.py'
 _ITS_LAUNCHERS = ('launch', 'slurm', 'torchrun')
 _MODULES_OF_EXTRA = {'jinja2', 'matplotlib', 'rich', 'tqdm'}
@@ -96,7 +72,7 @@ def _run(name: str, arguments: Sequence[str]) -> int:
         arguments = _with_trainer(arguments)
     before, sys.argv = sys.argv, [f'moevement {name}', *arguments]
     try:
-        return import_module(PROGRAMS[name].module).main() or 0
+        return import_module(PROGRAMS[name][0]).main() or 0
     except ModuleNotFoundError as error:
         if (error.name or '').partition('.')[0] not in _MODULES_OF_EXTRA:
             raise
@@ -118,6 +94,6 @@ def _with_trainer(arguments: Sequence[str]) -> list[str]:
 
 def _overview() -> str:
     width = max(map(len, PROGRAMS))
-    rows = (f'  {name:{width}}  {program.does}' for name, program in PROGRAMS.items())
+    rows = (f'  {name:{width}}  {does}' for name, (_, does) in PROGRAMS.items())
     first = 'usage: moevement <program> [flags]\n'
     return '\n'.join([first, *rows, '\nmoevement <program> --help: its flags'])

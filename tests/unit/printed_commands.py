@@ -59,7 +59,7 @@ def printed() -> dict[str, set[str]]:
 
 
 def _module(found: re.Match[str]) -> str:
-    return f'python -m {PROGRAMS[found[1]].module.removesuffix(".__main__")}'
+    return f'python -m {PROGRAMS[found[1]][0].removesuffix(".__main__")}'
 
 
 def _texts() -> Iterator[tuple[Path, str]]:

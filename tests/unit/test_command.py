@@ -32,7 +32,7 @@ def own_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_documented_program_is_a_subcommand() -> None:
     named = set(re.findall(r'python -m ((?:tools|moevement_ext)[\w.]*)', '\n'.join(printed())))
-    here = {one.module.removesuffix('.__main__') for one in command.PROGRAMS.values()}
+    here = {module.removesuffix('.__main__') for module, _ in command.PROGRAMS.values()}
     assert named - here == set(OF_A_CHECKOUT) & named
     assert len(named & here) > 20
 
