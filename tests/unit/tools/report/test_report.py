@@ -130,7 +130,7 @@ def test_forecast_is_compared_with_the_run(
     [
         (['nowhere', '-o', 'x'], 'nowhere: no such folder; give that of --sparse-ckpt-events'),
         (['events', '-o', 'x', '--plan', 'nowhere'], r'--plan nowhere: No such file'),
-        (['events', '-o', 'x', '--plan', 'events/rank0.jsonl'], r'tools.plan --json` printed'),
+        (['events', '-o', 'x', '--plan', 'events/rank0.jsonl'], 'moevement plan --json` printed'),
         (['events', '-o', 'events'], r'--output events: Is a directory'),
     ],
 )
