@@ -112,7 +112,7 @@ def requeue(job: str, excluded: Collection[str], nodes: int | None = None) -> bo
     return True
 
 
-class History:
+class RequeueState:
     """State of a job that decides about a requeue.
 
     `lost` are hosts without an agent, or with an unusable device; `has_begun` once a worker
@@ -137,19 +137,19 @@ class History:
                 self.needed = ranks
 
 
-def go_back(history: History, nodes_of: Callable[[int], int], flags: Sequence[str] = ()) -> None:
+def go_back(state: RequeueState, nodes_of: Callable[[int], int], flags: Sequence[str] = ()) -> None:
     """Requeue this job, unless too many requeues started no worker.
 
     Args:
-        history: of the job.
+        state: of the job.
         nodes_of: number of nodes, spare ones included, for a number of ranks.
         flags: of the program.
     """
     job = os.environ['SLURM_JOB_ID']
     run_id = unnamed_run_id(flags)
     restarts = int(os.environ.get('SLURM_RESTART_COUNT', '0'))
-    hosts = ','.join(sorted(history.lost))
-    if not history.has_begun and restarts >= _MOST_RESTARTS:
+    hosts = ','.join(sorted(state.lost))
+    if not state.has_begun and restarts >= _MOST_RESTARTS:
         say_of_launcher(
             f'Slurm has restarted the job {restarts} times, and again no worker could be started: '
             f'it does not go back to the queue. Repair {hosts}, or submit it with '
@@ -157,15 +157,15 @@ def go_back(history: History, nodes_of: Callable[[int], int], flags: Sequence[st
         )
         return
     say_of_launcher('the job goes back to the queue of Slurm')
-    sound = wait_until_noticed(job, history.lost)
+    sound = wait_until_noticed(job, state.lost)
     if sound:
         say_of_launcher(
             f'it does not get {",".join(sorted(sound))} again, which Slurm takes for sound; once '
             f'repaired: scontrol update JobId={job} ExcNodeList='
         )
     nodes = None
-    if history.needed is not None:
-        nodes = nodes_of(history.needed)
+    if state.needed is not None:
+        nodes = nodes_of(state.needed)
         say_of_launcher(
             f'it waits there for {nodes} nodes; to start it with other numbers: '
             f'scontrol update JobId={job} NumNodes=MIN-MAX'

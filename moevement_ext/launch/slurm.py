@@ -15,7 +15,7 @@ from functools import partial
 from moevement_ext.config import ConfigurationError
 from moevement_ext.errors import EXIT_WHOLE_JOB
 from moevement_ext.events import Event
-from moevement_ext.launch.allocation import History, call_before_end, go_back, hostnames
+from moevement_ext.launch.allocation import RequeueState, call_before_end, go_back, hostnames
 from moevement_ext.launch.command_line import (
     add_shared,
     configured,
@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     allow_many_connections()
     start_step = partial(slurm_step, flags=job.step_flags, python=job.agent_python)
     starter = partial(SlurmStarter, job.hosts, start_step)
-    history = History()
+    history = RequeueState()
 
     def note(event: Event) -> None:
         print_event(event)

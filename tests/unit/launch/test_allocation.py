@@ -8,7 +8,7 @@ import pytest
 
 from moevement_ext.config import ConfigurationError
 from moevement_ext.launch import allocation
-from moevement_ext.launch.allocation import History, go_back
+from moevement_ext.launch.allocation import RequeueState, go_back
 from moevement_ext.launch.launcher_events import NodeLost, NodeReady, WorkerLaunched
 
 pytestmark = pytest.mark.timed
@@ -105,7 +105,7 @@ def test_failed_requeue_leaves_the_job_unchanged(
     (programs / 'squeue.nodes').write_text('\n')
     monkeypatch.setenv('SLURM_JOB_ID', '42')
     monkeypatch.setenv('SLURM_RESTART_COUNT', '1000')  # no limit, once a worker has started
-    history = History()
+    history = RequeueState()
     for event in (NodeLost('a', 0, 'x'), NodeLost('b', 0, 'x'), NodeReady('a')):
         history.note(event)
     history.note(WorkerLaunched(0, 1, 0, was_spare=False))
