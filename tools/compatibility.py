@@ -112,10 +112,7 @@ def _versions() -> str:
     text = (
         f'Needed: Python {python[1]}, {", ".join(f"`{one}`" for one in needed)}. The Dockerfile '
         f'is built on `{image[1]}`. At its start a job compares the parts of megatron-core that it '
-        'replaces with those it was written for, and ends with their names if they differ. If '
-        '`PYTHONPATH` names a checkout of megatron-core, Transformer Engine or Apex, events and the '
-        'report have its release and folder; a release of megatron-core that was not checked is a '
-        'warning.'
+        'replaces with those it was written for, and ends with their names if they differ.'
     )
     rows = markdown(('PyTorch', 'megatron-core', 'Transformer Engine', 'Checked by'), CHECKED)
     return f'## Versions\n\n{textwrap.fill(text, _WIDTH)}\n\n{rows}'
