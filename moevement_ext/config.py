@@ -175,8 +175,8 @@ class SparseCheckpointConfig:
     "rack", or a list with the levels above, innermost first: ["rack", "pod"]. Default: each node is
     its own domain.""")
     log_lag: float = setting(1.0)("""Spare capacity of the log, in iterations, for the time from the
-    start of the copy of a window's last slot until the window is persisted; tools.plan computes the
-    number.""")
+    start of the copy of a window's last slot until the window is persisted; the planner computes
+    the number.""")
     max_wait: float = setting(1.0)("""Maximum seconds that training waits until a window is
     persisted; then the next window is skipped.""")
     order: str = setting(POPULARITY)("""Experts that a window captures last, and a replay keeps

@@ -14,7 +14,7 @@ from moevement_ext.launch.remote import RemoteChild
 from moevement_ext.launch.statements import tell_finished, tell_joining, tell_survivors
 from moevement_ext.membership import failures
 from moevement_ext.membership.eviction import evict
-from moevement_ext.membership.launch import own_process
+from moevement_ext.membership.launch import of_launch, own_process
 from tests.unit.launch.conftest import Job
 
 pytestmark = pytest.mark.timeout(120)
@@ -37,7 +37,7 @@ def state(job: Job, rank: int, launch: str, process: int) -> None:
         tell_joining(store, rank)
         tell_finished(store, rank, 0)
         evict(store, rank, own_process())
-        failures.tell_recovered(store, f'of {launch}')
+        failures.tell_recovered(of_launch(store, launch), f'of {launch}')
 
 
 @pytest.mark.parametrize('survive', [True, False])
