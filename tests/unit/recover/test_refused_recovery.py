@@ -186,7 +186,8 @@ def test_refused_start_of_the_whole_job_is_not_continued(
 ) -> None:
     WrongChip(monkeypatch, rank=0, at=ALL_STRUCK - WINDOW + 1)
     with tmpfs_directory() as directory:
-        job = Launched(directory, ITERATIONS, [Fault(0, Phase.P2P, ALL_STRUCK, all_die=True)])
+        # All have recorded the iteration before, and none has this one.
+        job = Launched(directory, ITERATIONS, [Fault(0, Phase.OPTIMIZER, ALL_STRUCK, all_die=True)])
         with pytest.raises(Ended):
             job.run()
         assert job.restarts == 1 and not job.recovered
