@@ -80,7 +80,8 @@ def test_step_daemons_of_a_lost_node_die_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step daemon that outlives its script would report the job as failed."""
-    step = 'SLURMD_NODENAME=n2 SLURM_JOB_ID=1 sleep 600 & echo started; wait'
+    script = "bash -c 'echo started; kill -STOP $$'"  # its environment is there once it says so
+    step = f'SLURMD_NODENAME=n2 SLURM_JOB_ID=1 {script} & wait'
     commands = (
         ['slurmd', '-c', 'echo started; read', '-N', 'n2'],
         ['slurmstepd: [1.batch]', '-c', step],
@@ -106,7 +107,7 @@ def test_step_daemons_of_a_lost_node_die_first(
         assert [process.cmdline()[0] for process in killed] == [
             'slurmstepd: [1.batch]',
             'slurmd',
-            'sleep',
+            'bash',
         ]
 
 
