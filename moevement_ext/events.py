@@ -195,7 +195,7 @@ class RecoveryStarted(Event, frozen=True, kw_only=True):
     recovery, which fetches the window during the replay."""
 
 
-class Relaid(Event, frozen=True, kw_only=True):
+class Resharded(Event, frozen=True, kw_only=True):
     """This rank assembled its part of a window from the windows of another layout."""
 
     start: int

@@ -53,7 +53,7 @@ class Phase(StrEnum):
     REGROUP = 'regroup'
     CONNECT = 'connect'
     FETCH = 'fetch'
-    RELAY = 'relay'
+    RESHARD = 'reshard'
     """A slot is assembled from the windows of another layout."""
     LOAD = 'load'
     CONVERT = 'convert'

@@ -81,7 +81,7 @@ if __name__ != '__mp_main__':  # a subprocess, e.g. one that writes a checkpoint
         warming,
     )
     from moevement_ext import faults
-    from moevement_ext.recover.relayout import surplus
+    from moevement_ext.recover.reshard import surplus
 
     dataset_helpers.use_compiled()
     if cpu_device.needed():

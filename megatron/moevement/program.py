@@ -19,7 +19,7 @@ from megatron.moevement.state.operation_count import OperationCount
 from moevement_ext.job.digest_file import refuse_unwritable, write_digest
 from moevement_ext.job.ending import announce
 from moevement_ext.recover.own_report import handovers
-from moevement_ext.recover.relayout import surplus
+from moevement_ext.recover.reshard import surplus
 from moevement_ext.system.leaving import leave
 
 

@@ -22,7 +22,7 @@ from moevement_ext.membership.rendezvous import (
     launcher_store,
     present_round,
 )
-from moevement_ext.recover.relayout import surplus
+from moevement_ext.recover.reshard import surplus
 from moevement_ext.recover.whole_job import start_the_whole_job_again
 
 logger = logger_of(__name__)

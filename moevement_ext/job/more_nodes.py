@@ -25,7 +25,7 @@ from moevement_ext.launch.statements import tell_needed
 from moevement_ext.logger import logger_of
 from moevement_ext.membership.rank import Rank
 from moevement_ext.membership.rendezvous import launcher_store
-from moevement_ext.recover.relayout.found import NodesMissing
+from moevement_ext.recover.reshard.found import NodesMissing
 from moevement_ext.system.exit_signal import ASKING
 from moevement_ext.system.leaving import end_at_once
 from moevement_ext.system.watchdog import under_torchrun

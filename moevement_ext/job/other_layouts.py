@@ -14,8 +14,9 @@ from moevement_ext.protect.parting import part
 from moevement_ext.protect.protection import Protection
 from moevement_ext.recover import whole_job
 from moevement_ext.recover.conversion import Conversion
-from moevement_ext.recover.relayout import surplus
-from moevement_ext.recover.relayout.found import (
+from moevement_ext.recover.reshard import surplus
+from moevement_ext.recover.reshard.assembly import Assembly
+from moevement_ext.recover.reshard.found import (
     NOTHING,
     Candidate,
     NodesMissing,
@@ -23,8 +24,7 @@ from moevement_ext.recover.relayout.found import (
     require_exact,
     require_parts,
 )
-from moevement_ext.recover.relayout.picking_up import PickingUp
-from moevement_ext.recover.relayout.stock import shelf_of, take_stock
+from moevement_ext.recover.reshard.stock import shelf_of, take_stock
 from moevement_ext.recover.trainer import Trainer
 from moevement_ext.replicate.host_memory import HostMemory
 
@@ -45,7 +45,7 @@ class OtherLayouts:
         return self._elsewhere.candidates
 
     def find(self, dense_iteration: int, last_iteration: int | None) -> int:
-        """Search as `relayout.found.find`; the newest dense iteration, -1 if none. Collective."""
+        """Search as `reshard.found.find`; the newest dense iteration, -1 if none. Collective."""
         if self._shelf is None:
             return -1
         self._elsewhere = find(self._rank, self._shelf, dense_iteration, last_iteration)
@@ -120,10 +120,10 @@ class OtherLayouts:
         Raises `UserError` if this layout cannot, or must not, continue from these
         windows.
         """
-        if self._shelf is None or not self.candidates or trainer.relaying is None:
+        if self._shelf is None or not self.candidates or trainer.resharding is None:
             return None
-        picking = PickingUp(
-            self._rank, self._shelf, self._elsewhere, memory, trainer.operators, trainer.relaying,
+        picking = Assembly(
+            self._rank, self._shelf, self._elsewhere, memory, trainer.operators, trainer.resharding,
             own.history,
         )  # fmt: skip
         conversion = picking.obtain(_newest(own))

@@ -18,9 +18,9 @@ from moevement_ext.membership.rendezvous import launcher_store
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.shelf import base_of
 from moevement_ext.memory.window.name import RankIdentity
-from moevement_ext.recover.relayout import surplus
-from moevement_ext.recover.relayout.stock import shelf_of, take_stock
-from moevement_ext.recover.relayout.surplus import Call, Dismissed, LetGo, Message, SurplusAnswer
+from moevement_ext.recover.reshard import surplus
+from moevement_ext.recover.reshard.stock import shelf_of, take_stock
+from moevement_ext.recover.reshard.surplus import Call, Dismissed, LetGo, Message, SurplusAnswer
 from moevement_ext.replicate.own_address import host_identity, local_host
 from moevement_ext.replicate.replica_server import ReplicaServer
 from moevement_ext.replicate.secret import given_in, of_attempt

@@ -14,8 +14,7 @@ from typing import NamedTuple
 import msgspec
 import xxhash
 
-from moevement_ext.capture.layout import SlotLayout
-from moevement_ext.capture.operators import Operators
+from moevement_ext.capture.layout import Operators, SlotLayout
 from moevement_ext.config import ConfigurationError
 from moevement_ext.events import TokensLost
 from moevement_ext.membership.rank import Rank

@@ -7,8 +7,7 @@ of several slots. Training thread.
 
 import xxhash
 
-from moevement_ext.capture.layout import SlotLayout
-from moevement_ext.capture.operators import Operators
+from moevement_ext.capture.layout import Operators, SlotLayout
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.membership.rank import Rank
 from moevement_ext.memory.window.format import window_capacity

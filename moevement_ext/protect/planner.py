@@ -13,8 +13,7 @@ import msgspec
 import xxhash
 from torch.distributed import Store
 
-from moevement_ext.capture.layout import TensorSlice, operator_table
-from moevement_ext.capture.operators import Operators
+from moevement_ext.capture.layout import Operators, TensorSlice, operator_table
 from moevement_ext.membership.place import Place
 from moevement_ext.membership.rank import Rank
 from moevement_ext.memory.sizing import stub_file_bytes, window_file_bytes

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import torch
 
-from moevement_ext.capture.operators import Operators
+from moevement_ext.capture.layout import Operators
 from moevement_ext.config import AUTO, OFF, SOFT, STOP, node_name
 from moevement_ext.cpu_cost import OtherWork
 from moevement_ext.events import Protected

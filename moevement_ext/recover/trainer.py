@@ -10,20 +10,21 @@ Its parts are `Operators` (the tensors), `AuxiliaryState` (all other state of an
 the training thread.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from moevement_ext.capture.operators import Operators
-from moevement_ext.capture.relaying import Relaying
+from moevement_ext.capture.layout import Operators
 from moevement_ext.membership.place import Place
 from moevement_ext.memory.ledger import LedgerEntry
 from moevement_ext.memory.sizing import Logged
 from moevement_ext.memory.upstream_log.log import UpstreamLog
 from moevement_ext.memory.upstream_log.record import Direction
+from moevement_ext.memory.window.placed import Layout, Seat
 from moevement_ext.plan.replanning import TokenCounter
+from moevement_ext.recover.reshard.index import Division
 
 
 class Start(NamedTuple):
@@ -155,6 +156,40 @@ class PlainLoop:
         return True
 
 
+class Resharding(Protocol):
+    """Names in every layout, and the auxiliary state of this one. Training thread."""
+
+    def refuse(self, was: Layout) -> None:
+        """Refuse an earlier layout whose state cannot be converted to this layout.
+
+        Raises `RefusedWindow`, which names the setting that must not change.
+        """
+
+    def name_of(self, operator: str, tensor: str, seat: Seat) -> str:
+        """Layout-independent name of a record's tensor on the rank at `seat`.
+
+        The name includes the shard, unless `division_of` gives the place of the shard in
+        the tensor.
+        """
+
+    def division_of(self, operator: str, part: str, tensor: str, owner: int | None) -> Division:
+        """Division of a record's tensor, if the two layouts divide it differently.
+
+        Called after `state_owners`. `owner` is a rank of the other layout; None: this rank.
+        Raises `RefusedWindow` if the layouts divide a value that belongs to the whole
+        shard, such as a scale.
+        """
+
+    def state_owners(self, seats: Mapping[int, Seat]) -> Collection[int]:
+        """Owners whose auxiliary state is the source of this rank's; `seats` has all owners."""
+
+    def auxiliary_state(self, states: Mapping[int, bytes]) -> bytes:
+        """Merge the auxiliary states of `state_owners`; `RefusedWindow` if contradictory."""
+
+    def kept(self, was: Layout) -> str:
+        """Log text: which random number streams continue from layout `was` and which restart."""
+
+
 class Trainer(Protocol):
     """Training loop of one rank, as seen by recovery."""
 
@@ -196,7 +231,7 @@ class Trainer(Protocol):
         """Counter of the experts' load."""
 
     @property
-    def relaying(self) -> Relaying | None:
+    def resharding(self) -> Resharding | None:
         """Conversion of the state to another layout; None if unsupported."""
 
     def begin_iteration(self, iteration: int) -> bytes:

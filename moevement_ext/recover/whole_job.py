@@ -79,7 +79,7 @@ def find(
     """
     searches = rank.config.elastic != OFF and elsewhere < 0
     layouts, left = [], []
-    with suppress(UnreadableWindow):  # `relayout.found.find` refuses that, or nothing there changes
+    with suppress(UnreadableWindow):  # `reshard.found.find` refuses that, or nothing there changes
         layouts = directories_of(store.root, base_of(store.run_id)) if searches else []
         left = left_by_elastic(store) if rank.config.elastic == OFF else []
     stock = take_stock(store, disk, rank.identity, disk_only(rank.config), layouts)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import pytest
 
 from moevement_ext.errors import EXIT_WHOLE_JOB
-from moevement_ext.events import Relaid
+from moevement_ext.events import Resharded
 from tests.distributed.conftest import read_digest
 from tests.distributed.harness.cluster import Cluster
 from tests.quick import with_quick
@@ -145,8 +145,8 @@ def differing(left: dict, right: dict) -> set[tuple[str, str]]:
     return found
 
 
-def relaid(job: Cluster) -> Relaid:
-    return job.events_of(Relaid)[-1]
+def resharded(job: Cluster) -> Resharded:
+    return job.events_of(Resharded)[-1]
 
 
 def left_over(job: Cluster) -> list[str]:
@@ -168,12 +168,12 @@ def test_new_layout_matches_a_resume_from_a_dense_checkpoint(
         shutil.rmtree(memory)
     after = again(job, cluster, now, *ONE, *quiet)
     after.finish(timeout_s=300.0)
-    assert relaid(after).dense_at >= 6
-    assert relaid(after).remote_bytes == 0 < relaid(after).local_bytes
+    assert resharded(after).dense_at >= 6
+    assert resharded(after).remote_bytes == 0 < resharded(after).local_bytes
     if now.ranks > 1:
-        assert after.events_of(Relaid, rank=now.ranks - 1)[-1].remote_bytes
+        assert after.events_of(Resharded, rank=now.ranks - 1)[-1].remote_bytes
     assert left_over(job) == []
-    expected = plain(cluster, now, tmp_path / 'dense', relaid(after).dense_at, *quiet)
+    expected = plain(cluster, now, tmp_path / 'dense', resharded(after).dense_at, *quiet)
     found = differing(read_digest(after), expected)
     # Upstream gives all ranks the random numbers of the first expert shard, and none to a job with
     # other stages.
@@ -194,14 +194,14 @@ def test_state_survives_a_round_trip_through_another_layout(
     was, between = THERE_AND_BACK[case]
     job = killed(cluster, was, tmp_path / 'dense', *ONE)
     there = again(job, cluster, between, *ONE)
-    assert -9 in there.run(fail_at=BEFORE_AN_UPDATE.replace('optimizer', 'relay'))
+    assert -9 in there.run(fail_at=BEFORE_AN_UPDATE.replace('optimizer', 'reshard'))
     assert -9 in there.run(fail_at=BEFORE_AN_UPDATE)
     assert -9 in there.run(fail_at=BEFORE_AN_UPDATE)  # from its own window
     back = again(job, cluster, was, *ONE)
     back.finish(timeout_s=300.0)
-    assert relaid(back).dense_at == relaid(there).dense_at >= 6
+    assert resharded(back).dense_at == resharded(there).dense_at >= 6
     assert left_over(job) == []
-    expected = plain(cluster, was, tmp_path / 'dense', relaid(back).dense_at)
+    expected = plain(cluster, was, tmp_path / 'dense', resharded(back).dense_at)
     found = differing(read_digest(back), expected)
     assert found <= {(rank, 'rng/expert-parallel-rng') for rank in expected['ranks']}
 
@@ -219,7 +219,7 @@ def test_longer_window_is_converted_in_the_new_layout(
     after.finish(timeout_s=300.0)
     assert 'equal up to rounding' in after.output(0)
     assert left_over(job) == []
-    expected = plain(cluster, now, tmp_path / 'dense', relaid(after).dense_at)
+    expected = plain(cluster, now, tmp_path / 'dense', resharded(after).dense_at)
     counted = {'scheduler/num_steps', 'consumed_train_samples', 'rng/model-parallel-rng'}
     assert not counted & {name for _, name in differing(read_digest(after), expected)}
 
@@ -238,7 +238,7 @@ def test_new_layout_resumes_from_windows_on_disk(
     after = again(job, cluster, now, *kept)
     after.finish(timeout_s=300.0)
     assert [*disk.iterdir()] == []
-    expected = plain(cluster, now, tmp_path / 'dense', relaid(after).dense_at)
+    expected = plain(cluster, now, tmp_path / 'dense', resharded(after).dense_at)
     found = differing(read_digest(after), expected)
     assert found <= {('1', 'rng/expert-parallel-rng')}
 
@@ -274,14 +274,14 @@ def test_leftovers_of_a_replaced_layout_are_ignored(
     shutil.copytree(left, old / 'node0', dirs_exist_ok=True)
     last = again(job, cluster, now, *ONE)
     last.finish(timeout_s=300.0)
-    assert after.events_of(Relaid) and not last.events_of(Relaid)
+    assert after.events_of(Resharded) and not last.events_of(Resharded)
     assert left_over(job) == []
 
 
 @pytest.mark.thorough
 @pytest.mark.mutation
 @pytest.mark.parametrize('case', MUTATIONS)
-def test_broken_relayout_changes_the_bits(
+def test_broken_reshard_changes_the_bits(
     case: str, cluster: Callable[..., Cluster], tmp_path: Path
 ) -> None:
     was, now = CASES[case]
@@ -324,7 +324,7 @@ def test_planned_exit_leaves_the_whole_state_in_one_slot(
             shutil.rmtree(memory)
     after = again(job, cluster, now, *kept)
     after.finish(timeout_s=300.0)
-    assert (relaid(after).start, relaid(after).dense_at) == (7, 7)
+    assert (resharded(after).start, resharded(after).dense_at) == (7, 7)
     assert 'equal up to rounding' not in after.output(0)
     assert left_over(job) == [*(tmp_path / 'disk').iterdir()] == []
     found = differing(read_digest(after), plain(cluster, now, dense, 7))
@@ -348,7 +348,7 @@ def test_any_planned_end_leaves_the_whole_state_in_one_slot(
     assert Path(dense, 'latest_checkpointed_iteration.txt').read_text() == '6'
     after = again(job, cluster, now, *three)
     after.finish(timeout_s=300.0)
-    assert (relaid(after).start, relaid(after).dense_at) == (6, 6)
+    assert (resharded(after).start, resharded(after).dense_at) == (6, 6)
     assert left_over(job) == []
 
 
@@ -366,7 +366,7 @@ def test_memory_stays_flat_over_many_restarts(cluster: Callable[..., Cluster]) -
         job = again(job, cluster, layouts[(attempt + 1) % 2], *longer)
     assert max(used) <= 2 * used[0]
     job.finish(timeout_s=300.0)
-    assert relaid(job).dense_at >= 20
+    assert resharded(job).dense_at >= 20
     assert left_over(job) == []
 
 

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from moevement_ext.errors import EXIT_WHOLE_JOB
-from moevement_ext.events import Relaid, WindowPersisted, WorkerStarted
+from moevement_ext.events import Resharded, WindowPersisted, WorkerStarted
 from tests.distributed.conftest import read_digest
 from tests.distributed.harness.cluster import ROOT, Cluster, free_port, tails
 from tests.distributed.harness.torchrun import agent
@@ -91,7 +91,7 @@ def test_torchrun_continues_on_fewer_nodes_and_grows_again(
         agents.append(third())
         for process in agents:
             assert process.wait(START_S) == 0, tails(logs)
-    shrunk, grown = job.events_of(Relaid)
+    shrunk, grown = job.events_of(Resharded)
     assert 3 <= shrunk.dense_at < 8 <= grown.dense_at
     assert left_over(job) == []
     assert_equal(read_digest(job), through_small(cluster, tmp_path, shrunk, grown))
@@ -146,7 +146,7 @@ def kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def assert_as_never_interrupted(job: Cluster, cluster: Callable[..., Cluster]) -> None:
-    assert job.events_of(Relaid) == []
+    assert job.events_of(Resharded) == []
     assert left_over(job) == []
     fault_free = cluster(*MODEL, *QUIET, *LARGE.flags(), sparse=False)
     fault_free.finish(timeout_s=300.0)
@@ -202,7 +202,7 @@ def test_requeued_job_continues_on_fewer_nodes_and_on_more(
     (bin_ / 'srun.n2').unlink()
     with submitted(job, bin_, log, stall, nodes='n1,n2', SLURM_RESTART_COUNT='2') as batch:
         assert batch.wait(START_S) == 0, tails([log])
-    shrunk, grown = job.events_of(Relaid)
+    shrunk, grown = job.events_of(Resharded)
     assert 3 <= shrunk.dense_at < 8 <= grown.dense_at
     assert left_over(job) == []
     assert_equal(read_digest(job), through_small(cluster, tmp_path, shrunk, grown))
@@ -222,7 +222,7 @@ def test_local_launcher_continues_on_fewer_nodes_and_on_more(
     grows = job.directory / 'launch-again.log'
     with launched(job, 4, grows, stall) as launcher:
         assert launcher.wait(START_S) == 0, tails([grows])
-    shrunk, grown = job.events_of(Relaid)
+    shrunk, grown = job.events_of(Resharded)
     assert 3 <= shrunk.dense_at < 8 <= grown.dense_at
     assert left_over(job) == []
     assert_equal(read_digest(job), through_small(cluster, tmp_path, shrunk, grown))
@@ -242,7 +242,7 @@ def launched(job: Cluster, nodes: int, log: Path, stall: Path) -> subprocess.Pop
 
 
 def through_small(
-    cluster: Callable[..., Cluster], folder: Path, shrunk: Relaid, grown: Relaid
+    cluster: Callable[..., Cluster], folder: Path, shrunk: Resharded, grown: Resharded
 ) -> dict:
     """Digest of plain Megatron that goes from four ranks to two, and back."""
     small = ['--save', str(folder / 'small'), *DENSE, '--exit-interval', str(grown.dense_at)]

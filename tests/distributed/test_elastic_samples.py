@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from tests.distributed.harness.cluster import Cluster
-from tests.distributed.test_elastic import MODEL, ONE, RESTART, THREE, Layout, again, relaid
+from tests.distributed.test_elastic import MODEL, ONE, RESTART, THREE, Layout, again, resharded
 from tests.quick import with_quick
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.thorough]
@@ -57,7 +57,7 @@ def test_every_sample_is_trained_on_once(
     job = killed(cluster, *window, *given)
     after = again(job, cluster, THREE_RANKS, '--global-batch-size', str(BATCH), *window, *given)
     after.finish(timeout_s=300.0, mutation=PROBE)
-    assert relaid(after).dense_at >= 4
+    assert resharded(after).dense_at >= 4
     fault_free = cluster(*FLAGS, *FOUR.flags(), *given, sparse=False)
     fault_free.finish(timeout_s=300.0, mutation=PROBE)
     found, expected = accepted([job, after]), accepted([fault_free])

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from moevement_ext.events import Relaid
+from moevement_ext.events import Resharded
 from tests.distributed.conftest import read_digest
 from tests.distributed.harness.cluster import Cluster
 from tests.distributed.test_elastic import (
@@ -23,7 +23,7 @@ from tests.distributed.test_elastic import (
     killed,
     left_over,
     plain,
-    relaid,
+    resharded,
     trained,
 )
 
@@ -47,11 +47,11 @@ def test_surplus_rank_serves_the_windows_of_its_node(
     strikes = {'fail_at': '0:11:forward'} if struck else {}
     assert after.survive(**strikes) == ({0: 1} if struck else {})
     assert IDLES in after.output(0)
-    assert relaid(after).dense_at >= 6
-    assert after.events_of(Relaid, rank=1)[-1].remote_bytes
-    assert after.events_of(Relaid, rank=2) == []
+    assert resharded(after).dense_at >= 6
+    assert after.events_of(Resharded, rank=1)[-1].remote_bytes
+    assert after.events_of(Resharded, rank=2) == []
     assert left_over(job) == []
-    expected = plain(cluster, SMALL, tmp_path / 'dense', relaid(after).dense_at)
+    expected = plain(cluster, SMALL, tmp_path / 'dense', resharded(after).dense_at)
     assert_equal(read_digest(after), expected)
 
 
@@ -59,18 +59,18 @@ def test_job_killed_again_grows_again(cluster: Callable[..., Cluster], tmp_path:
     """Without a launcher's store: rank 0 has the store, and ends with what it says last."""
     job = killed(cluster, LARGE, tmp_path / 'dense', *ONE, *LAYOUTS)
     shrunk = again(job, cluster, THREE_RANKS, *ONE, *LAYOUTS)
-    assert -9 in shrunk.run(fail_at=BEFORE_AN_UPDATE.replace('optimizer', 'relay'))
+    assert -9 in shrunk.run(fail_at=BEFORE_AN_UPDATE.replace('optimizer', 'reshard'))
     assert -9 in shrunk.run(fail_at='0:12:forward')
     assert len(left_over(job)) == 1
     grown = again(job, cluster, LARGE, *ONE, *LAYOUTS)
     grown.finish(timeout_s=300.0)
-    assert relaid(grown).dense_at > relaid(shrunk).dense_at >= 6
+    assert resharded(grown).dense_at > resharded(shrunk).dense_at >= 6
     assert left_over(job) == []
     small = ['--save', str(tmp_path / 'small'), *DENSE]
-    until = ['--exit-interval', str(relaid(grown).dense_at)]
+    until = ['--exit-interval', str(resharded(grown).dense_at)]
     dense = tmp_path / 'dense'
-    trained(cluster, SMALL, dense, relaid(shrunk).dense_at, *small, *until)
-    expected = plain(cluster, LARGE, tmp_path / 'small', relaid(grown).dense_at)
+    trained(cluster, SMALL, dense, resharded(shrunk).dense_at, *small, *until)
+    expected = plain(cluster, LARGE, tmp_path / 'small', resharded(grown).dense_at)
     assert_equal(read_digest(grown), expected)
 
 

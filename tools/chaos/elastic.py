@@ -48,7 +48,7 @@ _TRAINING = (
 ).split()
 _DENSE = '--ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable'.split()
 _ITERATIONS_PER_LIFE = 10
-_IN_RELAY = 0.2
+_IN_RESHARD = 0.2
 _BEHIND = 12  # iterations by which the newest window may lag behind the log
 _FIRST = 5  # attempts that set the expected usage of the tmpfs
 
@@ -62,7 +62,7 @@ class Life(NamedTuple):
     """Iterations beyond those of the previous attempt's log, until all processes are killed."""
     delay_s: float = 0.0
     """Seconds from the log line of the last of them to SIGKILL."""
-    in_relay: bool = False
+    in_reshard: bool = False
     """Killed instead while it assembles the windows of the previous layout."""
 
 
@@ -112,9 +112,9 @@ def draw_lives(seed: int, restarts: int) -> list[Life]:
     for _ in range(restarts):
         layout = rng.choice([one for one in LAYOUTS if not lives or one != lives[-1].layout])
         nodes = {2: rng.choice((1, 2)), 3: 1}.get(layout.ranks, 2)
-        in_relay = bool(lives) and not lives[-1].in_relay and rng.random() < _IN_RELAY
+        in_reshard = bool(lives) and not lives[-1].in_reshard and rng.random() < _IN_RESHARD
         moment = rng.randint(2, 4), round(rng.uniform(0, 0.5), 3)
-        lives.append(Life(layout, nodes, *moment, in_relay))
+        lives.append(Life(layout, nodes, *moment, in_reshard))
     return [*lives, Life(_LAST, 2)]
 
 
@@ -161,8 +161,8 @@ class ElasticCampaign:
             folder = self._folder(number)
             flags = [*self._training(life.layout, folder), *self._protection(folder)]
             start = Start(folder, flags, life.layout, life.nodes)
-            if life.in_relay:
-                start = start._replace(fail_at=_in_relay(at))
+            if life.in_reshard:
+                start = start._replace(fail_at=_in_reshard(at))
             elif life is not self.lives[-1]:
                 start = start._replace(kill_at=at + life.iterations, delay_s=life.delay_s)
             at = max(at, self.run(start))
@@ -174,9 +174,9 @@ class ElasticCampaign:
 
     def _lived(self, life: Life, name: str, events: Sequence[Event], persisted: int) -> Lived:
         went_on = kind_of(events, RecoveryStarted)
-        if life.in_relay and went_on:
+        if life.in_reshard and went_on:
             raise LabError(f'{name} was to be killed before it went on', '')
-        began = went_on[-1].dense_at if went_on else None if life.in_relay else 0
+        began = went_on[-1].dense_at if went_on else None if life.in_reshard else 0
         if began is not None and began < persisted:
             raise LabError(f'{name} went on from {began}, though all ranks had {persisted}', '')
         left = [*self.memory.glob(f'{RUN_ID}*')]
@@ -250,9 +250,9 @@ class ElasticCampaign:
         ]
 
 
-def _in_relay(at: int) -> str:
+def _in_reshard(at: int) -> str:
     """Fault points that hit while a rank assembles any window up to `at`, the newest iteration."""
-    return ','.join(f'0:{number + 1}:relay' for number in range(max(at - _BEHIND, 0), at + 1))
+    return ','.join(f'0:{number + 1}:reshard' for number in range(max(at - _BEHIND, 0), at + 1))
 
 
 def _nbytes(folders: Sequence[Path]) -> int:

@@ -21,7 +21,7 @@ from moevement_ext.events import (
     Recovered,
     RecoveryPhase,
     RecoveryStarted,
-    Relaid,
+    Resharded,
     WindowCommitted,
     WindowPersisted,
     WorkerStarted,
@@ -198,8 +198,8 @@ class History:
         if self.about is None:
             return []
         sizes = ', '.join(f'{kind} {size}' for kind, size in self.about.layout.items())
-        relaid = kind_of(self.events, Relaid)
-        earlier = (f'{one.was} up to iteration {one.dense_at}' for one in reversed(relaid))
+        resharded = kind_of(self.events, Resharded)
+        earlier = (f'{one.was} up to iteration {one.dense_at}' for one in reversed(resharded))
         return [sizes, *dict.fromkeys(earlier)]
 
     def by_stage(self, ranks: Iterable[int]) -> list[tuple[int | None, list[int]]]:

@@ -11,7 +11,7 @@ from megatron.core.utils import get_model_config
 
 from megatron.moevement.facts import Counters, JobFacts
 from megatron.moevement.job.megatron_loop import MegatronLoop, Surroundings
-from megatron.moevement.job.megatron_relaying import MegatronRelaying
+from megatron.moevement.job.megatron_resharding import MegatronResharding
 from megatron.moevement.seams import upstream
 from megatron.moevement.seams.p2p import StagePipeline
 from megatron.moevement.state import iteration_state
@@ -21,11 +21,10 @@ from megatron.moevement.state.global_scalars import GlobalScalars
 from megatron.moevement.state.iteration_state import IterationState
 from megatron.moevement.state.router_tokens import RouterTokenCounter
 from megatron.moevement.state.training_state import TrainingState
-from moevement_ext.capture.relaying import Relaying
 from moevement_ext.membership.place import Place
 from moevement_ext.memory.ledger import LedgerEntry
 from moevement_ext.memory.window.placed import Placed
-from moevement_ext.recover.trainer import Committed
+from moevement_ext.recover.trainer import Committed, Resharding
 
 _SPARE_BYTES = 4096
 
@@ -118,10 +117,10 @@ class MegatronTrainer:
         self.pipeline = StagePipeline(facts, training.model)
         self.loop = MegatronLoop(training, counters, around, self._broken)
         self.tokens = RouterTokenCounter(training.model, training.device)
-        self.relaying: Relaying | None = None
+        self.resharding: Resharding | None = None
         if placed is not None:
             built = self.auxiliary_state.capture(0, GlobalScalars())
-            self.relaying = MegatronRelaying(placed, training, built, facts)
+            self.resharding = MegatronResharding(placed, training, built, facts)
 
     @property
     def place(self) -> Place:

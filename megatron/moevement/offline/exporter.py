@@ -28,7 +28,7 @@ from megatron.moevement.offline.filling import DenseSlot, fill
 from megatron.moevement.state import iteration_state
 from megatron.moevement.state.global_scalars import reduced_by
 from megatron.moevement.state.iteration_state import IterationState
-from megatron.moevement.state.relaid_state import Streams, relaid
+from megatron.moevement.state.resharded_state import Streams, resharded
 from megatron.moevement.state.training_state import TrainingState
 from moevement_ext.errors import UserError
 from moevement_ext.memory.window.slot import decode_context
@@ -106,6 +106,6 @@ def _for_this_rank(
     )
     experts = get_expert_parallel_rng_tracker_name()
     reduced = reduced_by(training.optimizer, get_model_config(training.model[0]))
-    state = relaid(states, Streams(None, None), experts, built, reduced)
+    state = resharded(states, Streams(None, None), experts, built, reduced)
     step = max((step for step in state.group_steps if step is not None), default=None)
     return msgspec.structs.replace(state, group_steps=built.group_steps), step

@@ -18,7 +18,7 @@ from moevement_ext.capture.layout import TensorSlice
 from moevement_ext.memory.dtypes import dtype_name
 from moevement_ext.memory.window.placed import Placed
 from moevement_ext.memory.window.slot import SlotHeader
-from moevement_ext.recover.relayout.index import SlotIndex, Wanted
+from moevement_ext.recover.reshard.index import SlotIndex, Wanted
 
 Read = Callable[[int, int], memoryview]
 """Bytes of a record, verified, from its owner and its index in the owner's header.

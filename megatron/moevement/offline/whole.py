@@ -10,7 +10,7 @@ from megatron.moevement.state.canonical import canonical_name
 from megatron.moevement.state.expert_division import is_of_an_expert
 from moevement_ext.memory.window.placed import Placed, Seat
 from moevement_ext.memory.window.refused import RefusedWindow
-from moevement_ext.recover.relayout.index import NameOf
+from moevement_ext.recover.reshard.index import NameOf
 
 # Transformer Engine's layers have fused norms, and experts that are computed together.
 _LAYERS_OF_A_CPU = (

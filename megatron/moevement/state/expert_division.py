@@ -9,8 +9,8 @@ import re
 from collections.abc import Mapping
 
 from megatron.moevement.state.model_operators import Operator
-from moevement_ext.capture.relaying import Division
 from moevement_ext.memory.window.refused import RefusedWindow
+from moevement_ext.recover.reshard.index import Division
 
 _EXPERT = re.compile(r'^(.+)\.expert\d+$')
 _WEIGHT = re.compile(r'\.(linear_fc[12]\.(?:weight|bias))\d*$')

@@ -34,7 +34,7 @@ from moevement_ext.memory.window.slot import Record, SlotContext, SlotHeader
 
 
 class TrainingState:
-    """The training state of this rank: a `moevement_ext.capture.operators.Operators`.
+    """The training state of this rank: a `moevement_ext.capture.layout.Operators`.
 
     Args:
         skips: weight gradients of frozen operators are not computed; else they are dropped.

@@ -94,7 +94,7 @@ class TorchTrainer:
         self.loss: float | None = None
         self.loop: Loop = PlainLoop()
         self.tokens = TokenCounter()
-        self.relaying = None
+        self.resharding = None
         self.operators = ModuleOperators(model, optimizer, self._operator_of)
         self.auxiliary_state = LoopState(self._state, self._load_state, self.state_bytes)
         before = rank - self._per_stage if self.stage else None

@@ -3,16 +3,16 @@
 
 import msgspec
 
-from megatron.moevement.job import megatron_relaying as relaying
-from megatron.moevement.state import relaid_state
+from megatron.moevement.job import megatron_resharding as resharding
+from megatron.moevement.state import resharded_state
 from megatron.moevement.state.expert_division import ExpertDivision
-from moevement_ext.recover.relayout import index, surplus
+from moevement_ext.recover.reshard import index, surplus
 from moevement_ext.replicate import replica_server
 
 
 def an_expert_is_swapped() -> None:
     """Experts 0 and 1 change places on the way."""
-    original = relaying.canonical_name
+    original = resharding.canonical_name
     swapped = {'0': '1', '1': '0'}
 
     def canonical_name(operator: str, tensor: str, shared: bool) -> str:
@@ -22,7 +22,7 @@ def an_expert_is_swapped() -> None:
             return name
         return name.replace(f'local_experts.{expert}.', f'local_experts.{swapped[expert]}.')
 
-    relaying.canonical_name = canonical_name
+    resharding.canonical_name = canonical_name
 
 
 def _on_the_other_side() -> bool:
@@ -45,27 +45,27 @@ def ranges_are_shifted_by_one() -> None:
 
 def data_go_on_where_so_many_ranks_would_be() -> None:
     """Samples are counted as if the ranks of before had consumed them."""
-    original = relaid_state.relaid
+    original = resharded_state.resharded
 
-    def relaid(*args: object) -> object:
+    def resharded(*args: object) -> object:
         state = original(*args)
         return msgspec.structs.replace(
             state, consumed_train_samples=state.consumed_train_samples // 2
         )
 
-    relaying.relaid = relaid
+    resharding.resharded = resharded
 
 
 def streams_are_those_of_another_rank() -> None:
     """Random numbers go on from an owner of another expert shard."""
-    original = relaid_state.streams_of
+    original = resharded_state.streams_of
 
     def streams_of(own, seats, each_data_rank):
         found = original(own, seats, each_data_rank)
         other = max(seats)
         return found._replace(experts=other)
 
-    relaying.streams_of = streams_of
+    resharding.streams_of = streams_of
 
 
 def moments_are_mixed_up() -> None:

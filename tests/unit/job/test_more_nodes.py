@@ -9,7 +9,7 @@ import pytest
 
 from moevement_ext.errors import EXIT_WHOLE_JOB
 from moevement_ext.job import more_nodes
-from moevement_ext.recover.relayout.found import NodesMissing
+from moevement_ext.recover.reshard.found import NodesMissing
 
 MISSING = NodesMissing('2 ranks are missing', 4)
 PARTS = NodesMissing('parts of rank 2 are missing')

@@ -28,8 +28,8 @@ from moevement_ext.memory.window.placed import Layout
 from moevement_ext.memory.window.refused import UnreadableWindow
 from moevement_ext.recover import inventory, whole_job
 from moevement_ext.recover.absence import refuse_to_forget
-from moevement_ext.recover.relayout import stock
-from moevement_ext.recover.relayout.found import Elsewhere, merged, require_parts
+from moevement_ext.recover.reshard import stock
+from moevement_ext.recover.reshard.found import Elsewhere, merged, require_parts
 from tests.unit.memory.samples import (
     RUN,
     TOPOLOGY,
@@ -40,7 +40,7 @@ from tests.unit.memory.samples import (
     named,
     tmpfs_directory,
 )
-from tests.unit.recover.relayout import test_relaid as relaid
+from tests.unit.recover.reshard import test_resharded as resharded
 from tests.unit.recover.test_obtaining import Alone
 from tests.unit.recover.test_sources import replicate
 from tests.unit.replicate.test_host_memory import CANDIDATE, Job
@@ -115,8 +115,8 @@ def under_a_former_name(shm: Path, disk: Path) -> tuple[Path, Decide]:
 
 
 def of_other_layout(shm: Path, disk: Path | None) -> bool:
-    shelf = Shelf(NodeStore(shm, relaid.NEW, 'a'), disk)
-    identity = RankIdentity('new', 'new', 0, placed=relaid.placed(0, Layout(2, data=2)))
+    shelf = Shelf(NodeStore(shm, resharded.NEW, 'a'), disk)
+    identity = RankIdentity('new', 'new', 0, placed=resharded.placed(0, Layout(2, data=2)))
     found = stock.take_stock(identity, SparseCheckpointConfig(dir=str(shm)), shelf)
     everything = merged([found])
     if any(not one.missing for one in everything):
@@ -127,18 +127,18 @@ def of_other_layout(shm: Path, disk: Path | None) -> bool:
 
 
 def in_another_layout(shm: Path, disk: Path) -> tuple[Path, Decide]:
-    relaid.leave(shm, {'a': [(owner, owner) for owner in range(relaid.OWNERS)]})
-    return shm / relaid.OLD / 'a' / '1', lambda: of_other_layout(shm, None)
+    resharded.leave(shm, {'a': [(owner, owner) for owner in range(resharded.OWNERS)]})
+    return shm / resharded.OLD / 'a' / '1', lambda: of_other_layout(shm, None)
 
 
 def on_disk_in_another_layout(shm: Path, disk: Path) -> tuple[Path, Decide]:
     in_another_layout(shm, disk)
-    for path in shm.glob(f'{relaid.OLD}/a/*/*/window-*'):
-        place = disk / relaid.OLD / f'rank{path.parent.name}'
+    for path in shm.glob(f'{resharded.OLD}/a/*/*/window-*'):
+        place = disk / resharded.OLD / f'rank{path.parent.name}'
         place.mkdir(parents=True, mode=0o700)
         shutil.copy2(path, place)
-    shutil.rmtree(shm / relaid.OLD)
-    return disk / relaid.OLD / 'rank1', lambda: of_other_layout(shm, disk)
+    shutil.rmtree(shm / resharded.OLD)
+    return disk / resharded.OLD / 'rank1', lambda: of_other_layout(shm, disk)
 
 
 def the_root_of_layouts(shm: Path, disk: Path) -> tuple[Path, Decide]:

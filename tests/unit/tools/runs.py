@@ -17,7 +17,7 @@ from moevement_ext.events import (
     Recovered,
     RecoveryPhase,
     RecoveryStarted,
-    Relaid,
+    Resharded,
     WindowCommitted,
     WindowPersisted,
     WorkerStarted,
@@ -125,7 +125,7 @@ def restarted_run() -> list[Event]:
     return sorted(found, key=lambda item: item.time)
 
 
-def relaid_run(finished: bool = True) -> list[Event]:
+def resharded_run(finished: bool = True) -> list[Event]:
     """All is lost after iteration 8 at 10 s; two ranks go on from there at 15 s, up to 18 at 25 s.
 
     They are one stage, and picked up the windows of the four.
@@ -142,7 +142,7 @@ def relaid_run(finished: bool = True) -> list[Event]:
         was: dict[str, Any] = {'start': 7, 'dense_at': 7, 'was': '4 ranks (PP 2, DP 2)'}
         found += [
             started,
-            event(Relaid, rank, 12.5, pid=pid, **was, local_bytes=9, remote_bytes=5, seconds=0.1),
+            event(Resharded, rank, 12.5, pid=pid, **was, local_bytes=9, remote_bytes=5, seconds=1),
             event(RecoveryStarted, rank, 12.6, pid=pid, start=7, dense_at=7),
             place,
             event(Recovered, rank, 15.0, pid=pid, iteration=8, replayed=1, verified=0,

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from moevement_ext.events import Event, ProtectionReduced
-from tests.unit.tools.runs import localized_run, relaid_run, restarted_run, started_over
+from tests.unit.tools.runs import localized_run, resharded_run, restarted_run, started_over
 from tests.unit.tools.samples import event
 from tools.lab.history import History
 from tools.report.page import render
@@ -23,7 +23,7 @@ RUNS = {
     'just begun': [one for one in localized_run() if one.time < 2],
     'localized': localized_run(),
     'restarted': sorted([*restarted_run(), REDUCED], key=lambda one: one.time),
-    'in another layout': relaid_run(),
+    'in another layout': resharded_run(),
     'started over': started_over(),
 }
 SCREENS = {

@@ -27,7 +27,7 @@ LIVES = [
     Life(EP4, 2, 3),
     Life(EP2, 1, 2),
     Life(EP3, 1, 2),
-    Life(EP2, 1, in_relay=True),
+    Life(EP2, 1, in_reshard=True),
     Life(EP4, 2),
 ]
 
@@ -98,7 +98,7 @@ def test_each_attempt_is_killed_after_the_iterations_of_the_previous_one(
     lived = [*campaign(jobs, tmp_path).live()]
     assert [start.kill_at for start in jobs.starts] == [3, 5, 7, None, None]
     assert [one.began for one in lived] == [0, 3, 3, None, 7]
-    assert jobs.starts[3].fail_at.endswith(',0:7:relay,0:8:relay')
+    assert jobs.starts[3].fail_at.endswith(',0:7:reshard,0:8:reshard')
 
 
 def test_plain_megatron_trains_in_the_same_layouts(jobs: FakeJobs, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from tests.unit.tools.runs import (
     LOST,
     RANKS,
     localized_run,
-    relaid_run,
+    resharded_run,
     restarted_run,
     starts,
     trains,
@@ -163,7 +163,7 @@ def test_ranks_of_an_earlier_launch_do_not_count() -> None:
     history = History(sorted([*earlier, *localized_run()], key=lambda one: one.time))
     assert history.newest_window == 16
     assert len(history.episodes) == 1 and history.trained_from == 2
-    smaller = History(relaid_run())
+    smaller = History(resharded_run())
     assert smaller.newest_window == 16
     assert list(smaller.places) == list(smaller.slots) == [0, 1]
 

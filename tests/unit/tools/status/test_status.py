@@ -21,7 +21,7 @@ from moevement_ext.events import (
     WindowPersisted,
     WorkerStarted,
 )
-from tests.unit.tools.runs import LOST, localized_run, of_rank, relaid_run, started_over, write
+from tests.unit.tools.runs import LOST, localized_run, of_rank, resharded_run, started_over, write
 from tests.unit.tools.samples import event
 from tools.lab.following import Follower
 from tools.lab.history import History
@@ -196,6 +196,6 @@ def test_mistakes_end_in_one_line(
 
 
 def test_smaller_layout_is_shown_without_missing_ranks() -> None:
-    history = History(relaid_run(finished=False))
+    history = History(resharded_run(finished=False))
     assert (silent(history), missing(history)) == ([], [])
     assert [(stage.title, stage.ranks) for stage in stages(history)] == [('0', [0, 1])]

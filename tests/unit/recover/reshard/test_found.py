@@ -15,15 +15,15 @@ from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.memory.window.name import RankIdentity, Window, WindowName
 from moevement_ext.memory.window.placed import Layout, Placed, Seat
 from moevement_ext.memory.window.slot import FORMAT_VERSION, SlotHeader
-from moevement_ext.recover.relayout import found
-from moevement_ext.recover.relayout.found import (
+from moevement_ext.recover.reshard import found
+from moevement_ext.recover.reshard.found import (
     Candidate,
     Elsewhere,
     NodesMissing,
     require_exact,
     require_parts,
 )
-from moevement_ext.recover.relayout.stock import Stock, _Seen, take_stock
+from moevement_ext.recover.reshard.stock import Stock, _Seen, take_stock
 from tests.unit.memory.samples import RUN, TOPOLOGY, capacity, commit, tmpfs_directory
 
 PLACED = Placed('training', Layout(2, data=2), Seat())

@@ -3,10 +3,9 @@
 
 import time
 
-from moevement_ext.capture.operators import Operators
-from moevement_ext.capture.relaying import Relaying
+from moevement_ext.capture.layout import Operators
 from moevement_ext.errors import HostMemoryError, UserError
-from moevement_ext.events import Relaid
+from moevement_ext.events import Resharded
 from moevement_ext.logger import logger_of
 from moevement_ext.membership.rank import Rank
 from moevement_ext.memory.shelf import Shelf
@@ -14,15 +13,16 @@ from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.listing import patiently
 from moevement_ext.memory.window.refused import CorruptWindow, RefusedWindow, UnreadableWindow
 from moevement_ext.recover.conversion import Conversion
-from moevement_ext.recover.relayout import surplus
-from moevement_ext.recover.relayout.fetching import Fetcher
-from moevement_ext.recover.relayout.found import (
+from moevement_ext.recover.reshard import surplus
+from moevement_ext.recover.reshard.fetching import Fetcher
+from moevement_ext.recover.reshard.found import (
     Candidate,
     Elsewhere,
     require_exact,
 )
-from moevement_ext.recover.relayout.relaid import RelaidWindow, relaid
+from moevement_ext.recover.reshard.resharded import ReshardedWindow, resharded
 from moevement_ext.recover.sources import VerifiedWindow, make_room
+from moevement_ext.recover.trainer import Resharding
 from moevement_ext.replicate.client import PeerLost, PeerRefused, ReplicaClient
 from moevement_ext.replicate.host_memory import HostMemory
 
@@ -32,11 +32,11 @@ logger = logger_of(__name__)
 _DAMAGED = 'damaged'
 
 
-class PickingUp:
+class Assembly:
     """Assembles windows of other layouts for this layout. Training thread.
 
     `shelf` has the other layouts that this rank can read, `elsewhere` those of all ranks;
-    `relaying` belongs to the trainer; `history` begins with this start.
+    `resharding` belongs to the trainer; `history` begins with this start.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class PickingUp:
         elsewhere: Elsewhere,
         memory: HostMemory,
         operators: Operators,
-        relaying: Relaying,
+        resharding: Resharding,
         history: str,
     ) -> None:
         self._rank = rank
@@ -55,7 +55,7 @@ class PickingUp:
         self._elsewhere = elsewhere
         self._memory = memory
         self._operators = operators
-        self._relaying = relaying
+        self._resharding = resharding
 
     def obtain(self, newer_than: int = -1) -> Conversion | None:
         """The newest window, dense after `newer_than`, that every rank could assemble. Collective.
@@ -69,8 +69,8 @@ class PickingUp:
             if candidate.window.dense_at <= newer_than:
                 continue
             self._require(candidate)
-            file, reason = self._relaid(candidate)
-            told = self._rank.exchange(f'relaid/{number}', reason.encode(errors='replace'))
+            file, reason = self._resharded(candidate)
+            told = self._rank.exchange(f'resharded/{number}', reason.encode(errors='replace'))
             reasons = [reason.decode() for reason in told if reason]
             if file is not None and not reasons:
                 self._memory.windows.persisted(file.required_name())
@@ -87,7 +87,7 @@ class PickingUp:
         if self._rank.config.elastic_exact:
             require_exact(candidate, surplus.started(self._rank.world_size))
         try:
-            self._relaying.refuse(candidate.layout)
+            self._resharding.refuse(candidate.layout)
         except RefusedWindow as refusal:
             raise UserError(f'--sparse-ckpt-elastic: {refusal}') from refusal
         if self._rank.number == self._rank.world_size - 1:
@@ -105,7 +105,7 @@ class PickingUp:
             )
         return (
             f' sparse ckpt | window {window.start} of {candidate.layout} goes on in '
-            f'{placed.layout} | {exact} | {self._relaying.kept(candidate.layout)} |'
+            f'{placed.layout} | {exact} | {self._resharding.kept(candidate.layout)} |'
         )
 
     def _client(self, number: int) -> ReplicaClient:
@@ -115,7 +115,7 @@ class PickingUp:
             return self._memory.client(number)
         return self._elsewhere.beside.client(beyond)
 
-    def _relaid(self, candidate: Candidate) -> tuple[WindowFile | None, str]:
+    def _resharded(self, candidate: Candidate) -> tuple[WindowFile | None, str]:
         """This rank's part, committed in its memory, or the reason why there is none."""
 
         def look() -> WindowFile:
@@ -139,21 +139,21 @@ class PickingUp:
         wanted = [owner for owner, held in candidate.operators.items() if held & own]
         identity = self._rank.identity
         try:
-            window = RelaidWindow(
+            window = ReshardedWindow(
                 identity,
                 self._operators.slices,
-                self._relaying,
+                self._resharding,
                 fetcher,
                 candidate.seats,
                 wanted,
-                relaid(candidate.window, identity.topology, self._history),
+                resharded(candidate.window, identity.topology, self._history),
             )
             make_room(self._memory.windows, window.window, [])
             file = self._memory.receive(window.window, window.write)
         finally:
             fetcher.close()
         self._rank.events.emit(
-            Relaid(
+            Resharded(
                 start=candidate.window.start,
                 dense_at=candidate.window.dense_at,
                 was=str(candidate.layout),

@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from moevement_ext.capture.layout import OperatorSlices, TensorSlice
-from moevement_ext.capture.relaying import Division
 from moevement_ext.config import SparseCheckpointConfig, node_name
 from moevement_ext.errors import HostMemoryError, UserError
 from moevement_ext.job.other_layouts import OtherLayouts
@@ -38,11 +37,12 @@ from moevement_ext.memory.window.slot import (
 )
 from moevement_ext.recover import inventory
 from moevement_ext.recover.conversion import Conversion
-from moevement_ext.recover.relayout.fetching import Fetcher
-from moevement_ext.recover.relayout.found import Candidate, Elsewhere, merged
-from moevement_ext.recover.relayout.picking_up import PickingUp
-from moevement_ext.recover.relayout.relaid import RelaidWindow, relaid
-from moevement_ext.recover.relayout.stock import Stock, _Seen
+from moevement_ext.recover.reshard.assembly import Assembly
+from moevement_ext.recover.reshard.fetching import Fetcher
+from moevement_ext.recover.reshard.found import Candidate, Elsewhere, merged
+from moevement_ext.recover.reshard.index import Division
+from moevement_ext.recover.reshard.resharded import ReshardedWindow, resharded
+from moevement_ext.recover.reshard.stock import Stock, _Seen
 from moevement_ext.replicate.client import PeerLost, PeerRefused, ReplicaClient
 from moevement_ext.replicate.replica_server import ReplicaServer
 from tests.unit.memory.samples import SECRET, tmpfs_directory
@@ -58,7 +58,7 @@ FULL = [['one'], ['two']]
 WEIGHTS = [['two'], []]
 
 
-class Relaying:
+class Resharding:
     """Names tensors as they are, without the number of their rank."""
 
     def refuse(self, was: Layout) -> None:
@@ -75,7 +75,7 @@ class Relaying:
 
     def auxiliary_state(self, states: Mapping[int, bytes]) -> bytes:
         assert [*states] == [2]
-        return b'relaid ' + states[2]
+        return b'resharded ' + states[2]
 
     def kept(self, was: Layout) -> str:
         return ''
@@ -152,14 +152,14 @@ class Job:
         self.stack.callback(client.close)
         return client
 
-    def window(self, rank: int = 0, of: int = 2) -> tuple[RelaidWindow, Fetcher]:
+    def window(self, rank: int = 0, of: int = 2) -> tuple[ReshardedWindow, Fetcher]:
         candidate = self.found()
         fetcher = Fetcher(0, self.shelves[0], candidate.holders, self.client)
         identity = RankIdentity('new', 'new', rank, placed=placed(rank, Layout(of, data=of)))
         own = {name: slices(name, rank, of) for name in ('one', 'two')}
-        window = RelaidWindow(
-            identity, own, Relaying(), fetcher, candidate.seats, range(OWNERS),
-            relaid(candidate.window, 'new', 'history'),
+        window = ReshardedWindow(
+            identity, own, Resharding(), fetcher, candidate.seats, range(OWNERS),
+            resharded(candidate.window, 'new', 'history'),
         )  # fmt: skip
         return window, fetcher
 
@@ -186,7 +186,7 @@ def job(shm: Path) -> Iterator[Callable[..., Job]]:
         yield lambda copies=SPREAD: leave(shm, copies) or Job(shm, stack)
 
 
-def written(window: RelaidWindow, path: Path) -> list[SlotHeader]:
+def written(window: ReshardedWindow, path: Path) -> list[SlotHeader]:
     file = WindowFile.create(path, 2**18)
     file.begin(window.window.name)
     window.write(file)
@@ -213,12 +213,12 @@ def test_a_rank_has_its_own_names_ranges_and_stamp(
     headers = written(window, tmp_path / 'w')
     name = window.window.name
     assert (name.start, name.history, window.window.length) == (START, 'history', WINDOW)
-    assert name != relaid(Window(WindowName(START, 'other'), WINDOW), 'new', 'history').name
+    assert name != resharded(Window(WindowName(START, 'other'), WINDOW), 'new', 'history').name
     assert [(header.owner, header.iteration) for header in headers] == [(rank, 7), (rank, 8)]
     assert {header.placed for header in headers} == {placed(rank, Layout(2, data=2))}
     contexts = [decode_context(header.context) for header in headers]
     assert [(one.full, one.weights) for one in contexts] == list(zip(FULL, WEIGHTS, strict=True))
-    assert [one.state for one in contexts] == [b'relaid state 2 0', b'relaid state 2 1']
+    assert [one.state for one in contexts] == [b'resharded state 2 0', b'resharded state 2 1']
     assert fetcher.local
     assert bool(fetcher.remote) == (rank == 1)  # owner 3 is on node b only
 
@@ -287,9 +287,9 @@ def obtained(
         client=made.client,
     )
     operators = SimpleNamespace(slices={name: slices(name, 0, 2) for name in ('one', 'two')})
-    picking: Any = PickingUp
+    picking: Any = Assembly
     elsewhere = elsewhere or Elsewhere([made.found()], [OLD])
-    picker = picking(rank, made.shelves[0], elsewhere, memory, operators, Relaying(), 'history')
+    picker = picking(rank, made.shelves[0], elsewhere, memory, operators, Resharding(), 'history')
     try:
         source: Conversion | None = picker.obtain()
         assert bool(windows.committed()) == (source is not None)

@@ -22,7 +22,7 @@ from torch.distributed import DistError, PrefixStore, Store, TCPStore
 from moevement_ext.logger import logger_of
 from moevement_ext.membership.exchange import left_by
 from moevement_ext.membership.rank import Rank
-from moevement_ext.recover.relayout.stock import Stock
+from moevement_ext.recover.reshard.stock import Stock
 from moevement_ext.replicate.client import ReplicaClient
 from moevement_ext.replicate.greeting import new_secret
 from moevement_ext.replicate.secret import given_in, of_attempt

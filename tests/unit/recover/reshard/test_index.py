@@ -7,10 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moevement_ext.capture.relaying import Division
 from moevement_ext.memory.window.refused import RefusedWindow
 from moevement_ext.memory.window.slot import Record, SlotHeader
-from moevement_ext.recover.relayout.index import Portion, SlotIndex, Wanted
+from moevement_ext.recover.reshard.index import Division, Portion, SlotIndex, Wanted
 
 SIZE = 4
 NAMES = ('one', 'two')

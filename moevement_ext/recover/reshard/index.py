@@ -11,9 +11,35 @@ from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter
 from typing import NamedTuple
 
-from moevement_ext.capture.relaying import Division
 from moevement_ext.memory.window.refused import RefusedWindow
 from moevement_ext.memory.window.slot import Record, SlotHeader
+
+
+class Division(NamedTuple):
+    """How elements of a rank's shard lie in the whole tensor: in blocks, one after the other.
+
+    A tensor [rows, columns] divided by rows has one block per shard, or one for each half of a
+    gated unit; divided by columns, each row is a block.
+    """
+
+    block: int = 0
+    """Elements of a block of the shard; 0: the shard is the whole tensor."""
+    shards: int = 1
+    shard: int = 0
+
+    def ranges(self, start: int, end: int) -> Iterator[tuple[int, int]]:
+        """Ranges of the whole tensor for elements `start` to `end` of the shard, in order."""
+        if not self.block:
+            yield start, end
+            return
+        at = start
+        while at < end:
+            number, within = divmod(at, self.block)
+            count = min(self.block - within, end - at)
+            first = (number * self.shards + self.shard) * self.block + within
+            yield first, first + count
+            at += count
+
 
 NameOf = Callable[[str, str, int], str]
 """Name in every layout, of operator and tensor of an owner."""

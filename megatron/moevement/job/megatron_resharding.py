@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron state for a job in another layout (see `moevement_ext.capture.relaying`)."""
+"""Megatron state for a job in another layout (see `recover.trainer.Resharding`)."""
 
 from collections.abc import Collection, Mapping
 
@@ -14,13 +14,13 @@ from megatron.moevement.state.expert_division import ExpertDivision, is_of_an_ex
 from megatron.moevement.state.global_scalars import reduced_by
 from megatron.moevement.state.iteration_state import IterationState
 from megatron.moevement.state.model_operators import shares_embedding
-from megatron.moevement.state.relaid_state import Streams, relaid, streams_of, told_streams
+from megatron.moevement.state.resharded_state import Streams, resharded, streams_of, told_streams
 from megatron.moevement.state.training_state import TrainingState
-from moevement_ext.capture.relaying import Division
 from moevement_ext.memory.window.placed import Layout, Placed, Seat
+from moevement_ext.recover.reshard.index import Division
 
 
-class MegatronRelaying:
+class MegatronResharding:
     """Names and auxiliary state of this rank. Training thread only.
 
     `built` is the auxiliary state before any random draw or optimizer step.
@@ -80,7 +80,7 @@ class MegatronRelaying:
 
     def auxiliary_state(self, states: Mapping[int, bytes]) -> bytes:
         return iteration_state.encode(
-            relaid(
+            resharded(
                 {owner: iteration_state.decode(state) for owner, state in states.items()},
                 self._streams(),
                 get_expert_parallel_rng_tracker_name(),

@@ -9,7 +9,7 @@ import pytest
 
 from megatron.moevement.state.global_scalars import GlobalScalars, Reduced
 from megatron.moevement.state.iteration_state import IterationState, RngState, ScalerState
-from megatron.moevement.state.relaid_state import Streams, relaid, streams_of, told_streams
+from megatron.moevement.state.resharded_state import Streams, resharded, streams_of, told_streams
 from moevement_ext.memory.window.placed import Layout, Seat
 from moevement_ext.memory.window.refused import RefusedWindow
 
@@ -46,26 +46,26 @@ NEW = state('new', iteration=0, consumed_train_samples=0, groups=[], group_steps
 
 
 def test_counters_and_positions_are_kept() -> None:
-    found = relaid({0: state('a'), 3: state('b')}, Streams(0, 3), EXPERTS, NEW, Reduced())
+    found = resharded({0: state('a'), 3: state('b')}, Streams(0, 3), EXPERTS, NEW, Reduced())
     assert (found.iteration, found.consumed_train_samples, found.scheduler_steps) == (8, 32, 32)
 
 
 def test_owners_at_different_samples_are_refused() -> None:
     states = {0: state('a'), 1: state('b', consumed_train_samples=36)}
     with pytest.raises(RefusedWindow, match='rank 1 is at iteration 8 and sample 36, rank 0'):
-        relaid(states, Streams(0, 0), EXPERTS, NEW, Reduced())
+        resharded(states, Streams(0, 0), EXPERTS, NEW, Reduced())
 
 
 def test_each_stream_continues_from_its_owner() -> None:
-    found = relaid({0: state('a'), 3: state('b')}, Streams(0, 3), EXPERTS, NEW, Reduced()).rng
+    found = resharded({0: state('a'), 3: state('b')}, Streams(0, 3), EXPERTS, NEW, Reduced()).rng
     assert found.torch == b'a'
     assert found.tracker == {EXPERTS: b'experts of b', 'model': b'model of a'}
 
 
 def test_stream_without_an_owner_is_seeded() -> None:
-    found = relaid({0: state('a')}, Streams(None, 0), EXPERTS, NEW, Reduced()).rng
+    found = resharded({0: state('a')}, Streams(None, 0), EXPERTS, NEW, Reduced()).rng
     assert (found.torch, found.tracker[EXPERTS]) == (b'new', b'experts of a')
-    found = relaid({0: state('a')}, Streams(0, None), EXPERTS, NEW, Reduced()).rng
+    found = resharded({0: state('a')}, Streams(0, None), EXPERTS, NEW, Reduced()).rng
     assert found.tracker == {EXPERTS: b'experts of new', 'model': b'model of a'}
 
 
@@ -106,12 +106,12 @@ def test_log_names_the_seeded_streams() -> None:
 def test_groups_are_matched_by_their_distinguishing_settings() -> None:
     groups = [{'wd_mult': 1.0, 'lr_mult': 1.0, 'is_expert_parallel': True, 'max_lr': 9.0}]
     one = msgspec.structs.replace(NEW, groups=groups, group_steps=[None])
-    found = relaid({0: state('a')}, Streams(0, 0), EXPERTS, one, Reduced())
+    found = resharded({0: state('a')}, Streams(0, 0), EXPERTS, one, Reduced())
     assert found.groups == [{**groups[0], 'max_lr': 0.2}]
     assert found.group_steps == [5]
     other = [{'wd_mult': 0.0, 'lr_mult': 1.0, 'is_expert_parallel': True, 'max_lr': 9.0}]
     one = msgspec.structs.replace(NEW, groups=other, group_steps=[None])
-    found = relaid({0: state('a')}, Streams(0, 0), EXPERTS, one, Reduced())
+    found = resharded({0: state('a')}, Streams(0, 0), EXPERTS, one, Reduced())
     assert (found.groups, found.group_steps) == (other, [5])
 
 
@@ -120,32 +120,32 @@ def test_groups_that_are_empty_on_an_owner_take_the_common_step(stale: int | Non
     """Some versions of Adam count no steps of such a group."""
     states = {0: state('a', group_steps=[5, stale]), 3: state('b', group_steps=[5, 5])}
     one = state('new', group_steps=[None, None])
-    assert relaid(states, Streams(0, 3), EXPERTS, one, Reduced()).group_steps == [5, 5]
+    assert resharded(states, Streams(0, 3), EXPERTS, one, Reduced()).group_steps == [5, 5]
 
 
 def test_total_norm_is_kept_with_another_number_of_optimizers() -> None:
-    three = relaid({0: state('a')}, Streams(0, 0), EXPERTS, NEW, Reduced(3, 3)).scalars
+    three = resharded({0: state('a')}, Streams(0, 0), EXPERTS, NEW, Reduced(3, 3)).scalars
     assert three == GlobalScalars([5.0, 0.0, 0.0], [True] * 3, 7)
     assert math.hypot(*three.grad_norms) == 5.0
-    two = relaid({0: state('a')}, Streams(0, 0), EXPERTS, NEW, Reduced(2, 2)).scalars
+    two = resharded({0: state('a')}, Streams(0, 0), EXPERTS, NEW, Reduced(2, 2)).scalars
     assert two.grad_norms == [3.0, 4.0]
 
 
 def test_optimizers_of_the_same_ranks_take_the_total_norm() -> None:
     """As of a sharded optimizer after a plain one, of which experts had a separate norm."""
-    found = relaid({0: state('a')}, Streams(0, 0), EXPERTS, NEW, Reduced(2, 1)).scalars
+    found = resharded({0: state('a')}, Streams(0, 0), EXPERTS, NEW, Reduced(2, 1)).scalars
     assert found == GlobalScalars([5.0], [True, True], 7)
 
 
 def test_separate_norm_of_detached_heads_is_kept() -> None:
     one = state('a', scalars=GlobalScalars([3.0, 4.0, 6.0, 8.0], [False, False], 7))
-    found = relaid({0: one}, Streams(0, 0), EXPERTS, NEW, Reduced(2, 1, 2)).scalars
+    found = resharded({0: one}, Streams(0, 0), EXPERTS, NEW, Reduced(2, 1, 2)).scalars
     assert found.grad_norms == [5.0, 10.0]
-    found = relaid({0: one}, Streams(0, 0), EXPERTS, NEW, Reduced(2, 2, 2)).scalars
+    found = resharded({0: one}, Streams(0, 0), EXPERTS, NEW, Reduced(2, 2, 2)).scalars
     assert found.grad_norms == [3.0, 4.0, 6.0, 8.0]
     one = state('a', scalars=GlobalScalars([3.0], [], 7))
     with pytest.raises(RefusedWindow, match='1 gradient norms of 2 sets'):
-        relaid({0: one}, Streams(0, 0), EXPERTS, NEW, Reduced(1, 1, 2))
+        resharded({0: one}, Streams(0, 0), EXPERTS, NEW, Reduced(1, 1, 2))
 
 
 def with_rates(*rates: float) -> dict[str, Any]:
@@ -156,7 +156,7 @@ def with_rates(*rates: float) -> dict[str, Any]:
 
 def test_groups_that_differ_in_rates_only_are_told_apart_by_them() -> None:
     one = msgspec.structs.replace(NEW, **with_rates(0.3, 0.1, 0.2))
-    found = relaid(
+    found = resharded(
         {0: state('a', **with_rates(0.1, 0.2, 0.3))}, Streams(0, 0), EXPERTS, one, Reduced()
     )
     assert found.groups == one.groups
@@ -165,23 +165,23 @@ def test_groups_that_differ_in_rates_only_are_told_apart_by_them() -> None:
 def test_groups_that_cannot_be_told_apart_are_refused() -> None:
     one = msgspec.structs.replace(NEW, **with_rates(0.5))
     with pytest.raises(RefusedWindow, match='cannot be told apart'):
-        relaid({0: state('a', **with_rates(0.1, 0.2))}, Streams(0, 0), EXPERTS, one, Reduced())
-    found = relaid({0: state('a', **with_rates(0.1))}, Streams(0, 0), EXPERTS, one, Reduced())
+        resharded({0: state('a', **with_rates(0.1, 0.2))}, Streams(0, 0), EXPERTS, one, Reduced())
+    found = resharded({0: state('a', **with_rates(0.1))}, Streams(0, 0), EXPERTS, one, Reduced())
     assert found.groups == with_rates(0.1)['groups'], 'rates of a dense checkpoint'
 
 
 def test_weight_decay_that_a_state_lacks_is_computed() -> None:
     one = msgspec.structs.replace(NEW, **with_rates(0.1))
     lacking = state('a', groups=[{'wd_mult': 1.0, 'max_lr': 0.1}], group_steps=[5])
-    found = relaid({0: lacking}, Streams(0, 0), EXPERTS, one, Reduced())
+    found = resharded({0: lacking}, Streams(0, 0), EXPERTS, one, Reduced())
     assert found.groups == lacking.groups
 
 
 def test_loss_scales_must_agree() -> None:
     scalers = [ScalerState(2.0, 0, 0), ScalerState(2.0, 0, 0)]
     one = msgspec.structs.replace(NEW, scalers=scalers[:1])
-    found = relaid({0: state('a', scalers=scalers)}, Streams(0, 0), EXPERTS, one, Reduced())
+    found = resharded({0: state('a', scalers=scalers)}, Streams(0, 0), EXPERTS, one, Reduced())
     assert found.scalers == scalers[:1]
     scalers = [ScalerState(2.0, 0, 0), ScalerState(4.0, 0, 0)]
     with pytest.raises(RefusedWindow, match=r'loss scales \[2.0, 4.0\]'):
-        relaid({0: state('a', scalers=scalers)}, Streams(0, 0), EXPERTS, one, Reduced())
+        resharded({0: state('a', scalers=scalers)}, Streams(0, 0), EXPERTS, one, Reduced())

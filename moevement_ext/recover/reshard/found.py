@@ -14,8 +14,8 @@ from moevement_ext.memory.window.name import Window
 from moevement_ext.memory.window.placed import Layout, Seat
 from moevement_ext.memory.window.settings import told
 from moevement_ext.recover.absence import some
-from moevement_ext.recover.relayout import surplus
-from moevement_ext.recover.relayout.stock import Stock, take_stock
+from moevement_ext.recover.reshard import surplus
+from moevement_ext.recover.reshard.stock import Stock, take_stock
 
 logger = logger_of(__name__)
 

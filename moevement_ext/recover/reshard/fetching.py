@@ -9,7 +9,7 @@ from moevement_ext.logger import logger_of
 from moevement_ext.memory.shelf import Part, Shelf
 from moevement_ext.memory.window.refused import CorruptWindow, RefusedWindow, UnreadableWindow
 from moevement_ext.memory.window.slot import SlotHeader
-from moevement_ext.recover.relayout.index import Portion
+from moevement_ext.recover.reshard.index import Portion
 from moevement_ext.replicate.client import PeerLost, PeerRefused, ReplicaClient
 
 logger = logger_of(__name__)

@@ -13,7 +13,6 @@ import xxhash
 
 from moevement_ext import faults
 from moevement_ext.capture.layout import OperatorSlices, TensorSlice
-from moevement_ext.capture.relaying import Division, Relaying
 from moevement_ext.faults import Phase
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.name import History, RankIdentity, Window
@@ -28,17 +27,18 @@ from moevement_ext.memory.window.slot import (
     decode_context,
     frame_bytes_bound,
 )
-from moevement_ext.recover.relayout.fetching import Fetcher, Place
-from moevement_ext.recover.relayout.index import SlotIndex, Wanted
+from moevement_ext.recover.reshard.fetching import Fetcher, Place
+from moevement_ext.recover.reshard.index import Division, SlotIndex, Wanted
+from moevement_ext.recover.trainer import Resharding
 
 
-def relaid(window: Window, topology: str, history: str) -> Window:
+def resharded(window: Window, topology: str, history: str) -> Window:
     """The window in the layout `topology`, as a part of this start's history."""
     digest = xxhash.xxh3_64_hexdigest(f'{window.name.plan}/{topology}'.encode())
     return Window(History(history).window(window.start, digest), window.length)
 
 
-class RelaidWindow:
+class ReshardedWindow:
     """One rank's part of a window, assembled slot by slot.
 
     `identity`, `slices`, by operator, and `window` are this rank's; `fetcher` and `seats` belong to
@@ -50,7 +50,7 @@ class RelaidWindow:
         self,
         identity: RankIdentity,
         slices: Mapping[str, OperatorSlices],
-        relaying: Relaying,
+        resharding: Resharding,
         fetcher: Fetcher,
         seats: Mapping[int, Seat],
         wanted: Collection[int],
@@ -59,12 +59,12 @@ class RelaidWindow:
         assert identity.placed is not None  # without one no window is found
         self._identity = identity
         self._slices = slices
-        self._relaying = relaying
+        self._resharding = resharding
         self._fetcher = fetcher
         self._seats = seats
         self._seat = identity.placed.seat
         self.window = window
-        states = relaying.state_owners(seats)
+        states = resharding.state_owners(seats)
         self._headers = {owner: fetcher.headers(owner) for owner in sorted({*wanted, *states})}
         self._states = states
 
@@ -85,7 +85,7 @@ class RelaidWindow:
         )
         for header in headers:
             faults.at_iteration(header.iteration + 1)
-            faults.point(Phase.RELAY)
+            faults.point(Phase.RESHARD)
             self._fill(file.reserve_slot(header.slot, header.payload_bytes), header)
             file.seal_slot(header)
 
@@ -123,7 +123,7 @@ class RelaidWindow:
         return SlotContext(
             [name for name in self._slices if name in full],
             [name for name in self._slices if name in weights - full],
-            self._relaying.auxiliary_state(
+            self._resharding.auxiliary_state(
                 {owner: contexts[owner].state for owner in self._states}
             ),
         )
@@ -155,7 +155,7 @@ class RelaidWindow:
 
     def _needs(self, record: Record, volatile: Collection[tuple[str, str]]) -> Iterator[Wanted]:
         """Ranges that make up a record, in ascending order."""
-        name = self._relaying.name_of(record.operator, record.tensor, self._seat)
+        name = self._resharding.name_of(record.operator, record.tensor, self._seat)
         varies = (record.tensor, record.part) in volatile
         size = record.nbytes // max(record.end - record.start, 1)
         for start, end in self._division_of(record, None).ranges(record.start, record.end):
@@ -169,7 +169,7 @@ class RelaidWindow:
         return {(item.tensor, item.part) for kind in items for item in kind if item.volatile}
 
     def _name_of(self, operator: str, tensor: str, owner: int) -> str:
-        return self._relaying.name_of(operator, tensor, self._seats[owner])
+        return self._resharding.name_of(operator, tensor, self._seats[owner])
 
     def _division_of(self, record: Record, owner: int | None) -> Division:
-        return self._relaying.division_of(record.operator, record.part, record.tensor, owner)
+        return self._resharding.division_of(record.operator, record.part, record.tensor, owner)

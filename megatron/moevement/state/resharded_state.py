@@ -80,7 +80,7 @@ def told_streams(was: Layout, now: Layout) -> str:
     return f'random numbers: those of {", ".join(anew)} are seeded again, the others go on'
 
 
-def relaid(
+def resharded(
     states: Mapping[int, IterationState],
     streams: Streams,
     experts_name: str,
