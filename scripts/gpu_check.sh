@@ -1,26 +1,40 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 #
-# Runs the checks that need one GPU; --help lists the stages. Results and hardware go to
-# runs/gpu-check/gpu-check.json, which can be kept in docs/measurements.
+# Runs the checks that need one GPU: kernels with one and with eight connections of the device, then
+# whole jobs. Results and hardware go to runs/gpu-check/gpu-check.json, which can be kept in
+# docs/measurements. Options are pytest's, and those of tests/gpu/jobs/conftest.py.
 #
-#   scripts/gpu_check.sh                   # .venv, everything that has not passed yet
+#   scripts/gpu_check.sh                   # .venv, everything
 #   scripts/gpu_check.sh --wheels wheels   # with an installed torch, without downloads
-#   scripts/gpu_check.sh --stage nccl      # one stage, again
+#   scripts/gpu_check.sh --jobs -k nccl    # of the jobs, those with this name
+#   scripts/gpu_check.sh --cpu             # a dry run of the jobs, without a GPU
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 readonly ENVIRONMENT=.venv-gpu
 wheels=
+kernels=yes
+gpu=yes
 python=.venv/bin/python
+options=()
 
-arguments=("$@")
-for ((i = 0; i < ${#arguments[@]}; i++)); do
-    case ${arguments[i]} in
-        --wheels) wheels=${arguments[i + 1]:-} ;;
-        --wheels=*) wheels=${arguments[i]#*=} ;;
+while (($#)); do
+    case $1 in
+        --wheels)
+            wheels=${2:-}
+            shift
+            ;;
+        --jobs) kernels= ;;
+        --cpu)
+            kernels=
+            gpu=
+            options+=("$1")
+            ;;
+        *) options+=("$1") ;;
     esac
+    shift
 done
 
 # An environment with all packages of python3, even those of a virtual environment, plus the wheels;
@@ -47,7 +61,7 @@ check_packages() {
     TORCHDYNAMO_DISABLE=1 "$python" - 2>/dev/null <<'EOF' || exit 2
 import importlib, sys
 for name in ('torch', 'numpy', 'msgspec', 'xxhash', 'psutil', 'rich', 'tqdm', 'pytest',
-             'pytest_timeout', 'megatron.core', 'megatron.training', 'megatron.moevement',
+             'pytest_timeout', 'hypothesis', 'megatron.core', 'megatron.training', 'megatron.moevement',
              'moevement_ext'):
     try:
         importlib.import_module(name)
@@ -69,4 +83,23 @@ if [[ -n $wheels ]]; then
 else
     scripts/setup_env.sh
 fi
-exec "$python" -m tools.gpu_check "$@"
+
+# A hanging test ends the run, and its stack is printed: it may block in CUDA, where no signal
+# reaches it.
+run_tests() {
+    "$python" -m pytest -q -p no:cacheprovider --timeout-method=thread "$@" || status=1
+}
+
+if [[ -n $gpu ]] && ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+    echo 'gpu_check: there is no CUDA device here; run it on a machine with a GPU, or with --cpu' >&2
+    exit 2
+fi
+status=0
+if [[ -n $kernels ]]; then
+    for connections in 1 8; do # as with tensor parallelism, and torch's default
+        CUDA_DEVICE_MAX_CONNECTIONS=$connections run_tests --timeout=100 \
+            tests/gpu --ignore=tests/gpu/jobs tests/transformer_engine/test_rules.py
+    done
+fi
+run_tests tests/gpu/jobs --output runs/gpu-check "${options[@]}"
+exit $status

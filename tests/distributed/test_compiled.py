@@ -11,10 +11,10 @@ import pytest
 
 from megatron.moevement.seams.without_gpu import COMPILED
 from moevement_ext.events import Recovered
+from tests.gpu.jobs import four_rank, one_rank
+from tests.gpu.jobs.findings import Settings
+from tests.gpu.jobs.training import Kill, Trials, compare
 from tests.unit.memory.samples import tmpfs_directory
-from tools.gpu_check import four_rank, one_rank
-from tools.gpu_check.report import Settings
-from tools.gpu_check.training import Kill, Trials, compare
 from tools.lab import models
 from tools.lab.digests import StateDigest, kinds_of_difference, read_digest
 from tools.lab.evidence import Recovery, Tier, kind_of, recovery

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stage: replaces killed ranks, with NCCL's own kernels hanging and aborted.
+"""Replaces killed ranks, with NCCL's own kernels hanging and aborted.
 
 Each rank is a process; all share one GPU. In each cycle one rank is killed while the others wait
 for it in a collective; they are unblocked, a new process replaces the killed one, and all groups
@@ -11,20 +11,19 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import closing
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 from torch.distributed import TCPStore
 
 from moevement_ext.launch import shared_gpu
 from tools.gpu_check.nccl_rank import Measured, Trial
-from tools.gpu_check.report import Findings, Settings
 from tools.lab.errors import LabError
 from tools.lab.launch import ENVIRONMENT, ROOT
 
-# Time limit of a trial; the whole stage has three.
+# Time limit of a trial.
 _LIMIT_S = 160
 # Time limit to reconnect all groups, once all ranks have begun, where a group stays open on
 # purpose.
@@ -54,47 +53,14 @@ class NotRenewed(LabError):
     """All ranks had begun to reconnect their groups, and failed."""
 
 
-_CASES = {
-    '2 ranks': Case(2, (1, 1, 1, 0)),
-    '3 ranks': Case(3, (2, 1, 2)),
-}
-
-
-def run(settings: Settings) -> Iterator[Findings]:
-    """Run all trials; on a GPU also the trial that must fail."""
-    for name, case in _CASES.items():
-        try:
-            measured = run_case(case, settings)
-        except LabError as error:
-            yield Findings({}, [f'{name}: {error}'])
-            continue
-        drift = worst_drift(measured)
-        cycles = {'drift': drift, 'cycles': msgspec.to_builtins(measured)}
-        problems = [f'{name}: {problem}' for problem in judge(drift)]
-        yield Findings({**_shown(case.ranks, measured), name: cycles}, problems)
-    if settings.gpu:  # gloo has no groups that could stay open
-        without_repair, nothing_shown = control(settings)
-        yield Findings({'without_repair': without_repair}, nothing_shown)
-
-
-def _shown(ranks: int, measured: list[Measured]) -> dict[str, Any]:
-    return {
-        f'unblock_s_{ranks}': max(cycle.unblock_s for cycle in measured),
-        f'renew_s_{ranks}': max(cycle.renew_s for cycle in measured),
-        f'first_send_{ranks}': '; '.join(sorted({cycle.first_send for cycle in measured})),
-        f'next_send_{ranks}': '; '.join(sorted({cycle.next_send for cycle in measured})),
-        f'left_open_{ranks}': max(cycle.left_open for cycle in measured),
-    }
-
-
-def control(settings: Settings) -> tuple[str, list[str]]:
+def control(backend: str) -> tuple[str, list[str]]:
     """Run the trial in which an NCCL group stays open, so that reconnecting must fail.
 
     Returns:
         The error of the trial, and problems if the trial did not fail as expected.
     """
     try:
-        run_case(Case(2, (1,), repair=False), settings)
+        run_case(Case(2, (1,), repair=False), backend)
         otherwise = 'all came back'
     except NotRenewed as error:
         return str(error).splitlines()[0], []
@@ -122,7 +88,7 @@ def judge(drift: Mapping[str, float]) -> list[str]:
     return [f'{what} grew by {by:g}' for what, by in drift.items() if by > _DRIFT[what]]
 
 
-def run_case(case: Case, settings: Settings) -> list[Measured]:
+def run_case(case: Case, backend: str) -> list[Measured]:
     """Run one trial to its end.
 
     Returns:
@@ -133,7 +99,7 @@ def run_case(case: Case, settings: Settings) -> list[Measured]:
         LabError: a rank failed in another way, or did not start.
     """
     store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
-    with closing(_Ranks(case, store, settings)) as ranks:
+    with closing(_Ranks(case, store, backend)) as ranks:
         ranks.conduct()
     found = []
     for cycle, victim in enumerate(case.victims):
@@ -145,10 +111,10 @@ def run_case(case: Case, settings: Settings) -> list[Measured]:
 class _Ranks:
     """The processes of a trial; announces through the store which rank dies when."""
 
-    def __init__(self, case: Case, store: TCPStore, settings: Settings) -> None:
+    def __init__(self, case: Case, store: TCPStore, backend: str) -> None:
         self._case = case
         self._store = store
-        self._settings = settings
+        self._backend = backend
         self._allow(_LIMIT_S)
         self._running = {rank: self._start(rank, 0) for rank in range(case.ranks)}
 
@@ -190,7 +156,7 @@ class _Ranks:
 
     def _start(self, rank: int, cycle: int) -> subprocess.Popen[bytes]:
         trial = Trial(
-            backend=self._settings.backend,
+            backend=self._backend,
             rank=rank,
             ranks=self._case.ranks,
             port=self._store.port,

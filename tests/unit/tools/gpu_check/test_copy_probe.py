@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The probe of the capture path, without a GPU; what it has measured is kept if it fails later."""
+"""The probe of the capture path, without a GPU."""
 
-import functools
 import json
 import threading
 from collections.abc import Iterator
@@ -14,10 +13,8 @@ from moevement_ext.capture.layout import Piece
 from moevement_ext.memory.mapped import Bytes
 from moevement_ext.plan.byte_planner import InfeasiblePlan
 from tests.unit.memory.samples import tmpfs_directory
-from tools.gpu_check import copies, copy_probe
+from tools.gpu_check import copy_probe
 from tools.gpu_check.copy_probe import Sizes, Stage, Window, beside, busy, percentiles
-from tools.gpu_check.report import Findings, Settings, StageResult
-from tools.gpu_check.stages import run_stage
 from tools.lab.errors import LabError
 
 CPU = torch.device('cpu')
@@ -105,30 +102,3 @@ def test_a_percentile_is_one_of_the_calls() -> None:
     found = percentiles([value / 1e3 for value in range(100, -1, -1)])
     assert found == {'calls': 101, 'p50_ms': 50, 'p99_ms': 99, 'max_ms': 100}
     assert percentiles([1e-3])['p99_ms'] == 1
-
-
-@pytest.mark.thorough
-def test_figures_of_the_probe_survive_a_later_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """The first probe measures a CPU, the second has no directory."""
-    probe = copies._probe
-
-    def on_the_cpu(settings: Settings, connections: str, target: Path) -> dict[str, object]:
-        memory = tmp_path if connections == '1' else tmp_path / 'missing'
-        return probe(settings._replace(memory=memory), connections, target)
-
-    monkeypatch.setattr(copies, '_probe', on_the_cpu)
-    parts = run_stage('copies', Settings(tmp_path / 'output', tmp_path, gpu=False))
-    found = functools.reduce(Findings.and_then, parts)
-    assert found.figures['registered_gb_s_1'] > 0
-    assert found.figures['connections_1']['small_copy']['beside']['p99_ms'] > 0
-    assert 'busy_over_limit_8' not in found.figures
-    (no_directory,) = found.problems
-    assert no_directory.startswith('the figures with connections=8 are missing: the copy probe')
-    assert 'FileNotFoundError' in no_directory
-    result = StageResult(not found.problems, 1.0, found.figures, found.problems)
-    verdict, problem = result.lines('copies')
-    assert verdict.startswith('FAIL copies (1 s) pinned_gb_s_1=')
-    assert problem.strip() == no_directory
-    assert 'FileNotFoundError' in capfd.readouterr().err

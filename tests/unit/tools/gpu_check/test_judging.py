@@ -1,24 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the stages of the GPU check accept, and what they name."""
+"""What the jobs of the GPU check accept, and what they name."""
 
-import ast
 import itertools
-import re
-import subprocess
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from moevement_ext.events import ProtectionReduced, Recovered, WorkerStarted
+from tests.gpu.jobs import copies, four_rank, one_rank
+from tests.gpu.jobs.training import compare, costs, reduced
 from tests.unit.tools.samples import event
-from tools.gpu_check import copies, four_rank, nccl, nccl_rank, one_rank, own_tests, stages
-from tools.gpu_check.__main__ import _LIMIT_S
+from tools.gpu_check import nccl, nccl_rank
 from tools.gpu_check.nccl_rank import Measured
-from tools.gpu_check.training import compare, costs, reduced
 from tools.lab.digests import StateDigest
 from tools.lab.evidence import Recovery, Tier
 from tools.lab.run_log import Captured, Iteration, RunLog
@@ -54,40 +50,6 @@ def test_costs_of_windows_are_judged_by_their_goals() -> None:
     assert one_rank.judge_costs({'plain_ms': 200.0, 'exposed_ms': 2.0}) == []
     (found,) = one_rank.judge_costs({'plain_ms': 200.0, 'exposed_ms': 3.0})
     assert found == 'with window auto 1.5% of an iteration are exposed, more than 1 %'
-
-
-@pytest.mark.parametrize(
-    ('name', 'without_engine'), [('transformer-engine', False), ('recorded', True)]
-)
-def test_stage_runs_where_its_needs_are_met(
-    name: str, without_engine: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def found(gpu: bool, engine: bool) -> bool:
-        spec = lambda name: object() if engine else None  # noqa: E731
-        monkeypatch.setattr('importlib.util.find_spec', spec)
-        return name in stages.possible(gpu)
-
-    assert [found(True, True), found(True, False)] == [True, without_engine]
-    assert not found(False, True)
-
-
-@pytest.mark.parametrize('new', [True, False])
-def test_recorded_stage_is_left_out_for_older_torch(
-    new: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Upstream warns of it, and the failure would be of its own."""
-    name = 'set_override_stale_capture_stream'
-    monkeypatch.setattr(torch.autograd.graph, name, None, raising=False)
-    if not new:
-        monkeypatch.delattr(torch.autograd.graph, name)
-    assert ('recorded' in stages.possible(gpu=True)) is new
-    assert name in stages.STAGES['recorded'].needs
-
-
-def test_dry_run_omits_the_stages_of_a_gpu() -> None:
-    precisions = {f'precision-c{number}' for number in range(1, 6)}
-    left_out = set(stages.STAGES) - set(stages.possible(gpu=False))
-    assert left_out == {'recorded', 'transformer-engine', *precisions}
 
 
 def measured(cycle: int, rank: int, pid: int, **resources: float) -> Measured:
@@ -177,72 +139,3 @@ def test_workers_of_a_job_that_is_over_are_known() -> None:
     lives = [(0, 10), (1, 11), (0, 12)]
     events = [event(WorkerStarted, rank, 1.0, pid=pid) for rank, pid in lives]
     assert newest_pids(events) == [12, 11]
-
-
-def marks(node: ast.AST) -> list[str]:
-    return [
-        ast.unparse(inner)
-        for inner in ast.walk(node)
-        if isinstance(inner, ast.Call) and ast.unparse(inner.func) == 'pytest.mark.skipif'
-    ]
-
-
-def reasons_to_skip(file: Path) -> Iterator[tuple[str, set[str], list[str]]]:
-    """Each test, its markers, and what skips it besides that there is no GPU at all."""
-    tree = ast.parse(file.read_text('utf-8'))
-    everywhere = [
-        node.value
-        for node in tree.body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == 'pytestmark'
-    ]
-    for test in (node for node in tree.body if isinstance(node, ast.FunctionDef)):
-        nodes = [*everywhere, *test.decorator_list]
-        markers = set(re.findall(r'pytest\.mark\.(\w+)', ' '.join(map(ast.unparse, nodes))))
-        conditions = [skip for node in nodes for skip in marks(node)]
-        reasons = [text for text in conditions if 'not torch.cuda.is_available()' not in text]
-        reasons += re.findall(r'pytest\.(?:importorskip|skip)\(.*', ast.unparse(test))
-        yield f'{file.name}: {test.name}', markers, reasons
-
-
-def test_every_test_that_may_be_skipped_on_a_gpu_is_left_out_by_a_marker() -> None:
-    known = set(own_tests.deselected(0, lambda module: False))
-    files = sorted((ROOT / 'tests' / 'gpu').glob('test_*.py'))
-    found = [one for file in files for one in reasons_to_skip(file)]
-    skipped = {name for name, _, reasons in found if reasons}
-    assert len(skipped) >= 3
-    unknown = [name for name, markers, reasons in found if len(reasons) > len(markers & known)]
-    assert not unknown
-    used = {marker for _, markers, reasons in found for marker in markers & known if reasons}
-    assert used == known
-
-
-def test_tests_of_available_hardware_are_kept() -> None:
-    assert own_tests.deselected(2, lambda module: True) == []
-    assert own_tests.deselected(1, lambda module: True) == ['two_gpus']
-    assert own_tests.deselected(2, lambda module: module != 'pynvml') == ['nvml']
-
-
-HANGS = """
-import ctypes
-
-def test_that_waits_where_no_signal_reaches_it():
-    libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
-    libc.pthread_mutex_lock(mutex)
-    libc.pthread_mutex_lock(mutex)
-"""
-
-
-def test_a_test_that_hangs_is_named_long_before_the_stage_must_end(tmp_path: Path) -> None:
-    hanging = tmp_path / 'test_hanging.py'
-    hanging.write_text(HANGS)
-    command = own_tests.command([hanging], tmp_path / 'results.xml', [], longest_s=2)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode != 0
-    assert 'in test_that_waits_where_no_signal_reaches_it' in done.stdout + done.stderr
-    assert 2 * own_tests._LONGEST_S < _LIMIT_S / 2, 'both runs, and what else the stage does'
-
-
-def test_counts_of_all_suites_of_a_result_file_are_summed() -> None:
-    suite = '<testsuite tests="5" failures="1" errors="0" skipped="2"/>'
-    counts = own_tests.counts(f'<testsuites>{suite}{suite}</testsuites>')
-    assert counts == {'tests': 10, 'failures': 2, 'errors': 0, 'skipped': 4}

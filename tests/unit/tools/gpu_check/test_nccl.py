@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from tools.gpu_check import nccl
-from tools.gpu_check.report import Settings
 from tools.lab.launch import ROOT
 
 pytestmark = [pytest.mark.thorough, pytest.mark.timed]
@@ -25,8 +24,8 @@ process_groups.{name} = instead
 """
 
 
-def control(tmp_path: Path) -> tuple[str, list[str]]:
-    return nccl.control(Settings(tmp_path, tmp_path, gpu=False))
+def control() -> tuple[str, list[str]]:
+    return nccl.control('gloo')
 
 
 def put_in_place(
@@ -41,7 +40,7 @@ def test_control_trial_must_fail_to_reconnect(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put_in_place(monkeypatch, tmp_path, 'ProcessGroups.renew')
-    wrong, problems = control(tmp_path)
+    wrong, problems = control()
     assert (wrong.startswith('rank '), problems) == (True, [])
 
 
@@ -50,12 +49,12 @@ def test_hung_reconnection_has_its_own_time_limit(
 ) -> None:
     put_in_place(monkeypatch, tmp_path, 'ProcessGroups.renew', 'import time; time.sleep(50)')
     monkeypatch.setattr(nccl, '_OPEN_LIMIT_S', 0.5)
-    assert control(tmp_path) == ('not all were renewed/0 within 0.5 s', [])
+    assert control() == ('not all were renewed/0 within 0.5 s', [])
 
 
-def test_slow_start_proves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_start_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nccl, '_LIMIT_S', 0.1)
-    shown, (problem,) = control(tmp_path)
+    shown, (problem,) = control()
     assert (shown, 'not all were ready/0 within 0.1 s' in problem) == ('shown nothing', True)
 
 
@@ -63,10 +62,10 @@ def test_successor_that_does_not_start_proves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put_in_place(monkeypatch, tmp_path, 'stand_in_for', 'raise SystemExit(7)')
-    shown, (problem,) = control(tmp_path)
+    shown, (problem,) = control()
     assert (shown, 'rank 1 ended with exit status 7' in problem) == ('shown nothing', True)
 
 
-def test_control_trial_with_reconnected_groups_proves_nothing(tmp_path: Path) -> None:
-    shown, (problem,) = control(tmp_path)
+def test_control_trial_with_reconnected_groups_proves_nothing() -> None:
+    shown, (problem,) = control()
     assert (shown, 'but all came back' in problem) == ('shown nothing', True)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stage: two pipeline stages of two expert-parallel ranks; a lost stage must recover alone."""
+"""Check: two pipeline stages of two expert-parallel ranks; a lost stage must recover alone."""
 
 from collections.abc import Iterator
 
 from moevement_ext.events import Recovered
-from tools.gpu_check.report import Findings, Settings
-from tools.gpu_check.training import Kill, Trials, compare, costs, reduced
+from tests.gpu.jobs.findings import Findings, Settings
+from tests.gpu.jobs.training import Kill, Trials, compare, costs, reduced
 from tools.lab import models
 from tools.lab.evidence import Tier, kind_of
 from tools.lab.four_ranks import STAGE_RANKS, WORLD_SIZE, training_flags

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stage: the speed of captures to host memory, and the delay of other work.
+"""Check: the speed of captures to host memory, and the delay of other work.
 
 The probe runs with one connection of the device, as jobs with tensor parallelism do, and with
 torch's default number.
@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from tools.gpu_check.report import Findings, Settings
+from tests.gpu.jobs.findings import Findings, Settings
 from tools.lab.errors import LabError
 from tools.lab.launch import ROOT
 

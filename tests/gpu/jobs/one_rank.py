@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stages: one rank and a model that fills some of the GPU: cost of windows, exact recovery."""
+"""Checks: one rank and a model that fills some of the GPU: cost of windows, exact recovery."""
 
 from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
-from tools.gpu_check.report import Findings, Settings
-from tools.gpu_check.training import Kill, Trials, compare, costs, iteration_ms, reduced
+from tests.gpu.jobs.findings import Findings, Settings
+from tests.gpu.jobs.training import Kill, Trials, compare, costs, iteration_ms, reduced
 from tools.lab import models, precisions
 from tools.lab.evidence import Tier
 from tools.lab.trained import Trained

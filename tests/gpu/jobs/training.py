@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moevement_ext.events import ProtectionReduced
-from tools.gpu_check.report import Settings
+from tests.gpu.jobs.findings import Settings
 from tools.lab import evidence
 from tools.lab.job import memory_directory
 from tools.lab.launch import PROGRAM, Launch, Launcher

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stage: checks packages, private parts of torch, NCCL and memory."""
+"""Check: checks packages, private parts of torch, NCCL and memory."""
 
 import os
 import platform
@@ -15,7 +15,7 @@ import torch
 
 from moevement_ext.errors import SparseCheckpointError
 from moevement_ext.regroup import gloo, internals, nccl_environment
-from tools.gpu_check.report import Findings, Settings
+from tests.gpu.jobs.findings import Findings, Settings
 from tools.lab.launch import ROOT
 
 GIB = 1 << 30
