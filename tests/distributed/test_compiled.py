@@ -2,10 +2,7 @@
 """Jobs as a user runs them: what upstream compiles is compiled and fused, with dropout in it."""
 
 import os
-import time
-from collections.abc import Collection
 from pathlib import Path
-from signal import SIGKILL
 
 import pytest
 
@@ -16,18 +13,16 @@ from tests.gpu.jobs.findings import Settings
 from tests.gpu.jobs.training import Kill, Trials, compare
 from tests.unit.memory.samples import tmpfs_directory
 from tools.lab import models
-from tools.lab.digests import StateDigest, kinds_of_difference, read_digest
-from tools.lab.evidence import Recovery, Tier, kind_of, recovery
+from tools.lab.evidence import Tier, kind_of
 from tools.lab.four_ranks import WORLD_SIZE, training_flags
-from tools.lab.job import Job
-from tools.lab.launch import ROOT, Launch
+from tools.lab.launch import ROOT
 from tools.lab.trained import Trained
 
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(1800)]
 
 SOON = """
 import sys
-if any(program in ' '.join(sys.orig_argv) for program in ('pretrain_gpt.py', 'fused_loop.py')):
+if 'pretrain_gpt.py' in ' '.join(sys.orig_argv):
     import torch._dynamo.config
     torch._dynamo.config.recompile_limit = 2
 """
@@ -37,17 +32,6 @@ OTHERS = """--num-layers 2 --moe-layer-freq [0,1] --ffn-hidden-size 96 --squared
  --recompute-granularity full --recompute-method uniform --recompute-num-layers 1
  --rampup-batch-size 8 8 64""".split()
 """Other compiled functions: a dense layer, shared experts, batches that grow, and recomputation."""
-LOOP = """
-import torch
-MOEVEMENT_SPARES = True
-torch.use_deterministic_algorithms(True)
-from examples.own_loop import main
-from tests.distributed.mutations.own_loop import fused
-fused()
-if __name__ == '__main__':
-    main()
-"""
-"""The example of a loop with `attach`, deterministic and fused."""
 FLAGS = '--attention-dropout 0.1 --hidden-dropout 0.1 --deterministic-mode'.split()
 
 
@@ -100,43 +84,3 @@ def test_localized_replay_matches_the_bits_of_compiled_functions(tmp_path: Path)
     found = [event for event in kind_of(killed.events, Recovered) if event.replayed]
     assert sum(event.verified for event in found) and not any(event.differing for event in found)
     assert any(event.iterations for event in found), 'no loss was compared'
-
-
-def test_own_loop_matches_the_bits_of_compiled_functions(tmp_path: Path) -> None:
-    data = models.prepare_text(tmp_path / 'data', megabytes=1)
-    (tmp_path / 'fused_loop.py').write_text(LOOP)
-    undisturbed, _ = run_own_loop(tmp_path / 'undisturbed', data)
-    assert list((tmp_path / 'cache').rglob('*.so')), 'nothing was compiled'
-    for tier, victims in ((Tier.LOCALIZED, [1]), (Tier.WHOLE_JOB, [0, 1, 2])):
-        killed, found = run_own_loop(tmp_path / tier, data, victims)
-        assert kinds_of_difference(undisturbed, killed) == [], tier
-        assert found is not None and found.tier is tier and found.replayed
-
-
-def run_own_loop(
-    folder: Path, data: Path, victims: Collection[int] = ()
-) -> tuple[StateDigest, Recovery | None]:
-    """Final state of a job of three stages that loses `victims`, and its recovery."""
-    digest = folder / 'digest.json'
-    with tmpfs_directory() as memory:
-        launch = Launch(
-            folder,
-            [
-                *('--data', str(data), '--iterations', '16', '--digest', str(digest)),
-                *('--dir', str(memory), '--run-id', 'fused', '--events', str(folder / 'events')),
-            ],
-            nodes=3,
-            workers_per_node=1,
-            max_restarts=len(victims),
-            fork=True,
-            variables=compiling(folder.parent),
-            program_file=str(folder.parent / 'fused_loop.py'),
-        )
-        with Job(launch) as job:
-            hurt_at = None
-            while job.running():
-                if hurt_at is None and victims and 'iteration 11/' in job.text():
-                    hurt_at = job.send(victims, SIGKILL)
-                time.sleep(0.1)
-            found = hurt_at and recovery(job.events(), job.pids(), hurt_at, [])
-    return read_digest(digest), found or None

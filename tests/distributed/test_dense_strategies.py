@@ -15,7 +15,6 @@ from tests.distributed.harness.cluster import Cluster
 from tests.distributed.test_disk import WAITS
 from tests.distributed.test_localized_recovery import BASE, flags_of
 
-GEMINI = ['--sparse-ckpt-strategy', 'gemini', '--sparse-ckpt-interval']
 CHECKFREQ = ['--sparse-ckpt-strategy', 'checkfreq', '--sparse-ckpt-interval']
 Make = Callable[..., Cluster]
 
@@ -35,15 +34,6 @@ def check(job: Cluster, start: int, target: int) -> None:
         assert not event.differing
         assert job.events_of(NextTier, rank) == []
         assert all(e.host_memory['log_ring'] == 0 for e in job.events_of(Protected, rank))
-
-
-@pytest.mark.thorough
-def test_gemini_recovers_from_its_checkpoint(cluster: Make, reference: Callable[..., dict]) -> None:
-    job = cluster(*flags_of(BASE), *GEMINI, '4')
-    assert job.survive(fail_at='1:8:forward') == {1: 1}
-    assert differences(reference(*flags_of(BASE)), read_digest(job)) == []
-    check(job, 4, 7)
-    assert {event.replicas for event in job.events_of(Protected, 0)} == {1}
 
 
 def test_checkfreq_recovers_from_its_checkpoint(

@@ -56,20 +56,6 @@ def sources(job: Cluster) -> list[tuple[str, int]]:
     return [(str(event.source), event.start) for event in last]
 
 
-@pytest.mark.thorough
-def test_job_recovers_from_disk_after_all_host_memory_is_lost(
-    cluster: Make, reference: Callable[..., dict], disk: Path
-) -> None:
-    job = dead_job(cluster, disk)
-    shutil.rmtree(job.memory)
-    job.finish()
-    assert differences(reference(*BASE), read_digest(job)) == []
-    assert sources(job) == [('disk', NEWEST)] * job.ranks
-    assert f'converted window: {NEWEST} | from: disk |' in job.output(attempt=1)
-    assert '| on disk: ' in job.output(attempt=1)
-    assert list(disk.iterdir()) == [], 'at a clean end disks are given back, too'
-
-
 def test_unmounted_disk_stops_the_start_and_loses_nothing(
     cluster: Make, reference: Callable[..., dict], disk: Path, tmp_path: Path
 ) -> None:
@@ -90,21 +76,7 @@ def test_unmounted_disk_stops_the_start_and_loses_nothing(
     job.finish()
     assert differences(reference(*BASE), read_digest(job)) == []
     assert sources(job) == [('disk', NEWEST)] * job.ranks
-
-
-@pytest.mark.thorough
-def test_discarded_windows_stay_until_the_job_has_passed_them(
-    cluster: Make, reference: Callable[..., dict], disk: Path
-) -> None:
-    job = dead_job(cluster, disk)
-    shutil.rmtree(job.memory)
-    shutil.rmtree(rank_folders(job, disk)[3])
-    job.flags += ['--sparse-ckpt-forget']
-    job.run(fail_at='1:5:forward', mutation=WAITS, timeout_s=400.0)
-    aside = [[*folder.glob(f'aside-{NEWEST}-*')] for folder in rank_folders(job, disk)]
-    assert [len(paths) for paths in aside] == [1, 1, 1, 0]
-    job.finish()
-    assert differences(reference(*BASE), read_digest(job)) == []
+    assert list(disk.iterdir()) == [], 'at a clean end disks are given back'
 
 
 def test_stage_lost_right_after_a_disk_recovery_recovers_alone(
@@ -130,52 +102,3 @@ def test_unverified_window_from_disk_changes_the_bits(
     job.finish(mutation='mutations.disk:window_from_disk_not_verified')
     assert sources(job) == [('disk', NEWEST)] * job.ranks
     assert differences(reference(*BASE), read_digest(job)) != []
-
-
-@pytest.mark.thorough
-def test_damaged_window_on_one_disk_makes_all_ranks_use_the_previous_one(
-    cluster: Make, reference: Callable[..., dict], disk: Path
-) -> None:
-    job = dead_job(cluster, disk)
-    shutil.rmtree(job.memory)
-    older, newest = windows(rank_folders(job, disk)[2])[-2:]
-    damage(newest)
-    job.finish()
-    assert differences(reference(*BASE), read_digest(job)) == []
-    assert sources(job) == [('disk', int(older.name.split('-')[1]))] * job.ranks
-    assert f'window {NEWEST} from disk: ' in job.output(attempt=1)
-
-
-@pytest.mark.thorough
-def test_window_combines_memory_of_some_ranks_and_disk_of_others(
-    cluster: Make, reference: Callable[..., dict], disk: Path
-) -> None:
-    """A node is lost that has no replicas elsewhere; the others have the same window in memory."""
-    job = dead_job(cluster, disk, '--sparse-ckpt-replicas', '0')
-    shutil.rmtree(job.node_memory(1))
-    job.finish()
-    assert differences(reference(*BASE), read_digest(job)) == []
-    memory, there = ('own memory', NEWEST), ('disk', NEWEST)
-    assert sources(job) == [memory, memory, there, there]
-
-
-@pytest.mark.thorough
-def test_memory_is_preferred_to_disk(
-    cluster: Make, reference: Callable[..., dict], disk: Path
-) -> None:
-    job = dead_job(cluster, disk)
-    job.finish()
-    assert differences(reference(*BASE), read_digest(job)) == []
-    assert {source for source, _ in sources(job)} == {'own memory'}
-
-
-@pytest.mark.thorough
-def test_lost_stage_recovers_while_windows_are_copied_to_disk(
-    cluster: Make, reference: Callable[..., dict], disk: Path
-) -> None:
-    job = cluster(*BASE, '--sparse-ckpt-window', '2')
-    job.flags += ['--sparse-ckpt-disk', str(disk), '--sparse-ckpt-disk-every', '1']
-    assert job.survive(fail_at='3:8:forward') == {3: 1}
-    assert differences(reference(*BASE), read_digest(job)) == []
-    (recovered,) = job.events_of(Recovered, rank=3)
-    assert recovered.localized

@@ -62,13 +62,11 @@ PLAIN_ETP_1, PLAIN_ETP_2 = (layout._replace(sharded=False) for layout in (ETP_1,
 CASES = {
     'EP 4 to EP 2': (Layout(4, expert=4, sharded=True), Layout(2, expert=2, sharded=True)),
     'EP 2 to EP 4': (Layout(2, expert=2, sharded=True), Layout(4, expert=4, sharded=True)),
-    'plain optimizer': (Layout(4, expert=2), Layout(2, expert=2)),
     'PP 2 to PP 1': (Layout(4, pipeline=2), Layout(2)),
     'DP to PP': (Layout(2), Layout(2, pipeline=2)),
     'DP 4 to DP 3': (Layout(4, sharded=True), Layout(3, sharded=True)),
     'ETP 1 to ETP 2': (ETP_1, ETP_2),
     'ETP 2 to ETP 1': (ETP_2, ETP_1),
-    'ETP 1 to ETP 2, plain optimizer': (PLAIN_ETP_1, PLAIN_ETP_2),
     'ETP 2 to ETP 1, plain optimizer': (PLAIN_ETP_2, PLAIN_ETP_1),
     'VPP to none': (Layout(2, pipeline=2, more=VPP), Layout(2, pipeline=2)),
 }
@@ -225,25 +223,6 @@ def test_longer_window_is_converted_in_the_new_layout(
 
 
 @pytest.mark.thorough
-def test_new_layout_resumes_from_windows_on_disk(
-    cluster: Callable[..., Cluster], tmp_path: Path
-) -> None:
-    was, now = CASES['EP 4 to EP 2']
-    disk = tmp_path / 'disk'
-    disk.mkdir()
-    kept = [*ONE, '--sparse-ckpt-disk', str(disk), '--sparse-ckpt-disk-every', '1']
-    job = killed(cluster, was, tmp_path / 'dense', *kept)
-    for memory in job.memory.parent.glob(f'{job.name}.*'):
-        shutil.rmtree(memory)
-    after = again(job, cluster, now, *kept)
-    after.finish(timeout_s=300.0)
-    assert [*disk.iterdir()] == []
-    expected = plain(cluster, now, tmp_path / 'dense', resharded(after).dense_at)
-    found = differing(read_digest(after), expected)
-    assert found <= {('1', 'rng/expert-parallel-rng')}
-
-
-@pytest.mark.thorough
 def test_job_refuses_to_start_over_while_parts_are_missing(
     cluster: Callable[..., Cluster], tmp_path: Path
 ) -> None:
@@ -258,24 +237,6 @@ def test_job_refuses_to_start_over_while_parts_are_missing(
     assert 0 not in other.run()
     assert '--lr: was 0.002, is 0.001' in other.output(0)
     assert len(left_over(job)) == 1
-
-
-@pytest.mark.thorough
-def test_leftovers_of_a_replaced_layout_are_ignored(
-    cluster: Callable[..., Cluster], tmp_path: Path
-) -> None:
-    """All processes die when some nodes have freed its windows already, and others not yet."""
-    was, now = CASES['EP 4 to EP 2']
-    job = killed(cluster, was, tmp_path / 'dense', *ONE, '--sparse-ckpt-replicas', '0')
-    (old,) = job.memory.parent.glob(f'{job.name}.*')
-    left = shutil.copytree(old / 'node0', tmp_path / 'left')
-    after = again(job, cluster, now, *ONE)
-    assert -9 in after.run(fail_at='0:12:forward')
-    shutil.copytree(left, old / 'node0', dirs_exist_ok=True)
-    last = again(job, cluster, now, *ONE)
-    last.finish(timeout_s=300.0)
-    assert after.events_of(Resharded) and not last.events_of(Resharded)
-    assert left_over(job) == []
 
 
 @pytest.mark.thorough
@@ -349,40 +310,4 @@ def test_any_planned_end_leaves_the_whole_state_in_one_slot(
     after = again(job, cluster, now, *three)
     after.finish(timeout_s=300.0)
     assert (resharded(after).start, resharded(after).dense_at) == (6, 6)
-    assert left_over(job) == []
-
-
-@pytest.mark.thorough
-def test_memory_stays_flat_over_many_restarts(cluster: Callable[..., Cluster]) -> None:
-    layouts = [Layout(1), Layout(1, sharded=True)]
-    longer = [*ONE, '--train-iters', '26']
-    job = cluster(*MODEL, *layouts[0].flags(), *RESTART, *longer, ranks=1)
-    used = []
-    for attempt in range(7):
-        assert -9 in job.run(fail_at=f'0:{5 + 3 * attempt}:forward')
-        assert 1 <= len(left_over(job)) <= 2
-        files = job.memory.parent.glob(f'{job.name}.*/**/*.window')
-        used.append(sum(path.stat().st_size for path in files))
-        job = again(job, cluster, layouts[(attempt + 1) % 2], *longer)
-    assert max(used) <= 2 * used[0]
-    job.finish(timeout_s=300.0)
-    assert resharded(job).dense_at >= 20
-    assert left_over(job) == []
-
-
-@pytest.mark.thorough
-def test_worker_that_dies_in_the_new_layout_is_replaced(
-    cluster: Callable[..., Cluster], tmp_path: Path
-) -> None:
-    """The launcher's store outlives it: it comes back from windows of the new layout."""
-    was, now = THERE_AND_BACK['one rank']
-    job = killed(cluster, was, tmp_path / 'dense', *ONE)
-    sound = again(job, cluster, now, *ONE)
-    (memory,) = job.memory.parent.glob(f'{job.name}.*')
-    kept = shutil.copytree(memory, tmp_path / 'kept')
-    sound.finish(timeout_s=300.0)
-    shutil.copytree(kept, memory)
-    struck = again(job, cluster, now, *ONE)
-    assert struck.survive(fail_at='0:11:forward') == {0: 1}
-    assert differing(read_digest(struck), read_digest(sound)) == set()
     assert left_over(job) == []

@@ -24,7 +24,6 @@ from tests.distributed.test_elastic import (
     MODEL,
     ONE,
     RESTART,
-    THREE,
     Layout,
     differing,
     left_over,
@@ -66,12 +65,6 @@ def job(cluster: Callable[..., Cluster], tmp_path: Path) -> Cluster:
     return prepared(cluster, *ONE, *DENSE, '--save', str(tmp_path / 'dense'))
 
 
-@pytest.fixture
-def exact(cluster: Callable[..., Cluster]) -> Cluster:
-    """Two ranks may not go on with its windows."""
-    return prepared(cluster, *THREE, '--sparse-ckpt-elastic-exact')
-
-
 def prepared(cluster: Callable[..., Cluster], *flags: str) -> Cluster:
     made = cluster(*MODEL, *QUIET, *LARGE.flags(), *RESTART, *LAYOUTS, *flags)
     made.directory.mkdir(parents=True)
@@ -95,22 +88,6 @@ def test_torchrun_continues_on_fewer_nodes_and_grows_again(
     assert 3 <= shrunk.dense_at < 8 <= grown.dense_at
     assert left_over(job) == []
     assert_equal(read_digest(job), through_small(cluster, tmp_path, shrunk, grown))
-
-
-def test_exact_job_waits_for_its_lost_node(
-    exact: Cluster, cluster: Callable[..., Cluster], tmp_path: Path
-) -> None:
-    stall = tmp_path / 'stall'
-    with agents_of(exact, stall) as (logs, (first, second, third)):
-        agents = [first(), second()]
-        hold_at_window(3, exact, 4, stall, logs)
-        kill(agents.pop())
-        wait_until(lambda: 'minutes for more nodes | --sparse-ckpt' in logs[0].read_text(), logs)
-        assert ': 2 of its ranks are missing' in logs[0].read_text()
-        agents.append(third())
-        for process in agents:
-            assert process.wait(START_S) == 0, tails(logs)
-    assert_as_never_interrupted(exact, cluster)
 
 
 @contextmanager
@@ -143,31 +120,6 @@ def kill(process: subprocess.Popen[bytes]) -> None:
     lost = psutil.Process(process.pid)
     for one in [lost, *lost.children(recursive=True)]:
         one.kill()
-
-
-def assert_as_never_interrupted(job: Cluster, cluster: Callable[..., Cluster]) -> None:
-    assert job.events_of(Resharded) == []
-    assert left_over(job) == []
-    fault_free = cluster(*MODEL, *QUIET, *LARGE.flags(), sparse=False)
-    fault_free.finish(timeout_s=300.0)
-    assert differing(read_digest(job), read_digest(fault_free)) == set()
-
-
-def test_exact_job_is_requeued_until_it_has_as_many_nodes_as_before(
-    exact: Cluster, cluster: Callable[..., Cluster], slurm: Path, tmp_path: Path
-) -> None:
-    stall = tmp_path / 'stall'
-    log = exact.directory / 'slurm.log'
-    with submitted(exact, slurm, log, stall, nodes='n1,n2') as batch:
-        hold_at_window(3, exact, 4, stall, [log])
-        kill(batch)
-    with submitted(exact, slurm, log, stall, nodes='n1', SLURM_RESTART_COUNT='1') as batch:
-        assert batch.wait(START_S) == EXIT_WHOLE_JOB, tails([log])
-    assert (slurm / 'scontrol.asked').read_text() == 'requeued\nJobId=42 NumNodes=2-2\n'
-    assert 'it waits there for 2 nodes' in log.read_text()
-    with submitted(exact, slurm, log, stall, nodes='n1,n2', SLURM_RESTART_COUNT='2') as batch:
-        assert batch.wait(START_S) == 0, tails([log])
-    assert_as_never_interrupted(exact, cluster)
 
 
 @pytest.fixture

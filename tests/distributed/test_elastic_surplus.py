@@ -15,7 +15,6 @@ from moevement_ext.events import Resharded
 from tests.distributed.conftest import read_digest
 from tests.distributed.harness.cluster import Cluster
 from tests.distributed.test_elastic import (
-    BEFORE_AN_UPDATE,
     ONE,
     Layout,
     again,
@@ -24,7 +23,6 @@ from tests.distributed.test_elastic import (
     left_over,
     plain,
     resharded,
-    trained,
 )
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.thorough]
@@ -53,25 +51,6 @@ def test_surplus_rank_serves_the_windows_of_its_node(
     assert left_over(job) == []
     expected = plain(cluster, SMALL, tmp_path / 'dense', resharded(after).dense_at)
     assert_equal(read_digest(after), expected)
-
-
-def test_job_killed_again_grows_again(cluster: Callable[..., Cluster], tmp_path: Path) -> None:
-    """Without a launcher's store: rank 0 has the store, and ends with what it says last."""
-    job = killed(cluster, LARGE, tmp_path / 'dense', *ONE, *LAYOUTS)
-    shrunk = again(job, cluster, THREE_RANKS, *ONE, *LAYOUTS)
-    assert -9 in shrunk.run(fail_at=BEFORE_AN_UPDATE.replace('optimizer', 'reshard'))
-    assert -9 in shrunk.run(fail_at='0:12:forward')
-    assert len(left_over(job)) == 1
-    grown = again(job, cluster, LARGE, *ONE, *LAYOUTS)
-    grown.finish(timeout_s=300.0)
-    assert resharded(grown).dense_at > resharded(shrunk).dense_at >= 6
-    assert left_over(job) == []
-    small = ['--save', str(tmp_path / 'small'), *DENSE]
-    until = ['--exit-interval', str(resharded(grown).dense_at)]
-    dense = tmp_path / 'dense'
-    trained(cluster, SMALL, dense, resharded(shrunk).dense_at, *small, *until)
-    expected = plain(cluster, LARGE, tmp_path / 'small', resharded(grown).dense_at)
-    assert_equal(read_digest(grown), expected)
 
 
 def test_without_a_secret_an_elastic_start_is_refused(

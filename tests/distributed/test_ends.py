@@ -7,12 +7,11 @@ from pathlib import Path
 import pytest
 
 from moevement_ext.errors import EXIT_USER_ERROR
-from moevement_ext.events import NextTier, Recovered
+from moevement_ext.events import Recovered
 from tests.distributed.conftest import differences, read_digest
 from tests.distributed.harness.cluster import Cluster
 from tests.distributed.harness.judged import judged
 from tests.distributed.harness.local_cluster import launch
-from tests.quick import with_quick
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -22,65 +21,24 @@ FLAGS = (
 ).split()
 WINDOW = ['--sparse-ckpt-window', '2']
 
-# Flags; what happens to the workers.
-PLANNED = {
-    'exit interval': (['--exit-interval', '6'], None),
-    'exit duration': (['--exit-duration-in-mins', '60'], 'an_hour_passes_in_iteration_6'),
-    'exit signal': (['--exit-signal-handler'], 'terminated_in_iteration_6'),
-}
-
 
 def said(job: Cluster) -> str:
     (line,) = (line for line in job.output(0).splitlines() if ' sparse ckpt | exit at' in line)
     return line
 
 
-def end_as_planned(job: Cluster, flags: list[str], mutation: str | None) -> None:
-    job.flags += flags
-    place = mutation and f'mutations.ending:{mutation}'
-    assert job.survive(mutation=place) == {}
-    del job.flags[len(job.flags) - len(flags) :]
-
-
 @pytest.mark.thorough
-@pytest.mark.parametrize('end', with_quick(PLANNED, 'exit signal'))
-def test_final_dense_checkpoint_frees_host_memory(
-    end: str, cluster: Callable[..., Cluster], tmp_path: Path
-) -> None:
-    dense = str(tmp_path / 'dense')
-    job = cluster(*FLAGS, *WINDOW, '--save', dense, '--save-interval', '100')
-    end_as_planned(job, *PLANNED[end])
-    assert said(job).endswith(f'| windows: removed | go on: --load {dense} |')
-    assert not job.memory.exists()
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize('phase', with_quick(['save', 'saved'], 'saved'))
 def test_exit_request_survives_a_death_in_the_save_before_it(
-    phase: str, cluster: Callable[..., Cluster], tmp_path: Path
+    cluster: Callable[..., Cluster], tmp_path: Path
 ) -> None:
     dense = tmp_path / 'dense'
     saves = ['--save', str(dense), '--save-interval', '100']
     job = cluster(*FLAGS, *WINDOW, *saves, '--exit-interval', '6')
-    assert job.survive(fail_at=f'1:6:{phase}') == {1: 1}
+    assert job.survive(fail_at='1:6:saved') == {1: 1}
     assert 'exiting program at iteration 6' in job.output(0)
     assert 'iteration        7/' not in job.output(0)
     assert (dense / 'latest_checkpointed_iteration.txt').read_text() == '6'
     assert not job.memory.exists()
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize('saves', with_quick(['', '--save-interval 100'], ''))
-def test_death_during_a_planned_exit_restarts_the_whole_job(
-    saves: str, cluster: Callable[..., Cluster], reference: Callable[..., dict], tmp_path: Path
-) -> None:
-    """The others have left the loop, and wait for the lost worker in what they do last."""
-    dense = [f'--{what}={tmp_path}/dense' for what in ('save', 'load')] if saves else []
-    job = cluster(*FLAGS, *WINDOW, *dense, *saves.split(), '--exit-interval', '7')
-    assert set(job.survive(fail_at='1:7:exit')) == {0, 1, 2, 3}
-    for rank in (0, 2, 3):
-        assert job.events_of(NextTier, rank)[0].tier == 'the whole job'
-    assert differences(reference(*FLAGS), read_digest(job)) == []
 
 
 @pytest.mark.thorough
@@ -98,22 +56,6 @@ def test_repeated_evaluation_may_hit_the_time_limit(
     del job.flags[-2:]
     job.finish()
     assert differences(reference(*flags), read_digest(job)) == []
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize('end', with_quick(PLANNED, 'exit interval', 'exit duration'))
-def test_windows_are_kept_without_a_final_dense_checkpoint(
-    end: str, cluster: Callable[..., Cluster], reference: Callable[..., dict]
-) -> None:
-    job = cluster(*FLAGS, *WINDOW)
-    end_as_planned(job, *PLANNED[end])
-    assert f'| windows: kept in {job.memory} | go on: launch the job again' in said(job)
-    assert job.memory.exists()
-    assert job.survive() == {}
-    (recovered,) = job.events_of(Recovered)
-    assert recovered.iteration == 6
-    assert differences(reference(*FLAGS), read_digest(job)) == []
-    assert not job.memory.exists()
 
 
 @pytest.mark.thorough
@@ -161,34 +103,6 @@ def test_plain_program_restarts_as_a_whole(
     assert code == 0, output[-5000:]
     assert '] all workers start again, since rank 0' in output
     assert differences(reference(*TWO_STAGES, ranks=2), read_digest(job)) == []
-
-
-# What is saved before each end; the rank that dies in the second launch.
-ENDS = {
-    'windows alone': ('', ''),
-    'death before it': ('', '1:3:forward'),
-    'death after it': ('', '1:4:forward'),
-    'not kept': ('--non-persistent-save-interval 3 --non-persistent-ckpt-type global', ''),
-}
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize('end', with_quick(ENDS, 'windows alone', 'death after it'))
-def test_job_that_exits_every_few_iterations_makes_progress(
-    end: str, cluster: Callable[..., Cluster], reference: Callable[..., dict], tmp_path: Path
-) -> None:
-    """Also if the process that takes a lost worker's place has not seen the end before."""
-    saves, dies = ENDS[end]
-    dense = ['--save', str(tmp_path / 'dense'), '--save-interval', '100'] if saves else []
-    flags = [*WINDOW, *dense, *saves.split(), '--exit-interval', '3']
-    job = cluster(*TWO_STAGES, *flags, ranks=2)
-    assert job.survive() == {}
-    assert 'sparse ckpt | exit at iteration: 3 |' in job.output(0)
-    assert job.survive(fail_at=dies) == ({1: 1} if dies else {})
-    assert 'sparse ckpt | exit at iteration: 6 |' in job.output(1)
-    assert job.survive() == {}
-    assert differences(reference(*TWO_STAGES, ranks=2), read_digest(job)) == []
-    assert not job.memory.exists()
 
 
 @pytest.mark.thorough

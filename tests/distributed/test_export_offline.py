@@ -99,17 +99,6 @@ def digest_of(make: Make, flags: list[str], ranks: int, load: Path) -> dict:
 
 
 @pytest.mark.thorough
-def test_same_layout_resumes_from_the_export_bit_for_bit(
-    cluster: Make, reference: Callable[..., dict], tmp_path: Path
-) -> None:
-    job = lost(cluster, STAGES, 2)
-    said = exported(cluster, job, tmp_path / 'dense')
-    assert iteration_of(said) >= 6
-    end = digest_of(cluster, STAGES, 2, tmp_path / 'dense')
-    assert differences(reference(*STAGES, ranks=2), end) == []
-
-
-@pytest.mark.thorough
 @pytest.mark.parametrize('layout', LAYOUTS)
 def test_export_equals_a_checkpoint_saved_by_the_job(
     layout: str, cluster: Make, tmp_path: Path

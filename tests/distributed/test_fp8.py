@@ -4,7 +4,6 @@
 On a CPU stand-ins with the rules of Transformer Engine's layers do it (`tests/stand_ins`).
 """
 
-import shutil
 from collections.abc import Callable
 
 import pytest
@@ -89,19 +88,6 @@ def test_scales_changed_by_evaluations_are_recovered(
     job.finish(mutation=STAND_IN)
     recovered = job.events_of(Recovered)[0]
     assert recovered.replayed >= 2 and recovered.verified and not recovered.differing
-    assert differences(undisturbed(WITH_EVALUATIONS), read_digest(job)) == []
-
-
-@pytest.mark.thorough
-def test_lost_node_gets_its_scales_from_replicas(
-    cluster: Callable[..., Cluster], undisturbed: Callable[[str], dict]
-) -> None:
-    job = cluster(*flags_of(WITH_EVALUATIONS), '--sparse-ckpt-window', '3', ranks=2)
-    job.run(fail_at='0:7:forward', mutation=STAND_IN)
-    assert list(job.node_memory(1).rglob('window-*.window'))
-    shutil.rmtree(job.node_memory(1))
-    job.finish(mutation=STAND_IN)
-    assert len(job.events_of(Recovered, rank=1)) == 1
     assert differences(undisturbed(WITH_EVALUATIONS), read_digest(job)) == []
 
 

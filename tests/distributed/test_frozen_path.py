@@ -84,15 +84,6 @@ def kinds_without_gradient(replayed: list[dict[str, Any]]) -> set[str]:
     return kinds
 
 
-def test_skipping_of_frozen_gradients_can_be_switched_off(
-    cluster: Callable[..., Cluster],
-) -> None:
-    flags = ['--sparse-ckpt-freeze', 'off']
-    for iteration in replayed_iterations(cluster, 'count_weight_gradients', *flags):
-        assert iteration['frozen']
-        assert iteration['products'] == {n: 2 * c for n, c in iteration['calls'].items()}
-
-
 def test_counts_show_when_nothing_is_frozen(cluster: Callable[..., Cluster]) -> None:
     for iteration in replayed_iterations(cluster, 'count_weight_gradients_without_freezing'):
         calls, products = iteration['calls'], iteration['products']

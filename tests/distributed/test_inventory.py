@@ -17,7 +17,7 @@ BF16 = '--bf16 --use-distributed-optimizer'
 PP2 = '--pipeline-model-parallel-size 2'
 EP2 = '--expert-model-parallel-size 2'
 UNTIED = '--untie-embeddings-and-output-weights'
-NUM_LAYERS, NUM_EXPERTS = 4, 4
+NUM_EXPERTS = 4
 
 # Flags and the layers that are Mixture-of-Experts layers.
 ALL_LAYERS = {1, 2, 3, 4}

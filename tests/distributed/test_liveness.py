@@ -4,7 +4,6 @@
 import os
 import re
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -58,27 +57,6 @@ def check(job: Cluster, expected: dict) -> None:
     for rank in range(job.ranks):
         assert job.events_of(NextTier, rank) == []
     assert latecomers(job) == []
-
-
-@pytest.mark.thorough
-@ON_BOTH_BACKENDS
-def test_worker_with_a_blocked_loader_exits_and_is_replaced(
-    cluster: Callable[..., Cluster], reference: Callable[..., dict]
-) -> None:
-    """It has a heartbeat, and all others wait for it; none of them counts as stuck."""
-    flags = BASE.split()
-    job = cluster(
-        *flags,
-        *'--sparse-ckpt-window 3 --sparse-ckpt-hang-timeout 10'.split(),
-        *'--sparse-ckpt-stuck-timeout 10'.split(),
-    )
-    mutation = 'mutations.liveness:loader_of_rank_2_blocks'
-    assert job.survive(mutation=mutation, evict=False) == {2: 1}
-    assert differences(reference(*flags), read_digest(job)) == []
-    for rank in (0, 1, 3):
-        (failure,) = job.events_of(FailureDetected, rank)
-        assert 'rank 2 is stuck: its training thread has stood still' in failure.reason
-    assert 'mutations/liveness.py' in (job.directory / 'attempt0-rank2.log').read_text()
 
 
 @pytest.mark.thorough
@@ -146,40 +124,6 @@ def test_worker_with_a_lost_device_exits_and_is_replaced(
     recovered = [job.events_of(Recovered, rank) for rank in range(job.ranks)]
     assert all(len(found) == 1 for found in recovered)
     assert {found[0].localized for found in recovered} == {recovery == 'localized'}
-
-
-@pytest.mark.thorough
-@ON_BOTH_BACKENDS
-def test_death_while_all_ranks_connect_is_survived(
-    cluster: Callable[..., Cluster], reference: Callable[..., dict]
-) -> None:
-    """It has published its address; a rank that connects to it would wait half a minute."""
-    flags = PP4.split()
-    job = cluster(*flags, '--sparse-ckpt-window', '3', nodes=4)
-    assert job.survive(fail_at='1:9:forward,2:9:connect') == {1: 1, 2: 1}
-    check(job, reference(*flags))
-
-
-@pytest.mark.thorough
-@ON_BOTH_BACKENDS
-def test_survivor_stopped_while_it_waits_for_a_new_worker_is_replaced(
-    cluster: Callable[..., Cluster], reference: Callable[..., dict]
-) -> None:
-    """It has joined, and gives no heartbeats any more."""
-    flags = PP4.split()
-    job = cluster(*flags, '--sparse-ckpt-window', '3', '--sparse-ckpt-hang-timeout', '4', nodes=4)
-    waiting: list[float] = []
-
-    def fault(workers: list, start: Callable) -> None:
-        if not waiting and any(e.phase == 'meet' for e in job.events_of(RecoveryPhase, rank=3)):
-            waiting.append(time.monotonic())
-        elif len(waiting) == 1 and time.monotonic() > waiting[0] + 0.5:
-            waiting.append(time.monotonic())
-            os.kill(workers[3].pid, signal.SIGSTOP)
-
-    mutation = 'mutations.liveness:new_worker_comes_late'
-    assert job.survive(fail_at='1:9:forward', fault=fault, mutation=mutation) == {1: 1, 3: 1}
-    check(job, reference(*flags))
 
 
 @pytest.mark.thorough

@@ -75,10 +75,15 @@ class LastIteration:
         holding.file(self.job.directory, LAST).unlink()
 
     def look_at_loaders(self, workers: list) -> None:
-        """Each worker has its own, and those that died have left none: all had a session."""
+        """Each worker has its own, and those that died have left none: all had a session.
+
+        Loaders have no connections, or peers of a dead worker would not notice.
+        """
         living = {worker.pid for worker in workers}
         for pid in living:
             self.loaders.append(psutil.Process(pid).children(recursive=True))
+        connections = [one.net_connections('tcp') for of in self.loaders for one in of]
+        assert not any(one.status == psutil.CONN_ESTABLISHED for of in connections for one in of)
         events = [self.job.events_of(WorkerStarted, rank) for rank in range(self.job.ranks)]
         gone = {event.pid for started in events for event in started} - living
         assert len(gone) == sum(deaths(IN_AN_ITERATION).values())

@@ -6,7 +6,6 @@ the rules of Transformer Engine's layers and Adam do it (`tests/stand_ins`).
 """
 
 import re
-import shutil
 from collections.abc import Callable
 
 import pytest
@@ -102,20 +101,6 @@ def test_state_changed_by_evaluations_is_recovered(
     assert -9 in job.run(fail_at='1:9:forward', mutation=STAND_INS)
     job.finish(mutation=STAND_INS)
     assert job.events_of(Recovered)[0].replayed >= 2
-    assert differences(undisturbed(case), read_digest(job)) == []
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize('case', ['c4', 'c5'])
-def test_lost_node_is_recovered_from_its_replicas(
-    case: str, cluster: Callable[..., Cluster], undisturbed: Callable[[str], dict]
-) -> None:
-    job = cluster(*flags_of(case), '--sparse-ckpt-window', '3')
-    job.run(fail_at='0:9:forward', mutation=STAND_INS)
-    assert list(job.node_memory(1).rglob('window-*.window'))
-    shutil.rmtree(job.node_memory(1))
-    job.finish(mutation=STAND_INS)
-    assert len(job.events_of(Recovered, rank=3)) == 1
     assert differences(undisturbed(case), read_digest(job)) == []
 
 

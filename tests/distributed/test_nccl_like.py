@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from moevement_ext.events import FailureDetected, WindowPersisted
+from moevement_ext.events import WindowPersisted
 from tests.distributed.conftest import differences, read_digest
 from tests.distributed.harness.cluster import NCCL_LIKE, Cluster
 from tests.distributed.test_localized_recovery import (
@@ -52,37 +52,6 @@ def test_garbage_from_aborted_collectives_is_discarded(
     setup, fail_at = DEATHS[death]
     expected = reference(*flags_of(setup))
     check_death(make(setup), expected, fail_at, 'all_others_wait_when_one_dies')
-
-
-@pytest.mark.thorough
-def test_death_while_communicators_are_created_is_survived(
-    make: Make, reference: Callable[..., dict]
-) -> None:
-    job = make(BASE)
-    assert job.survive(fail_at='1:9:forward,2:9:connect') == {1: 1, 2: 1}
-    assert differences(reference(*flags_of(BASE)), read_digest(job)) == []
-    check_localized(job)
-
-
-@pytest.mark.thorough
-def test_hang_without_a_death_replaces_no_rank(make: Make, reference: Callable[..., dict]) -> None:
-    """All wait, and give heartbeats; what hangs ends when communicators are made anew."""
-    job = make(BASE)
-    assert job.survive(mutation='mutations.nccl_like:rank_2_hangs_in_a_collective') == {}
-    assert differences(reference(*flags_of(BASE)), read_digest(job)) == []
-    (failure,) = job.events_of(FailureDetected, rank=0)
-    assert 'has waited for others for 1' in failure.reason
-    check_localized(job)
-
-
-@pytest.mark.thorough
-def test_survivor_with_a_lost_gpu_is_replaced(make: Make, reference: Callable[..., dict]) -> None:
-    job = make(BASE)
-    mutation = 'mutations.nccl_like:gpu_of_rank_3_is_lost'
-    assert job.survive(fail_at='1:8:forward', mutation=mutation) == {1: 1, 3: 1}
-    assert differences(reference(*flags_of(BASE)), read_digest(job)) == []
-    assert 'its GPU is lost: CUDA error' in job.output(0)
-    check_localized(job)
 
 
 @pytest.mark.mutation

@@ -59,7 +59,6 @@ DENSE = {
     f'{name}-without-ep': CASES[name].replace('--expert-model-parallel-size 2', '')
     for name in ('fp32-masters-as-remainders', 'fp16-masters-and-evaluation')
 }
-LOST_NODE = ('fp16-masters-fp8-and-fp16-moments',)
 
 MUTATIONS = {
     'scales_not_restored': 'fp16-masters-fp8-and-fp16-moments',
@@ -99,20 +98,6 @@ def skipped(job: Cluster) -> set[int]:
     """Iterations of which some rank says that their step was skipped."""
     pattern = r'iteration +(\d+)/.*skipped iterations: +[1-9]'
     return {int(found[1]) for found in re.finditer(pattern, job.output(attempt=0))}
-
-
-@pytest.mark.thorough
-def test_low_precision_state_of_a_lost_node_is_fetched_from_replicas(
-    cluster: Callable[..., Cluster], undisturbed: Callable[[str], dict]
-) -> None:
-    (case,) = LOST_NODE
-    job = cluster(*flags_of(case), '--sparse-ckpt-window', '3')
-    job.run(fail_at='0:9:forward', mutation=STAND_IN)
-    assert list(job.node_memory(1).rglob('window-*.window'))
-    shutil.rmtree(job.node_memory(1))
-    job.finish(mutation=STAND_IN)
-    assert len(job.events_of(Recovered, rank=3)) == 1
-    assert differences(undisturbed(case), read_digest(job)) == []
 
 
 @pytest.mark.thorough

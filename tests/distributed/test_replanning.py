@@ -41,21 +41,6 @@ def test_windows_of_any_order_are_recovered(
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(('share', 'windows'), [('0', [1]), ('1e-6', [3, 4])])
-def test_auto_window_is_measured(
-    share: str, windows: list[int], cluster: Callable[..., Cluster], reference: Callable[..., dict]
-) -> None:
-    """Copies of a tiny model hide at once; that cores have no time for them makes it longer."""
-    job = cluster(*FLAGS, '--sparse-ckpt-max-window', '4', '--sparse-ckpt-cpu-share', share)
-    job.finish()
-    assert differences(reference(*FLAGS), read_digest(job)) == []
-    replanned = job.events_of(Replanned)
-    assert replanned and replanned[0].window in windows
-    persisted = [event.start for event in job.events_of(WindowPersisted)]
-    assert any(start >= replanned[0].origin for start in persisted)
-
-
-@pytest.mark.thorough
 def test_auto_window_follows_a_throttled_holder_and_recovers(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:

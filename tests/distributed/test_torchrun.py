@@ -45,60 +45,6 @@ def test_one_agent_restarts_all_workers(
 
 
 @pytest.mark.thorough
-def test_two_agents_restart_their_own_workers(
-    cluster: Callable[..., Cluster], reference: Callable[..., dict]
-) -> None:
-    """One agent per emulated node, static rendezvous; all workers are killed from outside."""
-    job = prepared(cluster, FLAGS, ranks=4)
-    logs = [job.directory / f'agent{node}.log' for node in range(2)]
-    launch = (
-        f'--nnodes 2 --nproc-per-node 2 --max-restarts 2 --rdzv-backend static '
-        f'--master-addr 127.0.0.1 --master-port {free_port()} --node-rank'
-    ).split()
-    with ExitStack() as stack:
-        agents = [
-            stack.enter_context(
-                agent([*launch, str(node)], job.flags, logs[node], MOEVEMENT_NODE=f'node{node}')
-            )
-            for node in range(2)
-        ]
-        wait_until(lambda: all(job.events_of(WindowPersisted, rank) for rank in range(4)), logs)
-        for rank in range(4):
-            os.kill(job.events_of(WorkerStarted, rank)[0].pid, signal.SIGKILL)
-        for process in agents:
-            assert process.wait(START_S) == 0, tails(logs)
-    check_recovered(job, reference(*FLAGS))
-
-
-@pytest.mark.thorough
-def test_agent_restarts_its_worker_while_others_keep_their_state(
-    cluster: Callable[..., Cluster], reference: Callable[..., dict]
-) -> None:
-    """One worker per node, static rendezvous: only the node that lost its worker starts one."""
-    job = prepared(cluster, TWO_STAGES, ranks=2)
-    logs = [job.directory / f'agent{node}.log' for node in range(2)]
-    launch = (
-        f'--nnodes 2 --nproc-per-node 1 --max-restarts 2 --rdzv-backend static '
-        f'--master-addr 127.0.0.1 --master-port {free_port()} --node-rank'
-    ).split()
-    env = {'MOEVEMENT_FAIL_AT': '1:8:backward'}
-    with ExitStack() as stack:
-        agents = [
-            stack.enter_context(
-                agent([*launch, str(n)], job.flags, logs[n], MOEVEMENT_NODE=f'node{n}', **env)
-            )
-            for n in range(2)
-        ]
-        for process in agents:
-            assert process.wait(START_S) == 0, tails(logs)
-    assert differences(reference(*TWO_STAGES, ranks=2), read_digest(job)) == []
-    assert [len(job.events_of(WorkerStarted, rank)) for rank in range(2)] == [1, 2]
-    for rank in range(2):
-        (recovered,) = job.events_of(Recovered, rank)
-        assert (recovered.scope, recovered.stages) == ('localized', [1])
-
-
-@pytest.mark.thorough
 def test_terminated_job_prints_where_its_windows_are(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:

@@ -126,8 +126,6 @@ class Cluster:
         self,
         *,
         fail_at: str = '',
-        kill_after_iteration: int | None = None,
-        kill_delay_s: float = 0.0,
         mutation: str | None = None,
         timeout_s: float = 400.0,
         all_end: bool = False,
@@ -136,8 +134,6 @@ class Cluster:
 
         Args:
             fail_at: `MOEVEMENT_FAIL_AT`, with this attempt's number where none is given.
-            kill_after_iteration: SIGKILL all workers once the log shows this iteration, after
-                `kill_delay_s` more seconds.
             mutation: name of a function in `mutations.whole_job` that breaks the product, or
                 `module:function` of another module here, called in each worker before `main`;
                 several are separated by commas.
@@ -157,7 +153,7 @@ class Cluster:
         for worker in workers:
             worker.start()
         try:
-            self._supervise(workers, kill_after_iteration, kill_delay_s, timeout_s, all_end)
+            self._supervise(workers, timeout_s, all_end)
         finally:
             _end(workers)
         self.attempts += 1
@@ -334,30 +330,14 @@ class Cluster:
             **(exact_memory.environment() if self.exact_memory else {}),
         }
 
-    def _supervise(
-        self,
-        workers: list,
-        kill_after: int | None,
-        delay_s: float,
-        timeout_s: float,
-        all_end: bool,
-    ) -> None:
+    def _supervise(self, workers: list, timeout_s: float, all_end: bool) -> None:
         deadline = time.monotonic() + timeout_s
         while any(worker.is_alive() for worker in workers):
             if not all_end and any(worker.exitcode not in (None, 0) for worker in workers):
                 return
-            if kill_after is not None and self._reached(kill_after):
-                time.sleep(delay_s)  # the moment to fault, not a synchronisation
-                for worker in workers:
-                    os.kill(worker.pid, signal.SIGKILL)
-                return
             if time.monotonic() > deadline:
                 raise TimeoutError(f'job did not end in {timeout_s:g} s\n{self.tail()}')
             multiprocessing.connection.wait([worker.sentinel for worker in workers], 0.02)
-
-    def _reached(self, iteration: int) -> bool:
-        log = self.log(self.ranks - 1)
-        return log.exists() and f'iteration {iteration:8d}/' in log.read_text(errors='replace')
 
 
 def _end(workers: Sequence[Any], before: Sequence[Any] = ()) -> None:

@@ -70,12 +70,6 @@ def _write_for(seconds: float) -> None:
             time.sleep(0.2)
 
 
-def new_worker_comes_late() -> None:
-    """As one whose program takes long to import; the others wait in their rendezvous."""
-    if os.environ['TORCHELASTIC_RESTART_COUNT'] != '0':
-        time.sleep(3.0)
-
-
 def rank_1_steps_when_the_others_have() -> None:
     """In iteration 9 of its first attempt: so all of them have that iteration if it dies there."""
     store = launcher_store(timedelta(seconds=60))

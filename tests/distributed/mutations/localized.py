@@ -92,11 +92,6 @@ def scheduler_counts_iterations() -> None:
     OptimizerParamScheduler.step = lambda self, increment: step(self, min(increment, 1))
 
 
-def scheduler_stands_still() -> None:
-    """A loop forgets its scheduler."""
-    OptimizerParamScheduler.step = lambda self, increment: None
-
-
 def optimizer_steps_twice() -> None:
     """A loop updates twice per iteration."""
     train_step = small_gpt.train_step
