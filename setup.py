@@ -2,10 +2,8 @@
 """Package description: the engine `moevement_ext`, the adapter `megatron.moevement`, all programs.
 
 `megatron` is a namespace shared with megatron-core, so it is never listed as a package itself.
-A top-level package `tools` could collide with packages of other projects. It keeps its name, as its
-files import each other by it, but is installed in a folder of the engine: the command `moevement`
-puts that folder in front of the path of its own process, and no other process sees it
-(`moevement_ext/command.py`).
+A top-level package `tools` could collide with packages of other projects, so it is installed as
+`moevement_ext.programs`; its modules import each other relatively.
 """
 
 import re
@@ -28,7 +26,7 @@ def read_version() -> str:
 
 
 _PROGRAMS = 'moevement_ext.programs'
-TOOLS = [f'{_PROGRAMS}.{name}' for name in find_packages(include=['tools', 'tools.*'])]
+TOOLS = [_PROGRAMS, *(f'{_PROGRAMS}.{name}' for name in find_packages('tools'))]
 
 setup(
     script_name='setup.py',  # otherwise pip would install this file next to pretrain_gpt.py
@@ -57,10 +55,9 @@ setup(
     packages=[
         *find_packages(include=['moevement_ext', 'moevement_ext.*']),
         *(f'megatron.{name}' for name in find_packages(str(ROOT / 'megatron'))),
-        _PROGRAMS,
         *TOOLS,
     ],
-    package_dir={_PROGRAMS: '.', f'{_PROGRAMS}.tools': 'tools'},
+    package_dir={_PROGRAMS: 'tools'},
     py_modules=[],
     entry_points={'console_scripts': ['moevement = moevement_ext.command:main']},
     package_data={

@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command `moevement`, a front end of all programs. It imports only the program that it runs.
 
-Each program is a module with a `main`. Most are in `tools` of a checkout. A wheel has this folder
-in `moevement_ext/programs`, because a top-level package `tools` could collide with those of others.
+Each program is a module with a `main`. Most are in `tools` of a checkout. A wheel has this package
+as `moevement_ext.programs`, because a top-level package `tools` could collide with those of others.
 """
 
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
-_PACKAGE = Path(__file__).resolve().parent
-_INSTALLED = _PACKAGE / 'programs'
-ROOT = _INSTALLED if _INSTALLED.is_dir() else _PACKAGE.parent
-"""Directory that contains `tools` and `pretrain_gpt.py`."""
+ROOT = Path(__file__).resolve().parents[1]
+"""The checkout; otherwise the directory that `moevement_ext` and `megatron` are installed in."""
+TRAINER = 'pretrain_gpt.py'
+PROGRAM = TRAINER if (ROOT / TRAINER).exists() else f'megatron/moevement/{TRAINER}'
+"""File of the trainer below `ROOT`; launchers take a file."""
 
 PROGRAMS = {
     'pretrain': ('megatron.moevement.pretrain_gpt', 'train a GPT: one worker of a launcher'),
@@ -36,13 +38,9 @@ PROGRAMS = {
     'chaos': ('tools.chaos.__main__', 'random failures, bits compared'),
     'local-slurm': ('tools.local_slurm', 'a Slurm with several nodes on this machine'),
     'compare': ('tools.compare.__main__', 'ways to survive failures side by side'),
-    'bench-overhead': ('tools.bench.overhead', 'cost per iteration, or of narrow formats'),
-    'bench-recovery': ('tools.bench.recovery', 'duration of a recovery'),
-    'bench-spare-node': ('tools.bench.spare_node', 'time from a lost node to training'),
-    'bench-regroup': ('tools.bench.regroup', 'time to reconnect process groups'),
+    'bench': ('tools.bench.__main__', 'costs of protection, durations of recoveries'),
 }
-"""Module, and what it does, by name."""
-_TRAINER = 'pretrain_gpt.py'
+"""Module in a checkout, and what it does, by name."""
 _ITS_LAUNCHERS = ('launch', 'slurm', 'torchrun')
 _MODULES_OF_EXTRA = {'jinja2', 'matplotlib', 'rich', 'tqdm'}
 
@@ -66,13 +64,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(name: str, arguments: Sequence[str]) -> int:
-    if str(ROOT) not in sys.path[:1]:
-        sys.path.insert(0, str(ROOT))
     if name in _ITS_LAUNCHERS:
         arguments = _with_trainer(arguments)
     before, sys.argv = sys.argv, [f'moevement {name}', *arguments]
     try:
-        return import_module(PROGRAMS[name][0]).main() or 0
+        return import_module(_module(PROGRAMS[name][0])).main() or 0
     except ModuleNotFoundError as error:
         if (error.name or '').partition('.')[0] not in _MODULES_OF_EXTRA:
             raise
@@ -81,14 +77,18 @@ def _run(name: str, arguments: Sequence[str]) -> int:
         sys.argv = before
 
 
-def _with_trainer(arguments: Sequence[str]) -> list[str]:
-    """Replace `pretrain_gpt.py` by its path under `ROOT` unless the current directory has it.
+def _module(name: str) -> str:
+    installed = f'{__package__}.programs'
+    if name.startswith('tools.') and find_spec(installed):
+        return f'{installed}{name.removeprefix("tools")}'
+    return name
 
-    Launchers take the program as a file.
-    """
+
+def _with_trainer(arguments: Sequence[str]) -> list[str]:
+    """Replace `pretrain_gpt.py` by its path unless the current directory has it."""
     found = list(arguments)
-    if _TRAINER in found and not Path(_TRAINER).exists():
-        found[found.index(_TRAINER)] = str(ROOT / _TRAINER)
+    if TRAINER in found and not Path(TRAINER).exists():
+        found[found.index(TRAINER)] = str(ROOT / PROGRAM)
     return found
 
 

@@ -17,8 +17,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from moevement_ext.errors import EXIT_USER_ERROR
-from tools.lab.arguments import Parser, at_least, split_at_end
-from tools.lab.trainer_flags import prepare_megatron
+
+from .lab.arguments import Parser, at_least, split_at_end
+from .lab.trainer_flags import prepare_megatron
 
 if TYPE_CHECKING:
     from megatron.moevement.checking import Judgement

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tools.lab.arguments import Parser
-from tools.lab.digests import DigestFileError, difference_table, differences, read_digest
+from .lab.arguments import Parser
+from .lab.digests import DigestFileError, difference_table, differences, read_digest
 
 _ONLY_GENERATORS = (
     'Only states of random number generators differ; weights and optimizers are equal. A generator '

@@ -17,8 +17,9 @@ from pathlib import Path
 from megatron.moevement.job.compatibility.refused_flags import REFUSED
 from megatron.moevement.job.compatibility.rule import Rule
 from megatron.moevement.job.compatibility.whole_job_flags import WHOLE_JOB
-from tools.lab.arguments import Parser
-from tools.lab.tables import markdown
+
+from .lab.arguments import Parser
+from .lab.tables import markdown
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENT = ROOT / 'docs' / 'compatibility.md'
@@ -71,7 +72,7 @@ that is started with another value finds its windows refused, by the name of the
 cannot change a bit (logging, paths, intervals of dense checkpoints, exits) may differ from start to
 start.
 
-`python -m tools.check -- <flags>` reports how a job with these flags would be treated, without
+`moevement check -- <flags>` reports how a job with these flags would be treated, without
 starting it.
 """
 

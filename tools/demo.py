@@ -22,21 +22,22 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from moevement_ext.events import Recovered, RecoveryStarted
-from tools.chaos import verdict
-from tools.lab.activity import together
-from tools.lab.arguments import Parser
-from tools.lab.benchmark import exit_on_sigterm, print_failure
-from tools.lab.digests import difference_table, differences
-from tools.lab.errors import LabError
-from tools.lab.evidence import kind_of, persisted
-from tools.lab.four_ranks import NODES, STAGE_RANKS, WORKERS_PER_NODE, WORLD_SIZE, training_flags
-from tools.lab.history import History
-from tools.lab.job import Job, memory_directory
-from tools.lab.launch import Launch, add_share_gpu
-from tools.lab.models import native_precision, prepare_text, sparse_flags
-from tools.lab.plots import Doing, Failure, Span, plot
-from tools.lab.run_log import Iteration
-from tools.lab.trained import Trained, train
+
+from .chaos import verdict
+from .lab.activity import together
+from .lab.arguments import Parser
+from .lab.benchmark import exit_on_sigterm, print_failure
+from .lab.digests import difference_table, differences
+from .lab.errors import LabError
+from .lab.evidence import kind_of, persisted
+from .lab.four_ranks import NODES, STAGE_RANKS, WORKERS_PER_NODE, WORLD_SIZE, training_flags
+from .lab.history import History
+from .lab.job import Job, memory_directory
+from .lab.launch import Launch, add_share_gpu
+from .lab.models import native_precision, prepare_text, sparse_flags
+from .lab.plots import Doing, Failure, Span, plot
+from .lab.run_log import Iteration
+from .lab.trained import Trained, train
 
 RUN_ID = 'demo'
 LOST = 0

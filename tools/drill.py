@@ -28,15 +28,15 @@ from typing import NamedTuple
 
 from rich.console import Console
 
-from tools.chaos.verdict import devices, problems, recoveries, table
-from tools.lab.arguments import Parser, split_at_end
-from tools.lab.benchmark import exit_on_sigterm, print_failure
-from tools.lab.digests import kinds_of_difference, read_digest
-from tools.lab.errors import LabError
-from tools.lab.following import read_events
-from tools.lab.launch import PROGRAM, ROOT
-from tools.lab.trained import DIGEST
-from tools.lab.trainer_flags import groups, parse_trainer_flags, value_of
+from .chaos.verdict import devices, problems, recoveries, table
+from .lab.arguments import Parser, split_at_end
+from .lab.benchmark import exit_on_sigterm, print_failure
+from .lab.digests import kinds_of_difference, read_digest
+from .lab.errors import LabError
+from .lab.following import read_events
+from .lab.launch import PROGRAM, ROOT
+from .lab.trained import DIGEST
+from .lab.trainer_flags import groups, parse_trainer_flags, value_of
 
 _END = '--'
 _UNDISTURBED = 'undisturbed'

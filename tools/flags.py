@@ -19,8 +19,9 @@ from pathlib import Path
 from megatron.moevement.arguments import add_arguments
 from megatron.moevement.training_plan import TrainingPlan
 from moevement_ext.config import SparseCheckpointConfig
-from tools.lab.arguments import Parser
-from tools.lab.tables import markdown
+
+from .lab.arguments import Parser
+from .lab.tables import markdown
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENT = ROOT / 'docs' / 'flags.md'

@@ -29,8 +29,8 @@ from pathlib import Path
 
 import psutil
 
-from tools.lab.arguments import Parser
-from tools.lab.errors import LabError
+from .lab.arguments import Parser
+from .lab.errors import LabError
 
 PACKAGES = ('slurm-wlm', 'munge')
 """Names of the packages in Debian and Ubuntu."""

@@ -23,11 +23,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tools.lab.arguments import Parser, at_least
-from tools.lab.figures import print_json
-from tools.lab.tables import table
-from tools.simulate import placement as expert_placement
-from tools.simulate.placement import Placed, survival_report
+from .lab.arguments import Parser, at_least
+from .lab.figures import print_json
+from .lab.tables import table
+from .simulate import placement as expert_placement
+from .simulate.placement import Placed, survival_report
 
 SPREADS = 20
 _MOST_SKEW = 100

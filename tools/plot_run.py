@@ -15,10 +15,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tools.lab.arguments import Parser, at_least
-from tools.lab.errors import LabError
-from tools.lab.plots import plot
-from tools.lab.run_log import read_log
+from .lab.arguments import Parser, at_least
+from .lab.errors import LabError
+from .lab.plots import plot
+from .lab.run_log import read_log
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -30,9 +30,9 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from tools.lab.arguments import Parser
-from tools.lab.benchmark import exit_on_sigterm
-from tools.lab.errors import LabError
+from .lab.arguments import Parser
+from .lab.benchmark import exit_on_sigterm
+from .lab.errors import LabError
 
 STDLIB = 'stdlib'
 BYTES = 'bytes'

@@ -26,13 +26,14 @@ from rich.table import Table
 from rich.text import Text
 
 from moevement_ext.events import WINDOW_EVERY_S
-from tools.lab.arguments import Parser, above_0
-from tools.lab.errors import LabError
-from tools.lab.following import Follower
-from tools.lab.history import Episode, History, Pace, read_history, shares
-from tools.lab.plots import Doing
-from tools.lab.tables import table
-from tools.lab.text import duration, loss
+
+from .lab.arguments import Parser, above_0
+from .lab.errors import LabError
+from .lab.following import Follower
+from .lab.history import Episode, History, Pace, read_history, shares
+from .lab.plots import Doing
+from .lab.tables import table
+from .lab.text import duration, loss
 
 
 def main(argv: Sequence[str] | None = None) -> int:

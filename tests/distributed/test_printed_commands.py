@@ -52,7 +52,7 @@ RUNS = {
     rf'{_PYTHON}tools\.simulate (?!paper|profile)': _TABLE,
     rf'{_PYTHON}tools\.status ': r'.* localized .*',
     rf'{_PYTHON}tools\.windows (list|prune) DIR': r'no windows in DIR|.* 0 files, .*',
-    rf'{_PYTHON}tools\.bench\.(?!overhead .*300$)\w+': r'.*',
+    rf'{_PYTHON}tools\.bench (?!overhead .*300$)\w+': r'.*',
     r'moevement --help': r'moevement <program> --help: its flags',
 }  # fmt: skip
 """Commands, and what their last line is."""
@@ -73,13 +73,13 @@ ELSEWHERE = {
     rf'{_PYTHON}tests\.fuzz': 'a package for fuzzing; tests/fuzz/test_fuzz.py',
     r'scripts/gpu_check\.sh': 'a GPU; tests/distributed/test_gpu_check.py',
     rf'{_PYTHON}tools\.gpu_check\.': 'started by scripts/gpu_check.sh with what that has made',
-    rf'{_PYTHON}tools\.bench\.overhead --precision .* 300$': 'a GPU',
+    rf'{_PYTHON}tools\.bench overhead --precision .* 300$': 'a GPU',
     rf'{_PYTHON}moevement_ext\.launch\.shared_gpu': 'a GPU, and the launcher',
     rf'{_LAUNCH}.*(loop\.py$)': 'tests/distributed/test_pages.py',
     rf'{_LAUNCH}.*pretrain_gpt\.py': 'tests/distributed/test_launchers.py',
     r'torchrun .* --sparse-ckpt-elastic': 'tests/distributed/test_elastic.py',
     r'torchrun \.\.\. (pretrain_gpt\.py|-m )': 'no command, but a pattern of them',
-    rf'{_PYTHON}tools\.bench\.overhead .*--against': 'another checkout',
+    rf'{_PYTHON}tools\.bench overhead .*--against': 'another checkout',
     rf'{_PYTHON}tools\.compare peers': 'packages of others; tests/unit/tools/compare/test_peers.py',
     rf'{_PYTHON}tools\.compare (--json|--rows) ': 'long; tests/distributed/test_compare.py',
     rf'{_PYTHON}tools\.chaos (--faults (300|1000)|--fork|--resume) ':
@@ -97,10 +97,10 @@ ELSEWHERE = {
 """Commands that do not run here, and what is missing, or which test runs them."""
 
 _SHORTER = {
-    'tools.bench.regroup': '--cycles 20 --warm-up 5',
-    'tools.bench.overhead': '--rounds 1 --iterations 8 --warm-up 2',
-    'tools.bench.recovery': '--rounds 1',
-    'tools.bench.spare_node': '--rounds 1 --gib 0.1',
+    'tools.bench regroup': '--cycles 20 --warm-up 5',
+    'tools.bench overhead': '--rounds 1 --iterations 8 --warm-up 2',
+    'tools.bench recovery': '--rounds 1',
+    'tools.bench spare-node': '--rounds 1 --gib 0.1',
     'tools.compare': '--rows none,localized --iterations 32 --interval 4',
     'tools.drill': '--first 6 --second 12 --iterations 16',
 }

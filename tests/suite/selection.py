@@ -119,14 +119,20 @@ def _imports(path: Path) -> frozenset[Path]:
         if isinstance(node, ast.Import):
             found |= {_file_of(alias.name) for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            found.add(_file_of(node.module or ''))
-            found |= {_file_of(f'{node.module}.{alias.name}') for alias in node.names}
+            module = _whole_name(node, path)
+            found |= {_file_of(module), *(_file_of(f'{module}.{one.name}') for one in node.names)}
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and path != COMMAND:
             found |= set() if node in docstrings else _started(node.value)
     conftests = {parent / 'conftest.py' for parent in path.parents if parent != TESTS}
     if path.name.startswith('test_'):
         found |= {conftest for conftest in conftests if conftest.exists()}
     return frozenset(one for one in found if one is not None)
+
+
+def _whole_name(node: ast.ImportFrom, path: Path) -> str:
+    package = path.relative_to(ROOT).parts
+    above = package[: len(package) - node.level] if node.level else ()
+    return '.'.join([*above, *filter(None, [node.module])])
 
 
 def _started(text: str) -> set[Path | None]:

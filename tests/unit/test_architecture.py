@@ -89,7 +89,17 @@ def sources(*names: str) -> dict[Path, ast.Module]:
         for place in places
         for file in ([place] if place.is_file() else sorted(place.rglob('*.py')))
     ]
-    return {file: ast.parse(file.read_text('utf-8')) for file in files}
+    return {file: with_whole_names(file, ast.parse(file.read_text('utf-8'))) for file in files}
+
+
+def with_whole_names(file: Path, tree: ast.Module) -> ast.Module:
+    """With the module's dotted name in relative imports."""
+    package = file.relative_to(ROOT).parts
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            above = package[: len(package) - node.level]
+            node.module, node.level = '.'.join([*above, *filter(None, [node.module])]), 0
+    return tree
 
 
 # ---- rooms

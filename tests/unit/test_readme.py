@@ -213,7 +213,7 @@ def test_figures_of_the_drawn_campaign_match_its_results() -> None:
     arguments = results.begun().arguments
     aimed = arguments.index('--cover')  # a flag of that commit
     del arguments[aimed : aimed + 2]
-    command = re.search(r'-m tools\.chaos ((?:.*\\\n)*.*)\n', text)
+    command = re.search(r'moevement chaos ((?:.*\\\n)*.*)\n', text)
     assert command is not None and shlex.split(command[1].replace('\\\n', '')) == arguments
     struck = Counter(fault.fault.split()[0] for fault in results.faults)
     assert {row[0].strip('`'): int(row[1]) for row in rows(text)} == struck

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Benchmarks: each is a program, `python -m tools.bench.<name>`."""
+"""Benchmarks, each a subcommand of `moevement bench`."""

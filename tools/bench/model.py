@@ -9,7 +9,7 @@ loopback.
 
 from pathlib import Path
 
-from tools.lab import models, precisions
+from ..lab import models, precisions
 
 RANKS = (2, 4)
 RUN_ID = 'bench'

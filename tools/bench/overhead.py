@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures the cost of protection per iteration, as ratios to plain Megatron on this machine.
 
-    moevement bench-overhead --json overhead.json
-    git worktree add ../before HEAD~1 && moevement bench-overhead --against ../before
-    moevement bench-overhead --precision all --stand-ins
-    moevement bench-overhead --precision all --rounds 1 --iterations 300 --stand-ins  # losses
+    moevement bench overhead --json overhead.json
+    git worktree add ../before HEAD~1 && moevement bench overhead --against ../before
+    moevement bench overhead --precision all --stand-ins
+    moevement bench overhead --precision all --rounds 1 --iterations 300 --stand-ins  # losses
 
 The ways to protect a run take turns over several rounds, so that a slow phase of the machine
 affects all of them; ratios are taken within a round. The time of an iteration is the time between
@@ -30,9 +30,21 @@ from typing import NamedTuple
 from rich.console import Console
 
 from moevement_ext.events import Event, WindowCommitted, WindowOnDisk
-from tools.bench import model, overhead_report
-from tools.bench.model import NODES
-from tools.bench.overhead_report import (
+
+from ..lab import models, precisions
+from ..lab.arguments import Parser
+from ..lab.benchmark import add_output_flags, exit_on_sigterm, prepare, run_benchmark
+from ..lab.cpu_clock import CpuClock
+from ..lab.errors import LabError
+from ..lab.evidence import kind_of
+from ..lab.hardware import Hardware
+from ..lab.job import Job, memory_directory
+from ..lab.launch import PROGRAM, Launch, Launcher
+from ..lab.models import dense_flags, sparse_flags
+from ..lab.trained import train
+from . import model, overhead_report
+from .model import NODES
+from .overhead_report import (
     AGAINST,
     ASYNC,
     DISK,
@@ -42,17 +54,6 @@ from tools.bench.overhead_report import (
     OverheadReport,
     Run,
 )
-from tools.lab import models, precisions
-from tools.lab.arguments import Parser
-from tools.lab.benchmark import add_output_flags, exit_on_sigterm, prepare, run_benchmark
-from tools.lab.cpu_clock import CpuClock
-from tools.lab.errors import LabError
-from tools.lab.evidence import kind_of
-from tools.lab.hardware import Hardware
-from tools.lab.job import Job, memory_directory
-from tools.lab.launch import PROGRAM, Launch, Launcher
-from tools.lab.models import dense_flags, sparse_flags
-from tools.lab.trained import train
 
 _POLL_S = 0.25
 BF16, ALL, AUTO = 'bf16', 'all', 'auto'
@@ -195,7 +196,7 @@ def summarize(
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(prog='moevement bench-overhead', description=__doc__)
+    parser = Parser(prog='moevement bench overhead', description=__doc__)
     add = parser.add_argument
     add('--rounds', type=int, default=3, help='rounds over all variants (default: 3)')
     add('--iterations', type=int, default=12, help='iterations per run (default: 12)')

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import msgspec
 from rich.console import Console
 
-from tools.lab.figures import Spread
-from tools.lab.hardware import Hardware
-from tools.lab.run_log import RunLog
-from tools.lab.tables import say, table
+from ..lab.figures import Spread
+from ..lab.hardware import Hardware
+from ..lab.run_log import RunLog
+from ..lab.tables import say, table
 
 PLAIN, SPARSE, AGAINST = 'plain', 'sparse', 'sparse-against'
 DISK = 'sparse-disk'

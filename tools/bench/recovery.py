@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures the time of a recovery: localized, as a whole job, and from torch_dist checkpoints.
 
-    moevement bench-recovery --json recovery.json
-    moevement bench-recovery --lose all
+    moevement bench recovery --json recovery.json
+    moevement bench recovery --lose all
 
 A GPT on 4 pipeline stages, each on its own emulated node. The benchmark kills one worker, or all,
 and measures the time until the last rank logs an iteration that was not committed before the kill:
@@ -31,8 +31,20 @@ from typing import NamedTuple
 from rich.console import Console
 
 from moevement_ext.config import LOCALIZED, RESTART, WHOLE_JOB
-from tools.bench import model
-from tools.bench.recovery_report import (
+
+from ..lab.arguments import Parser
+from ..lab.benchmark import add_output_flags, exit_on_sigterm, prepare, run_benchmark
+from ..lab.errors import LabError
+from ..lab.evidence import Tier
+from ..lab.following import read_events
+from ..lab.hardware import Hardware
+from ..lab.job import Job, memory_directory
+from ..lab.launch import Launch, add_share_gpu
+from ..lab.models import dense_flags, native_precision, sparse_flags
+from ..lab.run_log import RunLog
+from ..lab.trained import Trained, train
+from . import model
+from .recovery_report import (
     ALL,
     COLD,
     DISK,
@@ -51,17 +63,6 @@ from tools.bench.recovery_report import (
     print_report,
     sparse_recovery,
 )
-from tools.lab.arguments import Parser
-from tools.lab.benchmark import add_output_flags, exit_on_sigterm, prepare, run_benchmark
-from tools.lab.errors import LabError
-from tools.lab.evidence import Tier
-from tools.lab.following import read_events
-from tools.lab.hardware import Hardware
-from tools.lab.job import Job, memory_directory
-from tools.lab.launch import Launch, add_share_gpu
-from tools.lab.models import dense_flags, native_precision, sparse_flags
-from tools.lab.run_log import RunLog
-from tools.lab.trained import Trained, train
 
 _ITERATIONS_AFTER = 3
 _MAX_RESTARTS = 1000
@@ -159,7 +160,7 @@ class Bench(NamedTuple):
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(prog='moevement bench-recovery', description=__doc__)
+    parser = Parser(prog='moevement bench recovery', description=__doc__)
     add = parser.add_argument
     add('--lose', choices=(WORKER, ALL), default=WORKER, help='workers to kill (default: worker)')
     add('--only', choices=TITLES, nargs='+', default=list(USUAL), help='ways to recover (default: '

@@ -8,12 +8,13 @@ import msgspec
 from rich.console import Console
 
 from moevement_ext.events import Event, NextTier, Recovered, WorkerStarted
-from tools.lab.errors import LabError
-from tools.lab.evidence import kind_of
-from tools.lab.figures import Spread, medians
-from tools.lab.hardware import Hardware
-from tools.lab.run_log import RunLog
-from tools.lab.tables import say, table
+
+from ..lab.errors import LabError
+from ..lab.evidence import kind_of
+from ..lab.figures import Spread, medians
+from ..lab.hardware import Hardware
+from ..lab.run_log import RunLog
+from ..lab.tables import say, table
 
 STAGES = 4
 VICTIM = 2

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures how fast process groups unblock and reconnect, and which resources they leak.
 
-    moevement bench-regroup --json regroup.json
+    moevement bench regroup --json regroup.json
 
 Each cycle: all groups are used, every rank but one waits in an all-reduce, all ranks unblock, and
 all groups are renewed in place. Resources are counted after a warm-up and at the end.
@@ -30,12 +30,13 @@ from torch.distributed import PrefixStore, Store, TCPStore
 
 from moevement_ext.regroup.interruptible_store import InterruptibleStore
 from moevement_ext.regroup.process_groups import ProcessGroups
-from tools.lab.arguments import Parser
-from tools.lab.benchmark import exit_on_sigterm, run_benchmark
-from tools.lab.errors import LabError
-from tools.lab.figures import Spread
-from tools.lab.hardware import Hardware
-from tools.lab.tables import say, table
+
+from ..lab.arguments import Parser
+from ..lab.benchmark import exit_on_sigterm, run_benchmark
+from ..lab.errors import LabError
+from ..lab.figures import Spread
+from ..lab.hardware import Hardware
+from ..lab.tables import say, table
 
 _COUNTED = ('file_descriptors', 'threads', 'shm_files', 'store_keys')
 _TIMEOUT = timedelta(seconds=60)
@@ -223,7 +224,7 @@ def print_report(report: RegroupReport, console: Console) -> None:
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(prog='moevement bench-regroup', description=__doc__)
+    parser = Parser(prog='moevement bench regroup', description=__doc__)
     parser.add_argument('--processes', type=int, default=4, help='even (default: 4)')
     parser.add_argument('--cycles', type=int, default=1000, help='(default: 1000)')
     parser.add_argument('--warm-up', type=int, default=50, help='cycles before (default: 50)')

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures how soon a job that lost a node trains again on a spare node.
 
-    moevement bench-spare-node --rounds 3 --json spare-node.json
+    moevement bench spare-node --rounds 3 --json spare-node.json
 
 The launcher for Slurm runs all agents on this machine, under three host names: two hosts train one
 pipeline stage each, the third is spare. Each rank reserves about `--gib` of host memory, most of it
@@ -33,21 +33,22 @@ from moevement_ext.launch.steps import AGENT, Step
 from moevement_ext.launch.supervisor import Supervisor
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.reserved_pages import ReservedPages
-from tools.bench import model
-from tools.lab.arguments import Parser
-from tools.lab.benchmark import add_output_flags, exit_on_sigterm, prepare, run_benchmark
-from tools.lab.digests import StateDigest, kinds_of_difference, read_digest
-from tools.lab.errors import LabError
-from tools.lab.evidence import kind_of
-from tools.lab.figures import Spread
-from tools.lab.following import read_events
-from tools.lab.hardware import Hardware
-from tools.lab.job import memory_directory
-from tools.lab.launch import Launch
-from tools.lab.models import sparse_flags
-from tools.lab.run_log import parse_log
-from tools.lab.tables import say, table
-from tools.lab.trained import DIGEST, train
+
+from ..lab.arguments import Parser
+from ..lab.benchmark import add_output_flags, exit_on_sigterm, prepare, run_benchmark
+from ..lab.digests import StateDigest, kinds_of_difference, read_digest
+from ..lab.errors import LabError
+from ..lab.evidence import kind_of
+from ..lab.figures import Spread
+from ..lab.following import read_events
+from ..lab.hardware import Hardware
+from ..lab.job import memory_directory
+from ..lab.launch import Launch
+from ..lab.models import sparse_flags
+from ..lab.run_log import parse_log
+from ..lab.tables import say, table
+from ..lab.trained import DIGEST, train
+from . import model
 
 _HOSTS = ('a', 'b', 'c')
 _STAGES = 2
@@ -210,7 +211,7 @@ def show(report: SpareNodeReport, console: Console) -> None:
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(prog='moevement bench-spare-node', description=__doc__)
+    parser = Parser(prog='moevement bench spare-node', description=__doc__)
     add = parser.add_argument
     add('--rounds', type=int, default=3, help='rounds over both variants (default: 3)')
     add('--gib', type=float, default=0.8, help='GiB of the log of a rank (default: 0.8)')

@@ -49,18 +49,19 @@ from typing import IO
 from rich.console import Console
 
 from moevement_ext.config import ConfigurationError
-from tools.chaos.campaign import Campaign
-from tools.chaos.configuration import HANG_TIMEOUT_S
-from tools.chaos.elastic import ElasticCampaign, draw_lives, run_here
-from tools.chaos.landing import landing_table
-from tools.chaos.results import NAME, Begun, ResultError, Results
-from tools.lab.arguments import Parser
-from tools.lab.benchmark import exit_on_sigterm, print_failure
-from tools.lab.digests import DigestFileError
-from tools.lab.errors import LabError
-from tools.lab.job import Kind, memory_directory
-from tools.lab.launch import add_share_gpu
-from tools.lab.models import prepare_text
+
+from ..lab.arguments import Parser
+from ..lab.benchmark import exit_on_sigterm, print_failure
+from ..lab.digests import DigestFileError
+from ..lab.errors import LabError
+from ..lab.job import Kind, memory_directory
+from ..lab.launch import add_share_gpu
+from ..lab.models import prepare_text
+from .campaign import Campaign
+from .configuration import HANG_TIMEOUT_S
+from .elastic import ElasticCampaign, draw_lives, run_here
+from .landing import landing_table
+from .results import NAME, Begun, ResultError, Results
 
 _MOST_SHOWN = 8
 _ALWAYS = (Kind.KILL, Kind.STOP, Kind.NODE, Kind.DOUBLE)

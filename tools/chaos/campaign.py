@@ -13,24 +13,24 @@ from typing import NamedTuple
 
 from rich.console import Console
 
-from tools.chaos.configuration import (
+from ..lab.digests import StateDigest, difference_table, differences, read_digest
+from ..lab.errors import LabError
+from ..lab.job import Job, Kind, memory_directory
+from ..lab.launch import Launch
+from ..lab.local_cluster import log_file
+from ..lab.run_log import read_log
+from ..lab.trained import DIGEST, train
+from .configuration import (
     LONGEST_WINDOW,
     Configuration,
     Feature,
     Precision,
     draw_configuration,
 )
-from tools.chaos.drawing import Fault, draw_faults, draw_window
-from tools.chaos.injecting import FEWEST_ITERATIONS, LAST_ITERATIONS, FaultInjector
-from tools.chaos.model import RUN_ID, parse_layout
-from tools.chaos.results import FaultRecord, JobDone, Refused, Results
-from tools.lab.digests import StateDigest, difference_table, differences, read_digest
-from tools.lab.errors import LabError
-from tools.lab.job import Job, Kind, memory_directory
-from tools.lab.launch import Launch
-from tools.lab.local_cluster import log_file
-from tools.lab.run_log import read_log
-from tools.lab.trained import DIGEST, train
+from .drawing import Fault, draw_faults, draw_window
+from .injecting import FEWEST_ITERATIONS, LAST_ITERATIONS, FaultInjector
+from .model import RUN_ID, parse_layout
+from .results import FaultRecord, JobDone, Refused, Results
 
 _ITERATIONS_PER_FAULT = 2 * FEWEST_ITERATIONS
 _MOST_REFUSALS = 5

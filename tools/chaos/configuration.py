@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from moevement_ext.config import REPORT, STOP
-from tools.chaos.model import COMMON_FLAGS, RUN_ID, SAMPLES, SEQUENCE, Layout, parse_layout
-from tools.lab import models, precisions
-from tools.lab.job import Kind
-from tools.lab.launch import PROGRAM, Launch, Launcher
+
+from ..lab import models, precisions
+from ..lab.job import Kind
+from ..lab.launch import PROGRAM, Launch, Launcher
+from .model import COMMON_FLAGS, RUN_ID, SAMPLES, SEQUENCE, Layout, parse_layout
 
 AUTO = 'auto'
 LONGEST_WINDOW = 6

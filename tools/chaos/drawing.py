@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from tools.lab.job import Kind
+from ..lab.job import Kind
 
 _DECK = {
     Kind.KILL: 5,

@@ -16,17 +16,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 from moevement_ext.events import Event, RecoveryStarted, WindowPersisted
-from tools.chaos.model import COMMON_FLAGS, Layout
-from tools.lab import models
-from tools.lab.digests import Difference, differences, read_digest
-from tools.lab.errors import LabError
-from tools.lab.evidence import kind_of
-from tools.lab.following import read_events
-from tools.lab.job import Job
-from tools.lab.launch import Launch
-from tools.lab.local_cluster import log_file
-from tools.lab.run_log import read_log
-from tools.lab.trained import DIGEST
+
+from ..lab import models
+from ..lab.digests import Difference, differences, read_digest
+from ..lab.errors import LabError
+from ..lab.evidence import kind_of
+from ..lab.following import read_events
+from ..lab.job import Job
+from ..lab.launch import Launch
+from ..lab.local_cluster import log_file
+from ..lab.run_log import read_log
+from ..lab.trained import DIGEST
+from .model import COMMON_FLAGS, Layout
 
 RUN_ID = 'elastic'
 EVENTS = 'events'

@@ -5,12 +5,8 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 
-from tools.chaos.configuration import Configuration
-from tools.chaos.drawing import Fault
-from tools.chaos.landing import Cell, landed
-from tools.chaos.results import FaultRecord
-from tools.lab.errors import LabError
-from tools.lab.evidence import (
+from ..lab.errors import LabError
+from ..lab.evidence import (
     Recovery,
     Tier,
     done_again_s,
@@ -20,8 +16,12 @@ from tools.lab.evidence import (
     recovery,
     start_up_s,
 )
-from tools.lab.job import Injection, Job, Kind
-from tools.lab.run_log import Iteration
+from ..lab.job import Injection, Job, Kind
+from ..lab.run_log import Iteration
+from .configuration import Configuration
+from .drawing import Fault
+from .landing import Cell, landed
+from .results import FaultRecord
 
 LAST_ITERATIONS = 6
 """Last iterations of a job, without faults: a finished worker cannot help another to recover."""

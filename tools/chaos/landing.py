@@ -9,9 +9,10 @@ from typing import NamedTuple
 from rich.table import Table
 
 from moevement_ext.events import Event, RecoveryPhase
-from tools.lab.evidence import kind_of
-from tools.lab.job import Kind
-from tools.lab.tables import table
+
+from ..lab.evidence import kind_of
+from ..lab.job import Kind
+from ..lab.tables import table
 
 _OVER = 'over'
 

@@ -4,7 +4,7 @@
 import math
 from typing import NamedTuple
 
-from tools.lab import models
+from ..lab import models
 
 RUN_ID = 'chaos'
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import msgspec
 
-from tools.chaos.landing import Cell
-from tools.lab.evidence import Tier
+from ..lab.evidence import Tier
+from .landing import Cell
 
 NAME = 'campaign.jsonl'
 

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from moevement_ext.events import DeviceProblem, Event, NextTier, Recovered
-from tools.lab import tables
-from tools.lab.evidence import kind_of
-from tools.lab.history import Episode
+
+from ..lab import tables
+from ..lab.evidence import kind_of
+from ..lab.history import Episode
 
 
 def recoveries(events: Sequence[Event], ranks: int) -> list[Episode]:

@@ -32,8 +32,18 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tools.compare import measuring
-from tools.compare.report import (
+from ..lab.arguments import Parser
+from ..lab.benchmark import (
+    add_output_flags,
+    exit_on_sigterm,
+    prepare,
+    run_benchmark,
+    write_table,
+)
+from ..lab.errors import LabError
+from ..lab.hardware import Hardware
+from . import measuring
+from .report import (
     Comparison,
     Conditions,
     RowResult,
@@ -42,8 +52,8 @@ from tools.compare.report import (
     over_rounds,
     print_report,
 )
-from tools.compare.rows import ROWS, chosen
-from tools.compare.running import (
+from .rows import ROWS, chosen
+from .running import (
     RANKS,
     STATE_BYTES,
     Course,
@@ -51,16 +61,6 @@ from tools.compare.running import (
     PlannedFault,
     draw_faults,
 )
-from tools.lab.arguments import Parser
-from tools.lab.benchmark import (
-    add_output_flags,
-    exit_on_sigterm,
-    prepare,
-    run_benchmark,
-    write_table,
-)
-from tools.lab.errors import LabError
-from tools.lab.hardware import Hardware
 
 _PROG = 'moevement compare'
 # Faults are drawn between these parts of plain Megatron's duration after the warm-up.
@@ -198,7 +198,7 @@ def show(args: argparse.Namespace, report: Comparison, console: Console) -> None
     print_report(report, console)
     try:
         if args.plot:
-            from tools.compare.pictures import draw_all  # matplotlib takes a second
+            from .pictures import draw_all  # matplotlib takes a second
 
             for path in draw_all(report, args.plot):
                 console.print(str(path), highlight=False, soft_wrap=True)
@@ -211,7 +211,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     exit_on_sigterm()
     given = list(sys.argv[1:] if argv is None else argv)
     if given[:1] == ['peers']:
-        from tools.compare import peers
+        from . import peers
 
         return peers.main(given[1:])
     args = parse_arguments(given)

@@ -9,11 +9,12 @@ from typing import NamedTuple
 import msgspec
 
 from moevement_ext.events import Recovered, TokensLost, WindowOnDisk, WindowPersisted
-from tools.compare.rows import Keeps
-from tools.compare.running import RANKS, STAGES, Course, InjectedFault, Lived
-from tools.lab.errors import LabError
-from tools.lab.evidence import kind_of
-from tools.lab.run_log import Iteration, RunLog
+
+from ..lab.errors import LabError
+from ..lab.evidence import kind_of
+from ..lab.run_log import Iteration, RunLog
+from .rows import Keeps
+from .running import RANKS, STAGES, Course, InjectedFault, Lived
 
 PHASES = ('process start', 'restore', 'iterations again', 'new iteration')
 """Phases of every recovery, in order."""

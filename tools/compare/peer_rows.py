@@ -8,17 +8,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from tools.compare import peer_program
-from tools.lab.launch import ROOT, Launch, Launcher
-from tools.lab.models import dense_flags, sparse_flags
-from tools.lab.torchrun import Agents
+from ..lab.launch import ROOT, Launch, Launcher
+from ..lab.models import dense_flags, sparse_flags
+from ..lab.torchrun import Agents
+from . import peer_program
 
 RANKS = 2
 SITE = ROOT / '.peers'
 """Where `scripts/peers.sh` installs."""
 # Otherwise the store of torchrun's c10d rendezvous keeps addresses of dead workers, too.
 _NEW_STORE = {'TORCH_DISABLE_SHARE_RDZV_TCP_STORE': '1'}
-_PROGRAM = str(Path(peer_program.__file__).relative_to(ROOT))
+_PROGRAM = peer_program.__file__
 
 
 class Elastic(Agents):

@@ -29,19 +29,19 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from tools.compare import peer_program, peer_rows, running
-from tools.compare.peer_rows import CANNOT, PEERS, PLAIN, PLAIN_DATA, RANKS, SITE, PeerRow
-from tools.lab import four_ranks, tables
-from tools.lab.arguments import Parser
-from tools.lab.benchmark import add_output_flags, prepare, run_benchmark, write_table
-from tools.lab.cpu_clock import Spent, memory_bytes, spent
-from tools.lab.errors import LabError
-from tools.lab.figures import Spread
-from tools.lab.hardware import Hardware
-from tools.lab.job import Job, memory_directory
-from tools.lab.run_log import RunLog
-from tools.lab.tables import say, table
-from tools.lab.trained import Trained, train
+from ..lab import four_ranks, tables
+from ..lab.arguments import Parser
+from ..lab.benchmark import add_output_flags, prepare, run_benchmark, write_table
+from ..lab.cpu_clock import Spent, memory_bytes, spent
+from ..lab.errors import LabError
+from ..lab.figures import Spread
+from ..lab.hardware import Hardware
+from ..lab.job import Job, memory_directory
+from ..lab.run_log import RunLog
+from ..lab.tables import say, table
+from ..lab.trained import Trained, train
+from . import peer_program, peer_rows, running
+from .peer_rows import CANNOT, PEERS, PLAIN, PLAIN_DATA, RANKS, SITE, PeerRow
 
 _PROG = 'moevement compare peers'
 _BEGINS = re.compile(re.escape(peer_program.BEGINS) + r'(\d+)')

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from tools.compare.measuring import Curves
-from tools.compare.report import Comparison, RowResult, marked
-from tools.lab.drawing import FAILURE, MUTED, OTHER, OWN, PALETTE, picture, subtitle
+from ..lab.drawing import FAILURE, MUTED, OTHER, OWN, PALETTE, picture, subtitle
+from .measuring import Curves
+from .report import Comparison, RowResult, marked
 
 GOODPUT, ETTR, LOSS = 'compare-goodput.png', 'compare-ettr.png', 'compare-loss.png'
 _BIN_S = 2.0

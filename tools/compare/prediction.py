@@ -13,17 +13,18 @@ from dataclasses import replace
 import numpy as np
 
 from moevement_ext.plan.byte_planner import InfeasiblePlan
-from tools.compare import measuring
-from tools.compare.measuring import PHASES, Comeback
-from tools.compare.rows import Keeps, Row
-from tools.compare.running import MICRO_BATCHES, RANKS, Lived
-from tools.lab import four_ranks
-from tools.plan.description import DescriptionError
-from tools.simulate import run_profile
-from tools.simulate.failures import Trace
-from tools.simulate.fields import FieldError
-from tools.simulate.monte_carlo import simulate
-from tools.simulate.systems import Options, System, build
+
+from ..lab import four_ranks
+from ..plan.description import DescriptionError
+from ..simulate import run_profile
+from ..simulate.failures import Trace
+from ..simulate.fields import FieldError
+from ..simulate.monte_carlo import simulate
+from ..simulate.systems import Options, System, build
+from . import measuring
+from .measuring import PHASES, Comeback
+from .rows import Keeps, Row
+from .running import MICRO_BATCHES, RANKS, Lived
 
 _HISTORIES = 2  # the first one has the faults of the job
 # Rates that events may lack: without replicas nothing uses or measures the network; the disk's rate

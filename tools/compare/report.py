@@ -8,15 +8,15 @@ from collections.abc import Sequence
 import msgspec
 from rich.console import Console
 
-from tools.compare import measuring
-from tools.compare.measuring import PHASES, Curves
-from tools.compare.prediction import predicted
-from tools.compare.rows import Keeps, Row
-from tools.compare.running import RANKS, Course, Lived, PlannedFault
-from tools.lab import tables
-from tools.lab.figures import Spread, medians
-from tools.lab.hardware import Hardware
-from tools.lab.tables import say, table
+from ..lab import tables
+from ..lab.figures import Spread, medians
+from ..lab.hardware import Hardware
+from ..lab.tables import say, table
+from . import measuring
+from .measuring import PHASES, Curves
+from .prediction import predicted
+from .rows import Keeps, Row
+from .running import RANKS, Course, Lived, PlannedFault
 
 # Characters in a line of a document.
 _WIDTH = 100

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from moevement_ext.config import AUTO, SparseCheckpointConfig
-from tools.lab import models
+
+from ..lab import models
 
 
 class Keeps(enum.StrEnum):

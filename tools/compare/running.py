@@ -13,14 +13,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
-from tools.compare import program
-from tools.compare.rows import PLAIN, RUN_ID, Keeps, Row
-from tools.lab import four_ranks, models
-from tools.lab.errors import LabError
-from tools.lab.job import Job, Kind, memory_directory
-from tools.lab.launch import ROOT, Launch
-from tools.lab.run_log import RunLog
-from tools.lab.trained import Trained, train
+from ..lab import four_ranks, models
+from ..lab.errors import LabError
+from ..lab.job import Job, Kind, memory_directory
+from ..lab.launch import Launch
+from ..lab.run_log import RunLog
+from ..lab.trained import Trained, train
+from . import program
+from .rows import PLAIN, RUN_ID, Keeps, Row
 
 STAGES, RANKS = 2, 4
 MICRO_BATCHES = 3
@@ -34,7 +34,7 @@ _EVERYTHING = range(RANKS)
 _MAX_RESTARTS = 1000
 _POLL_S = 0.02
 _STARTED = re.compile(re.escape(program.STARTED) + r'([\d.]+)')
-_PROGRAM = str(Path(program.__file__).relative_to(ROOT))
+_PROGRAM = program.__file__
 _ZERO = '--use-distributed-optimizer'
 _KINDS = (Kind.KILL, Kind.NODE)
 # Smallest gap between two faults, as a share of the mean gap.

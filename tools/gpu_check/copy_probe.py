@@ -40,8 +40,9 @@ from moevement_ext.plan.byte_planner import (
     fewest_slots,
     hideable_budget,
 )
-from tools.lab.errors import LabError
-from tools.lab.figures import write_json
+
+from ..lab.errors import LabError
+from ..lab.figures import write_json
 
 _NAME = 'probe'
 _GIB = 1 << 30

@@ -19,9 +19,10 @@ import msgspec
 from torch.distributed import TCPStore
 
 from moevement_ext.launch import shared_gpu
-from tools.gpu_check.nccl_rank import Measured, Trial
-from tools.lab.errors import LabError
-from tools.lab.launch import ENVIRONMENT, ROOT
+
+from ..lab.errors import LabError
+from ..lab.launch import ENVIRONMENT, ROOT
+from .nccl_rank import Measured, Trial
 
 # Time limit of a trial.
 _LIMIT_S = 160

@@ -17,7 +17,8 @@ from moevement_ext.events import (
     WindowCommitted,
     WorkerStarted,
 )
-from tools.lab.plots import Doing, Span
+
+from .plots import Doing, Span
 
 
 def together(lanes: Sequence[Sequence[Span]]) -> list[Span]:

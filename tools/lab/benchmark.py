@@ -10,9 +10,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tools.lab.errors import LabError
-from tools.lab.figures import replacing, require_replaceable, write_json
-from tools.lab.models import prepare_text
+from .errors import LabError
+from .figures import replacing, require_replaceable, write_json
+from .models import prepare_text
 
 
 def add_output_flags(parser: argparse.ArgumentParser, folder: str = 'runs/bench') -> None:

@@ -10,9 +10,9 @@ from typing import NamedTuple, Self
 import numpy as np
 import psutil
 
-from tools.lab.job import Job
-from tools.lab.launch import family
-from tools.lab.run_log import RunLog
+from .job import Job
+from .launch import family
+from .run_log import RunLog
 
 
 class Spent(NamedTuple):

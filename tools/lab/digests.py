@@ -10,7 +10,7 @@ import msgspec
 from rich.markup import escape
 from rich.table import Table
 
-from tools.lab.errors import LabError
+from .errors import LabError
 
 
 class DigestFileError(LabError):

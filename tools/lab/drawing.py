@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tools.lab.figures import replacing
+from .figures import replacing
 
 OWN, OTHER, MUTED, FAILURE = '#0b6e99', '#7a869a', '#5e6c84', '#c8102e'
 PALETTE = (OTHER, '#7a5cc0', '#e89b00', '#3f8f8a', '#b7791f', '#c4cad3')

@@ -16,7 +16,8 @@ from moevement_ext.events import (
     WindowPersisted,
     WorkerStarted,
 )
-from tools.lab.run_log import Iteration
+
+from .run_log import Iteration
 
 _ATTEMPT = (WorkerStarted, FailureDetected, RecoveryStarted, NextTier, Recovered)
 _WHOLE_JOB = 'the whole job'

@@ -7,7 +7,8 @@ from pathlib import Path
 import msgspec
 
 from moevement_ext.events import Event, decode
-from tools.lab.errors import LabError
+
+from .errors import LabError
 
 
 class FollowedFile:

@@ -3,7 +3,7 @@
 
 from pathlib import Path
 
-from tools.lab import models, precisions
+from . import models, precisions
 
 NODES = 2
 WORKERS_PER_NODE = 2

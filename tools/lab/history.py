@@ -26,11 +26,12 @@ from moevement_ext.events import (
     WindowPersisted,
     WorkerStarted,
 )
-from tools.lab import activity
-from tools.lab.errors import LabError
-from tools.lab.evidence import kind_of
-from tools.lab.following import Follower
-from tools.lab.plots import Doing, Span
+
+from . import activity
+from .errors import LabError
+from .evidence import kind_of
+from .following import Follower
+from .plots import Doing, Span
 
 PROCESS_START = 'process_start'
 """Phase from the failure until the new process runs the program."""

@@ -15,13 +15,14 @@ from typing import NamedTuple, Self
 
 from moevement_ext.errors import EXIT_WHOLE_JOB
 from moevement_ext.events import Event
-from tools.lab.errors import LabError
-from tools.lab.evidence import recovers_locally
-from tools.lab.following import Follower
-from tools.lab.launch import Death, Launch, Launcher, node_name
-from tools.lab.local_cluster import LocalCluster
-from tools.lab.run_log import RunLog, parse_log
-from tools.lab.torchrun import Agents
+
+from .errors import LabError
+from .evidence import recovers_locally
+from .following import Follower
+from .launch import Death, Launch, Launcher, node_name
+from .local_cluster import LocalCluster
+from .run_log import RunLog, parse_log
+from .torchrun import Agents
 
 _POLL_S = 0.1
 _STALLED_S = 300

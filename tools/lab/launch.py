@@ -15,10 +15,12 @@ from typing import NamedTuple
 import psutil
 
 from megatron.moevement.seams.without_gpu import COMPILED
+from moevement_ext import command
 from moevement_ext.launch.environment import connections
 
-ROOT = Path(__file__).resolve().parents[2]
-PROGRAM = 'pretrain_gpt.py'
+ROOT, PROGRAM = command.ROOT, command.PROGRAM
+PACKAGE = __name__.rpartition('.lab.')[0]
+"""Package of all tools; its name in a wheel is another."""
 _PORTS = 20_000, 32_000
 GRACE_S = 15
 """Seconds between SIGTERM and SIGKILL."""

@@ -9,10 +9,11 @@ from typing import BinaryIO
 from moevement_ext.errors import LaunchError
 from moevement_ext.launch.child import Child, SpawnedChild
 from moevement_ext.launch.launcher_events import FILE, JobFailed, WorkerEnded, WorkerLaunched
-from tools.lab import forked_launcher
-from tools.lab.errors import LabError
-from tools.lab.following import FollowedFile
-from tools.lab.launch import GRACE_S, Death, Launch, kill_groups
+
+from . import forked_launcher
+from .errors import LabError
+from .following import FollowedFile
+from .launch import GRACE_S, Death, Launch, kill_groups
 
 _TAIL_LINES = 12
 

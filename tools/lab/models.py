@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron.moevement.seams import without_gpu
-from tools.lab.errors import LabError
-from tools.lab.launch import ROOT
+
+from .errors import LabError
+from .launch import PACKAGE, ROOT
 
 TEXT = '--tokenizer-type NullTokenizer --vocab-size 257 --split 90,5,5'.split()
 """Flags for text as bytes, as `prepare_data` writes it."""
@@ -95,7 +96,7 @@ def prepare_text(folder: Path, megabytes: int = 4, quiet: bool = True) -> Path:
     """
     prefix = folder / 'stdlib'
     if not prefix.with_suffix('.idx').exists():
-        command = [sys.executable, '-m', 'tools.prepare_data']
+        command = [sys.executable, '-m', f'{PACKAGE}.prepare_data']
         command += ['--output-prefix', str(prefix), '--limit-mb', str(megabytes)]
         environment = os.environ | {'PYTHONWARNINGS': 'ignore'}
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=quiet, text=True)

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tools.lab.drawing import FAILURE, MUTED, OTHER, OWN, picture
-from tools.lab.run_log import Iteration, RunLog
+from .drawing import FAILURE, MUTED, OTHER, OWN, picture
+from .run_log import Iteration, RunLog
 
 MIB = 1 << 20
 

@@ -6,7 +6,7 @@ They need Transformer Engine; on a CPU, a tool may run them on stand-ins with th
 
 import importlib.util
 
-from tools.lab.launch import PROGRAM, ROOT
+from .launch import PROGRAM, ROOT
 
 STAND_INS = 'tests/stand_ins/program.py'
 """A program equal to `PROGRAM`, with the stand-ins."""

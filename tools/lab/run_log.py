@@ -7,7 +7,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from tools.lab.errors import LabError
+from .errors import LabError
 
 _ITERATION = re.compile(
     r'\[(?P<time>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+)\] iteration +(?P<iteration>\d+)/ *\d+ \|'

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from tools.lab.launch import (
+from .launch import (
     GRACE_S,
     Death,
     Launch,

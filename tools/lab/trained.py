@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from moevement_ext.events import Event, WorkerStarted
-from tools.lab.digests import StateDigest, kinds_of_difference, read_digest
-from tools.lab.evidence import Recovery, kind_of, recovery
-from tools.lab.job import Job
-from tools.lab.launch import Launch, Launcher
-from tools.lab.run_log import RunLog
-from tools.lab.torchrun import Agents
+
+from .digests import StateDigest, kinds_of_difference, read_digest
+from .evidence import Recovery, kind_of, recovery
+from .job import Job
+from .launch import Launch, Launcher
+from .run_log import RunLog
+from .torchrun import Agents
 
 DIGEST = 'digest.json'
 """Name of the file with the digest of the final state, in the folder of a job."""

@@ -31,23 +31,24 @@ from moevement_ext.plan.byte_planner import (
     bytes_over_budget,
     fewest_slots,
 )
-from tools.lab.arguments import Flag, Parser, above_0, add_flags, at_least, split_at_end
-from tools.lab.figures import print_json
-from tools.lab.tables import table
-from tools.plan.algorithm1 import plan_as_printed
-from tools.plan.description import DescriptionError, Training, read, read_operators
-from tools.plan.flags import RECOVERIES, MegatronFlags, parse_megatron_flags
-from tools.plan.layout import PRECISIONS
-from tools.plan.planning import (
+
+from ..lab.arguments import Flag, Parser, above_0, add_flags, at_least, split_at_end
+from ..lab.figures import print_json
+from ..lab.tables import table
+from ..simulate.fields import FieldError
+from .algorithm1 import plan_as_printed
+from .description import DescriptionError, Training, read, read_operators
+from .flags import RECOVERIES, MegatronFlags, parse_megatron_flags
+from .layout import PRECISIONS
+from .planning import (
     FailureRate,
     Job,
     ProtectionSettings,
     iteration_seconds,
     plan_job,
 )
-from tools.plan.presets import CLUSTERS, GIGA, GPU_HOURS_PER_FAILURE, PRESETS, Cluster, mtbf_s
-from tools.plan.report import as_json, infeasible, print_plan
-from tools.simulate.fields import FieldError
+from .presets import CLUSTERS, GIGA, GPU_HOURS_PER_FAILURE, PRESETS, Cluster, mtbf_s
+from .report import as_json, infeasible, print_plan
 
 PRINTED = 'paper'
 BY_BYTES = 'bytes'

@@ -8,8 +8,9 @@ import msgspec
 import numpy as np
 
 from moevement_ext.plan.byte_planner import OperatorTable
-from tools.plan.layout import Batch, Layout, Precision
-from tools.plan.model import ModelShape
+
+from .layout import Batch, Layout, Precision
+from .model import ModelShape
 
 
 class DescriptionError(ValueError):

@@ -14,10 +14,11 @@ from typing import Any
 from msgspec.structs import replace
 
 from moevement_ext.config import AUTO, SparseCheckpointConfig, network_rate
-from tools.lab.arguments import Parser
-from tools.plan.description import DescriptionError, Training
-from tools.plan.layout import Batch, Layout, Precision, spread
-from tools.plan.model import LatentAttention, ModelShape
+
+from ..lab.arguments import Parser
+from .description import DescriptionError, Training
+from .layout import Batch, Layout, Precision, spread
+from .model import LatentAttention, ModelShape
 
 _LAYER_LIST = re.compile(r'\[([01, ]+)\](?:\*(\d+))?')
 _LAYOUT = {

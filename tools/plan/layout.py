@@ -7,7 +7,7 @@ for experts: expert tensor, expert, expert data, pipeline. So the ranks of a sta
 
 import msgspec
 
-from tools.simulate import fields
+from ..simulate import fields
 
 _BYTES = {'fp8': 1, 'fp16': 2, 'bf16': 2, 'fp32': 4}
 _SCALED = ('fp8', 'fp16')

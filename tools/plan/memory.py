@@ -23,8 +23,9 @@ from moevement_ext.memory.upstream_log.ring import region_bytes
 from moevement_ext.memory.window.format import window_capacity
 from moevement_ext.plan.byte_planner import OperatorTable, window_bytes_bound
 from moevement_ext.replicate.copies import place_copies
-from tools.plan.layout import Batch, Layout, Precision
-from tools.plan.model import ModelShape
+
+from .layout import Batch, Layout, Precision
+from .model import ModelShape
 
 CHECKSUM_BYTES_PER_S = 12e9
 """Speed of xxh3_64 on one core (measured on an AMD EPYC with AVX2)."""

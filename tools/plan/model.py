@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from tools.simulate import fields
+from ..simulate import fields
 
 # Limit of any dimension; sums of bytes stay within 64 bits.
 _MOST = 2**24

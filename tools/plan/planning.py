@@ -38,14 +38,15 @@ from moevement_ext.plan.windows import (
     needs,
     shortest,
 )
-from tools.plan import memory
-from tools.plan.algorithm1 import plan_as_printed
-from tools.plan.layout import Batch, Layout, Precision
-from tools.plan.model import ModelShape
-from tools.plan.presets import Cluster
-from tools.plan.sizes import held_elements, operator_sizes, scaling_bytes, stage_kind
-from tools.simulate import fields
-from tools.simulate.closed_form import Sparse
+
+from ..simulate import fields
+from ..simulate.closed_form import Sparse
+from . import memory
+from .algorithm1 import plan_as_printed
+from .layout import Batch, Layout, Precision
+from .model import ModelShape
+from .presets import Cluster
+from .sizes import held_elements, operator_sizes, scaling_bytes, stage_kind
 
 # Limit of the search for windows beyond the allowed ones, to report a feasible length.
 _LONGEST_SOUGHT = 64

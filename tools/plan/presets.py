@@ -7,11 +7,11 @@ from typing import Any
 
 import msgspec
 
-from tools.plan.description import Training
-from tools.plan.flags import layers_with_experts
-from tools.plan.layout import Batch, Layout
-from tools.plan.model import ModelShape
-from tools.simulate import fields
+from ..simulate import fields
+from .description import Training
+from .flags import layers_with_experts
+from .layout import Batch, Layout
+from .model import ModelShape
 
 GIGA = 10**9
 

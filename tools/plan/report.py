@@ -10,8 +10,9 @@ from typing import Any
 from rich.console import Console
 
 from moevement_ext.memory.budget import GIB, gib
-from tools.lab.tables import say, table
-from tools.plan.planning import JobPlan, StageKind
+
+from ..lab.tables import say, table
+from .planning import JobPlan, StageKind
 
 # Megatron's main gradients are fp32.
 _GRADIENT_BYTES = 4
@@ -282,7 +283,7 @@ def _hardware(plan: JobPlan) -> Iterator[str]:
     if precision.master == 'fp8':
         yield (
             'masters in fp8 lose updates that are small relative to a weight; compare losses '
-            '(moevement bench-overhead --precision all)'
+            '(moevement bench overhead --precision all)'
         )
     of_full = precision.optimizer_bytes / precision.full_bytes
     state = max(

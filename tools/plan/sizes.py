@@ -17,9 +17,10 @@ from typing import NamedTuple
 import numpy as np
 
 from moevement_ext.plan.byte_planner import OperatorTable
-from tools.plan.layout import Layout, Precision
-from tools.plan.model import ModelShape, Weights
-from tools.simulate import fields
+
+from ..simulate import fields
+from .layout import Layout, Precision
+from .model import ModelShape, Weights
 
 VOCABULARY_MULTIPLE = 128
 """Megatron pads the vocabulary to a multiple of this times the tensor parallelism."""

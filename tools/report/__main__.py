@@ -17,12 +17,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tools.lab.arguments import Parser
-from tools.lab.errors import LabError
-from tools.lab.figures import replacing
-from tools.lab.history import read_history
-from tools.report.forecast import read_plan
-from tools.report.page import render
+from ..lab.arguments import Parser
+from ..lab.errors import LabError
+from ..lab.figures import replacing
+from ..lab.history import read_history
+from .forecast import read_plan
+from .page import render
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import msgspec
 
-from tools.lab.errors import LabError
-from tools.lab.history import History, Shares
-from tools.lab.text import duration, size
+from ..lab.errors import LabError
+from ..lab.history import History, Shares
+from ..lab.text import duration, size
 
 
 class Plan(msgspec.Struct):

@@ -4,10 +4,10 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tools.lab.activity import together
-from tools.lab.history import History
-from tools.lab.plots import Doing, Span
-from tools.lab.text import duration
+from ..lab.activity import together
+from ..lab.history import History
+from ..lab.plots import Doing, Span
+from ..lab.text import duration
 
 _MOST_RANKS = 64  # with more ranks, a lane is a stage
 _TICKS = 4

@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from tools.lab.history import PROCESS_START, Episode, History, shares
-from tools.lab.text import duration, loss, readable, size
-from tools.report import lanes, protection
-from tools.report.forecast import Plan, compare
+from ..lab.history import PROCESS_START, Episode, History, shares
+from ..lab.text import duration, loss, readable, size
+from . import lanes, protection
+from .forecast import Plan, compare
 
 _DETAILED = 40  # limit of drawn recoveries; the table has all
 # Colour in the template, by phase of a localized recovery or of a whole-job one.

@@ -7,8 +7,9 @@ from collections import defaultdict
 from typing import NamedTuple
 
 from moevement_ext.events import Replanned
-from tools.lab.history import History, Progress
-from tools.lab.text import duration, size, tick
+
+from ..lab.history import History, Progress
+from ..lab.text import duration, size, tick
 
 _BINS = 120
 

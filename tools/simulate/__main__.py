@@ -27,15 +27,16 @@ from importlib import import_module
 from rich.console import Console
 
 from moevement_ext.plan.strategy import intervals
-from tools.lab.arguments import Parser
-from tools.lab.figures import print_json
-from tools.lab.tables import table
-from tools.simulate import closed_form, flags
-from tools.simulate.closed_form import Dense
-from tools.simulate.experts import PartialRun
-from tools.simulate.fields import FieldError
-from tools.simulate.runs import Run
-from tools.simulate.systems import SYSTEMS, System
+
+from ..lab.arguments import Parser
+from ..lab.figures import print_json
+from ..lab.tables import table
+from . import closed_form, flags
+from .closed_form import Dense
+from .experts import PartialRun
+from .fields import FieldError
+from .runs import Run
+from .systems import SYSTEMS, System
 
 SUBCOMMANDS = {
     'sweep': 'sweep', 'profile': 'run_profile', 'iteration': 'iteration', 'paper': 'paper.__main__',
@@ -139,7 +140,7 @@ def compute(args: argparse.Namespace) -> dict[str, object]:
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments and arguments[0] in SUBCOMMANDS:
-        module = import_module(f'tools.simulate.{SUBCOMMANDS[arguments[0]]}')
+        module = import_module(f'.{SUBCOMMANDS[arguments[0]]}', __package__)
         return int(module.main(arguments[1:]))
     parser = Parser(prog='moevement simulate', description=__doc__)
     parser.add_argument('--system', choices=SYSTEMS, required=True)

@@ -22,7 +22,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from moevement_ext.plan.strategy.intervals import daly_s, young_s
-from tools.simulate import fields
+
+from . import fields
 
 LONGEST_WINDOW = 1_000_000
 """Limit of W, beyond which the sums over a window would take too long."""

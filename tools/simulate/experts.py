@@ -22,9 +22,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tools.simulate import fields
-from tools.simulate.closed_form import Dense
-from tools.simulate.runs import DenseRun
+from . import fields
+from .closed_form import Dense
+from .runs import DenseRun
 
 SELECTIONS = ('sequential', 'load-aware')
 _CYCLES = 40

@@ -24,7 +24,7 @@ from typing import Protocol
 
 import numpy as np
 
-from tools.simulate import fields
+from . import fields
 
 MOST_FAILURES = 20_000_000
 """Limit of failures in one simulation, over all histories, given by memory."""

@@ -11,17 +11,18 @@ from typing import NamedTuple
 import numpy as np
 
 from moevement_ext.plan.byte_planner import InfeasiblePlan
-from tools.lab.arguments import Flag, add_flags
-from tools.plan import presets
-from tools.plan.description import DescriptionError, read
-from tools.simulate import fields, run_profile
-from tools.simulate.experts import SELECTIONS, draw_shares
-from tools.simulate.failures import Correlated, Process, Renewal, Trace, TraceError, read_trace
-from tools.simulate.fields import FieldError
-from tools.simulate.monte_carlo import Estimate, Spares, simulate
-from tools.simulate.profile import Profile
-from tools.simulate.runs import Pipeline
-from tools.simulate.systems import INTERVAL_RULES, PARTIAL_SYSTEMS, Options, System, build
+
+from ..lab.arguments import Flag, add_flags
+from ..plan import presets
+from ..plan.description import DescriptionError, read
+from . import fields, run_profile
+from .experts import SELECTIONS, draw_shares
+from .failures import Correlated, Process, Renewal, Trace, TraceError, read_trace
+from .fields import FieldError
+from .monte_carlo import Estimate, Spares, simulate
+from .profile import Profile
+from .runs import Pipeline
+from .systems import INTERVAL_RULES, PARTIAL_SYSTEMS, Options, System, build
 
 GB = 1e9
 

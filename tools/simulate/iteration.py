@@ -29,13 +29,13 @@ from typing import NamedTuple
 import numpy as np
 from rich.console import Console
 
-from tools.lab.arguments import Flag, Parser, add_flags
-from tools.lab.figures import print_json
-from tools.lab.tables import table
-from tools.plan.description import DescriptionError, read
-from tools.plan.layout import spread
-from tools.simulate import fields, flags
-from tools.simulate.fields import FieldError
+from ..lab.arguments import Flag, Parser, add_flags
+from ..lab.figures import print_json
+from ..lab.tables import table
+from ..plan.description import DescriptionError, read
+from ..plan.layout import spread
+from . import fields, flags
+from .fields import FieldError
 
 FORMAT = 'moevement-stages/1'
 _COMPUTE, _SYNC, _UPDATE = ('forward-compute', 'backward-compute'), 'all-grads-sync', 'optimizer'

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tools.simulate import fields
-from tools.simulate.closed_form import Dense, Sparse
-from tools.simulate.failures import FailureTimes, Process, Renewal, Trace
-from tools.simulate.runs import DenseRun, Run, RunFactory, SparseRun
+from . import fields
+from .closed_form import Dense, Sparse
+from .failures import FailureTimes, Process, Renewal, Trace
+from .runs import DenseRun, Run, RunFactory, SparseRun
 
 HISTORIES = 512
 FAILURES_PER_HISTORY = 400

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from moevement_ext.plan.byte_planner import DEFAULT_HIDDEN_FRACTION
-from tools.simulate import fields
-from tools.simulate.runs import Pipeline
+
+from . import fields
+from .runs import Pipeline
 
 FORMAT = 'moevement-profile/1'
 

@@ -18,14 +18,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from moevement_ext.events import Protected, Replanned, WindowCommitted
-from tools.lab.arguments import Parser
-from tools.lab.errors import LabError
-from tools.lab.figures import write_json
-from tools.lab.history import Episode, History, read_history
-from tools.plan.description import DescriptionError
-from tools.simulate.fields import FieldError
-from tools.simulate.profile import FORMAT, OperatorProfile, Profile
-from tools.simulate.runs import Pipeline
+
+from ..lab.arguments import Parser
+from ..lab.errors import LabError
+from ..lab.figures import write_json
+from ..lab.history import Episode, History, read_history
+from ..plan.description import DescriptionError
+from .fields import FieldError
+from .profile import FORMAT, OperatorProfile, Profile
+from .runs import Pipeline
 
 COMPUTED_AGAIN = ('fetch', 'load', 'convert', 'catch_up')
 """Phases of a recovery that the simulator computes itself."""

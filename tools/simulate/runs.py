@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tools.simulate import fields
-from tools.simulate.closed_form import Dense, Sparse
+from . import fields
+from .closed_form import Dense, Sparse
 
 
 @dataclass(frozen=True)

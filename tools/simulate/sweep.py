@@ -26,16 +26,17 @@ from rich.console import Console
 from tqdm import tqdm
 
 from moevement_ext.plan.byte_planner import InfeasiblePlan
-from tools.lab.arguments import Parser
-from tools.lab.drawing import OWN, PALETTE, picture, subtitle
-from tools.lab.figures import print_json
-from tools.lab.tables import table
-from tools.lab.text import tick
-from tools.simulate import flags
-from tools.simulate.closed_form import Dense
-from tools.simulate.experts import PartialRun
-from tools.simulate.fields import FieldError
-from tools.simulate.systems import PARTIAL_SYSTEMS, SPARSE_SYSTEMS, SYSTEMS
+
+from ..lab.arguments import Parser
+from ..lab.drawing import OWN, PALETTE, picture, subtitle
+from ..lab.figures import print_json
+from ..lab.tables import table
+from ..lab.text import tick
+from . import flags
+from .closed_form import Dense
+from .experts import PartialRun
+from .fields import FieldError
+from .systems import PARTIAL_SYSTEMS, SPARSE_SYSTEMS, SYSTEMS
 
 WHOLE = ('gpus', 'window', 'interval')
 SHOWN = {

@@ -31,19 +31,20 @@ import numpy as np
 
 from moevement_ext.plan.byte_planner import OperatorTable, balanced, fewest_slots
 from moevement_ext.plan.strategy.intervals import young_s
-from tools.plan.algorithm1 import plan_as_printed
-from tools.simulate import closed_form as intervals
-from tools.simulate import fields
-from tools.simulate.closed_form import LONGEST_WINDOW, Dense, Sparse
-from tools.simulate.experts import (
+
+from ..plan.algorithm1 import plan_as_printed
+from . import closed_form as intervals
+from . import fields
+from .closed_form import LONGEST_WINDOW, Dense, Sparse
+from .experts import (
     PartialExperts,
     PartialRun,
     frozen_shares,
     spread_over,
     with_experts,
 )
-from tools.simulate.profile import Profile
-from tools.simulate.runs import CopyRun, Pipeline, RunFactory, SparseRun
+from .profile import Profile
+from .runs import CopyRun, Pipeline, RunFactory, SparseRun
 
 DENSE_SYSTEMS = ('none', 'dense', 'checkfreq', 'gemini', 'moc', 'moetion')
 SPARSE_SYSTEMS = ('moevement', 'ours', 'copy')

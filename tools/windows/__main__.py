@@ -38,13 +38,14 @@ from rich.console import Console
 from rich.table import Table
 
 from moevement_ext.memory.window.refused import UnreadableWindow
-from tools.lab.arguments import Parser, at_least, split_at_end
-from tools.lab.errors import LabError
-from tools.lab.figures import print_json
-from tools.lab.text import size
-from tools.windows.export import TORCH_DIST, export, source
-from tools.windows.found import Found, complete, find
-from tools.windows.pruning import live_runs, prunable, remove
+
+from ..lab.arguments import Parser, at_least, split_at_end
+from ..lab.errors import LabError
+from ..lab.figures import print_json
+from ..lab.text import size
+from .export import TORCH_DIST, export, source
+from .found import Found, complete, find
+from .pruning import live_runs, prunable, remove
 
 _KEEP = 2
 _WIDE = 100
@@ -136,7 +137,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def _export(found: Sequence[Found], args: argparse.Namespace) -> int:
     try:
         if args.offline:
-            from tools.windows.offline import export_offline, newest  # imports torch
+            from .offline import export_offline, newest  # imports torch
 
             window = newest(found, args.directory)
             run, iteration = window[0].run, export_offline(window, args.output, args.launch)
@@ -151,7 +152,7 @@ def _export(found: Sequence[Found], args: argparse.Namespace) -> int:
 
 
 def _check(found: Sequence[Found], args: argparse.Namespace) -> int:
-    from tools.windows.trial import said_of  # imports torch
+    from .trial import said_of  # imports torch
 
     for one in found:
         if one.state == 'committed' and one.problem is not None:

@@ -10,7 +10,8 @@ from moevement_ext.memory.shelf import Copy, copy_at_twin, copy_in_file, read_an
 from moevement_ext.memory.window.refused import RefusedWindow
 from moevement_ext.memory.window.slot import Record
 from moevement_ext.memory.window.twin import base_path
-from tools.windows.found import Found
+
+from .found import Found
 
 
 class Copies:

@@ -16,10 +16,11 @@ from typing import NamedTuple
 from moevement_ext.config import OFF
 from moevement_ext.job.exporting import VARIABLE
 from moevement_ext.memory.shelf import base_of
-from tools.lab.errors import LabError
-from tools.lab.trainer_flags import value_of
-from tools.windows.found import DISK, Found, complete
-from tools.windows.pruning import live_runs
+
+from ..lab.errors import LabError
+from ..lab.trainer_flags import value_of
+from .found import DISK, Found, complete
+from .pruning import live_runs
 
 TORCH_DIST = 'torch_dist'
 _TRACKER = 'latest_checkpointed_iteration.txt'

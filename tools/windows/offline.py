@@ -10,10 +10,11 @@ from pathlib import Path
 from megatron.moevement.seams import cpu_device, starting
 from moevement_ext.errors import UserError
 from moevement_ext.memory.window.refused import RefusedWindow
-from tools.lab.errors import LabError
-from tools.windows.copies import Copies
-from tools.windows.export import one_run, saved_in
-from tools.windows.found import Found, by_window, missing
+
+from ..lab.errors import LabError
+from .copies import Copies
+from .export import one_run, saved_in
+from .found import Found, by_window, missing
 
 
 def newest(found: Sequence[Found], directory: Path) -> list[Found]:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from moevement_ext.memory.disk import complete_in
 from moevement_ext.memory.shelf import base_of, directories_of
-from tools.windows.found import DISK, Found, complete
+
+from .found import DISK, Found, complete
 
 
 def prunable(found: Sequence[Found], live: Sequence[str], keep: int) -> list[Path]:

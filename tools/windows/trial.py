@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 from moevement_ext.memory.window.expected import Expected
 from moevement_ext.memory.window.reader import WindowReader
-from tools.lab.trainer_flags import prepare_megatron
-from tools.windows.found import DISK, Found, by_run, by_window, missing
+
+from ..lab.trainer_flags import prepare_megatron
+from .found import DISK, Found, by_run, by_window, missing
 
 
 class Said(NamedTuple):

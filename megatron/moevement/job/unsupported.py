@@ -86,7 +86,7 @@ _HAZARDS = (
     (
         keeps_fp8_masters,
         'with masters in fp8 updates that are small relative to a weight are lost; compare losses '
-        'with those of --main-params-dtype fp16 (moevement bench-overhead --precision all)',
+        'with those of --main-params-dtype fp16 (moevement bench overhead --precision all)',
     ),
     (
         leaves_scales_of_others,

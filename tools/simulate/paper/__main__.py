@@ -18,12 +18,12 @@ from operator import attrgetter
 import msgspec
 from rich.console import Console
 
-from tools.lab.arguments import Parser
-from tools.lab.figures import print_json
-from tools.lab.tables import table
-from tools.simulate.paper.cells import Cell, Constants, Verdict, all_cells, fit, table6_cells
-from tools.simulate.paper.claims import Claim, all_claims
-from tools.simulate.paper.printed import DENSE, MOC, MOEVEMENT, PAPER, ROWS, TABLES
+from ...lab.arguments import Parser
+from ...lab.figures import print_json
+from ...lab.tables import table
+from .cells import Cell, Constants, Verdict, all_cells, fit, table6_cells
+from .claims import Claim, all_claims
+from .printed import DENSE, MOC, MOEVEMENT, PAPER, ROWS, TABLES
 
 PIPE_WIDTH = 120
 FOLLOWS = {

@@ -16,8 +16,9 @@ import msgspec
 import numpy as np
 
 from moevement_ext.plan.strategy.intervals import young_s
-from tools.simulate.closed_form import Dense, Sparse, first_order
-from tools.simulate.paper.printed import (
+
+from ..closed_form import Dense, Sparse, first_order
+from .printed import (
     CHECKFREQ,
     GEMINI,
     MOC,

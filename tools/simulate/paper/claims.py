@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from tools.plan.layout import PRECISIONS
-from tools.simulate import placement as expert_placement
-from tools.simulate.experts import concentration, stale_checkpoints
-from tools.simulate.paper.cells import (
+from ...plan.layout import PRECISIONS
+from .. import placement as expert_placement
+from ..experts import concentration, stale_checkpoints
+from .cells import (
     DENSE_BYTES,
     ETTR_TOLERANCE,
     WEIGHT_BYTES,
@@ -28,7 +28,7 @@ from tools.simulate.paper.cells import (
     priced,
     slot_bytes,
 )
-from tools.simulate.paper.printed import (
+from .printed import (
     CHECKFREQ,
     DENSE,
     GEMINI,

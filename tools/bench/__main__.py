@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measures protection on this machine, by one of several benchmarks.
+
+    moevement bench overhead --json overhead.json
+    moevement bench recovery --lose all
+    moevement bench spare-node --rounds 3
+    moevement bench regroup
+
+Each has its own --help.
+"""
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from ..lab.arguments import Parser
+
+BENCHMARKS = ('overhead', 'recovery', 'spare-node', 'regroup')
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments and arguments[0] in BENCHMARKS:
+        module = import_module(f'.{arguments[0].replace("-", "_")}', __package__)
+        return int(module.main(arguments[1:]))
+    parser = Parser(prog='moevement bench', description=__doc__)
+    parser.add_argument('benchmark', choices=BENCHMARKS, help='what is measured')
+    parser.parse_args(arguments)
+    return 2
+
+
+if __name__ == '__main__':
+    sys.exit(main())
