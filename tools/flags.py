@@ -17,7 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from megatron.moevement.arguments import add_arguments
-from megatron.moevement.training_plan import TrainingPlan
+from megatron.moevement.job.declared import TrainingPlan
 from moevement_ext.config import SparseCheckpointConfig
 
 from .lab.arguments import Parser

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron.moevement.attachment import attach
-    from megatron.moevement.training_plan import TrainingPlan
+    from megatron.moevement.job.declared import TrainingPlan
     from moevement_ext.config import SparseCheckpointConfig
 
 __all__ = ['SparseCheckpointConfig', 'TrainingPlan', 'attach']

@@ -36,20 +36,24 @@ from megatron.core.utils import get_model_config
 from megatron.moevement.built import Built, MegatronOptimizer
 from megatron.moevement.facts import JobFacts
 from megatron.moevement.job.declared import (
+    TrainingPlan,
     facts_of_loop,
     refuse_mixed_up_sends,
     refuse_recorded_passes,
     settings_of_loop,
 )
+from megatron.moevement.job.megatron_loop import OperationCount
 from megatron.moevement.job.session import Session, protected_job
 from megatron.moevement.job.unsupported import refuse_unsupported
-from megatron.moevement.seams import compiled, fp8_masters, patches, torch_adam
-from megatron.moevement.seams.micro_batches import MicroBatches
+from megatron.moevement.seams import adam, compiled, patches
+from megatron.moevement.seams.schedules import MicroBatches
 from megatron.moevement.state.digest import state_digest
-from megatron.moevement.state.iteration_state import rng_kept
-from megatron.moevement.state.loop_random import LoopRandom
-from megatron.moevement.state.operation_count import OperationCount
-from megatron.moevement.training_plan import TrainingPlan
+from megatron.moevement.state.iteration_state import (
+    RngState,
+    capture_rng,
+    restore_rng,
+    rng_kept,
+)
 from moevement_ext.config import ConfigurationError, SparseCheckpointConfig
 from moevement_ext.job import own_device
 from moevement_ext.job.digest_file import write_digest
@@ -119,6 +123,55 @@ class ReplayableData:
         """Do nothing: the loop moves its own validation data."""
 
 
+class LoopRandom:
+    """Switches the generators between training (in a step) and the loop. Training thread only.
+
+    A stage that replays repeats only the steps, and a failure may interrupt the code between them.
+    So draws there (by an evaluation, by opening a loader, by generated samples) must not affect
+    training. The loop has a separate stream, which starts as a copy of training's.
+
+    A loop that draws nothing costs two captures of the generators per step.
+    """
+
+    def __init__(self) -> None:
+        self._training: RngState | None = None
+        self._loop: RngState | None = None
+
+    def begin(self) -> None:
+        """Begin training with the present generator states."""
+        self._training = capture_rng()
+
+    def end(self) -> None:
+        """End training; later code continues with training's generators."""
+        self._to_training()
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Use training's generators within a step; after an error, recovery must restore them."""
+        self._to_training()
+        self._training = None
+        yield
+        self._training = capture_rng()
+        if self._loop is not None:
+            restore_rng(self._loop)
+
+    @contextmanager
+    def of_training(self) -> Iterator[None]:
+        """Use training's generators within the context, between two steps."""
+        with rng_kept():
+            if self._training is not None:
+                restore_rng(self._training)
+            yield
+
+    def _to_training(self) -> None:
+        if self._training is None:
+            return
+        now = capture_rng()
+        if now != self._training:
+            self._loop = now
+            restore_rng(self._training)
+
+
 @contextmanager
 def attach(
     sparse: SparseCheckpointConfig,
@@ -158,8 +211,8 @@ def attach(
     refuse_unsupported(every)
     patches.check()
     compiled.make_repeatable(torch.are_deterministic_algorithms_enabled(), warns=_first_rank())
-    torch_adam.patch()
-    fp8_masters.install(every)
+    adam.repair_loading()
+    adam.install_fp8_masters(every)
     counters, data = LoopCounters(plan.train_iters), ReplayableData()
     operations = OperationCount(lambda: 0.0)
     with protected_job(every, facts, counters, sparse, data, operations) as session:

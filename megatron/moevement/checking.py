@@ -28,9 +28,9 @@ from megatron.training.argument_utils import (
 from megatron.moevement.arguments import add_arguments, config_from_args
 from megatron.moevement.facts import Settings, UpstreamArguments
 from megatron.moevement.job import identity, layout_choice, placing
-from megatron.moevement.job.local_files import empty_part, missing_data, refuse_missing
+from megatron.moevement.job.named_files import empty_part, missing_data, refuse_missing
 from megatron.moevement.job.unsupported import hazard, refusals, whole_job_reasons
-from megatron.moevement.seams import cpu_device, dense_tier, fp8_masters, patches, warming
+from megatron.moevement.seams import adam, cpu_device, dense_tier, patches, warming
 from moevement_ext import events
 from moevement_ext.config import GLOBAL, WHOLE_JOB, SparseCheckpointConfig
 from moevement_ext.errors import HostMemoryError, UserError
@@ -159,7 +159,7 @@ def as_first_rank(flags: Sequence[str], ranks: int) -> Iterator[None]:
 
 def _judged(args: UpstreamArguments) -> Judgement:
     settings: Settings = vars(args)
-    refused = [*_said(partial(fp8_masters.take_place, args)), *refusals(settings)]
+    refused = [*_said(partial(adam.choose_fp8_masters, args)), *refusals(settings)]
     if not refused:  # else upstream may repeat the refusal in many lines
         refused += _said_by_upstream(partial(_configure, args))
     refused += _said(patches.check)

@@ -73,9 +73,9 @@ if __name__ != '__mp_main__':  # a subprocess, e.g. one that writes a checkpoint
     from megatron.moevement.job.unsupported import refuse_unsupported
     from megatron.moevement.program import run_with_sparse_checkpointing
     from megatron.moevement.seams import (
-        dataset_helpers,
+        adam,
+        datasets,
         dense_tier,
-        fp8_masters,
         layout_memory,
         quiet,
         warming,
@@ -83,7 +83,7 @@ if __name__ != '__mp_main__':  # a subprocess, e.g. one that writes a checkpoint
     from moevement_ext import faults
     from moevement_ext.recover.reshard import surplus
 
-    dataset_helpers.use_compiled()
+    datasets.use_compiled()
     if cpu_device.needed():
         cpu_device.patch_upstream()
 gc.freeze()  # later collections skip the imported objects
@@ -266,7 +266,7 @@ def main() -> None:
             sys.argv += _take_layout(sys.argv[1:])
     args = parse_and_validate_args(extra_args_provider=_add_arguments)
     with user_errors.in_one_line():
-        fp8_masters.take_place(args)
+        adam.choose_fp8_masters(args)
         if args.sparse_ckpt:
             refuse_unsupported(vars(args))  # before upstream refuses with a long text
     config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))

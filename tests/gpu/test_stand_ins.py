@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from megatron.moevement.state import stored
+from megatron.moevement.state import low_precision
 from tests.stand_ins import rules
 from tests.stand_ins.fused_adam import FusedAdam, OlderFusedAdam
 from tests.stand_ins.random_states import GeneratorsTracker
@@ -116,7 +116,7 @@ def test_fp8_weights_are_restored_beside_their_masters(
 def test_fp8_masters_are_captured_and_restored(
     real: Any, in_fp8: rules.WeightKind, weight: torch.dtype
 ) -> None:
-    from megatron.moevement.seams.fp8_masters import keeping
+    from megatron.moevement.seams.adam import keeping
     from tests.stand_ins.one_rank import check_restored
 
     formats = rules.Formats(weight, rules.FP8, rules.FP8, rules.FP16)
@@ -143,11 +143,13 @@ def test_weights_in_fp8_are_held_under_the_same_names(real: Any, name: str, reci
     stand_in = KINDS[name].rounded(torch.ones(128, 256))
     assert type(weight).__name__ == type(stand_in).__name__
     assert all(hasattr(weight, attribute) for attribute in stand_in.NAMES)
-    bytes_, scale = stored.raw(weight), stored.weight_scale(weight)
+    bytes_, scale = low_precision.raw(weight), low_precision.weight_scale(weight)
     assert bytes_ is getattr(weight, stand_in.NAMES[0])
     assert scale is getattr(weight, stand_in.NAMES[1])
     assert (bytes_.dtype, bytes_.shape) == (torch.uint8, weight.shape)
-    assert scale.dtype == torch.float32 and scale.dim() == stored.weight_scale(stand_in).dim()
+    assert (
+        scale.dtype == torch.float32 and scale.dim() == low_precision.weight_scale(stand_in).dim()
+    )
     assert weight.dtype == stand_in.dtype
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megatron.moevement.state import optimizer_state, slices
+from megatron.moevement.state import optimizer_state, training_state
 from megatron.moevement.state.model_operators import Operator
 from megatron.moevement.state.optimizer_state import ParameterState
 from moevement_ext.capture.layout import SlotLayout
@@ -60,17 +60,17 @@ class OneRank:
 
     def captured(self) -> Bits:
         """Copies of all that a full slot holds, by part."""
-        (found,) = slices.operator_slices(self.operators, {self.main: self.state}).values()
+        (found,) = training_state.operator_slices(self.operators, {self.main: self.state}).values()
         return {item.part: item.source.clone() for item in found.full}
 
     def restore(self, bits: Bits) -> None:
         """By the product, from records as a slot has them."""
         states = {self.main: self.state}
-        captured = slices.operator_slices(self.operators, states)
+        captured = training_state.operator_slices(self.operators, states)
         records = SlotLayout(WindowPlan((('rest',),)), 0, captured).records
         assert {record.part for record in records} == bits.keys()
         with torch.no_grad():
-            slices.restore(records, lambda record: bits[record.part], captured)
+            training_state.restore_slices(records, lambda record: bits[record.part], captured)
 
 
 def assert_same(one: Bits, other: Bits) -> None:

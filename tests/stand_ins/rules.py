@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron.moevement.state import stored
+from megatron.moevement.state import low_precision
 
 FP32, BF16, FP16, FP8 = torch.float32, torch.bfloat16, torch.float16, torch.uint8
 
@@ -189,8 +189,8 @@ def facts_of_precision(kind: Callable[..., Any], formats: Formats, device: str) 
     trained, idle = weights
 
     def bits(weight: torch.Tensor) -> dict[str, torch.Tensor]:
-        state = {name: stored.raw(held) for name, held in adam.state[weight].items()}
-        return state | stored.scales(adam, weight)
+        state = {name: low_precision.raw(held) for name, held in adam.state[weight].items()}
+        return state | low_precision.scales(adam, weight)
 
     places, idles = [], []
     for step in range(3):
@@ -234,10 +234,11 @@ def facts_of_fp8_update(
     adam = kind(
         [part], lr=0.5, master_weights=True, use_decoupled_grad=True, master_weight_dtype=FP16
     )
-    bytes_ = stored.raw(weight)
+    bytes_ = low_precision.raw(weight)
     shared = (
-        stored.raw(part).data_ptr() == bytes_.data_ptr() + 16
-        and stored.weight_scale(part).data_ptr() == stored.weight_scale(weight).data_ptr()
+        low_precision.raw(part).data_ptr() == bytes_.data_ptr() + 16
+        and low_precision.weight_scale(part).data_ptr()
+        == low_precision.weight_scale(weight).data_ptr()
     )
     before = bytes_.clone()
     scale.fill_(2 * SCALE)
@@ -249,7 +250,7 @@ def facts_of_fp8_update(
     return Fp8UpdateFacts(
         shared=shared,
         written=[changed[0], changed[-1]],
-        scale_inv=float(stored.weight_scale(weight)),
+        scale_inv=float(low_precision.weight_scale(weight)),
         amax_is_of_update=bool(torch.isclose(amax, largest, rtol=1e-3)),
     )
 

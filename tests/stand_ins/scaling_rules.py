@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron.moevement.state import scaling
+from megatron.moevement.state import low_precision
 
 ASKED: dict[str, Any] = {'margin': 1, 'amax_history_len': 4, 'amax_compute_algo': 'max'}
 """Of a recipe."""
@@ -42,7 +42,7 @@ def facts_of_scaling(layer: Any, context: Callable[[], Any], device: str) -> Sca
     holder = torch.nn.ModuleList([layer])
     with torch.no_grad(), context():
         layer.init_fp8_metadata(num_gemms=1)
-    made = dict(scaling.scaling_of(holder))
+    made = dict(low_precision.scaling_of(holder))
     places = {name: held.data_ptr() for name, held in made.items()}
     early = all(not held.any() for name, held in made.items() if 'history' in name)
     for step in range(3):
@@ -54,7 +54,7 @@ def facts_of_scaling(layer: Any, context: Callable[[], Any], device: str) -> Sca
     emptied = all(not held[0].any() for name, held in made.items() if 'history' in name)
     with torch.no_grad(), context():
         layer(torch.randn(32, 32, generator=random).to(device, torch.bfloat16))
-    found = dict(scaling.scaling_of(holder))
+    found = dict(low_precision.scaling_of(holder))
     present = found['0.scaling_fwd.amax_history'][0]
     return ScalingFacts(
         state={name: (held.dtype, held.shape) for name, held in found.items()},

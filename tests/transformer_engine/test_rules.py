@@ -19,8 +19,8 @@ te = pytest.importorskip(
 )
 
 from megatron.moevement.seams import cpu_device, patches  # noqa: E402
-from megatron.moevement.seams.fp8_masters import keeping  # noqa: E402
-from megatron.moevement.state import scaling, stored  # noqa: E402
+from megatron.moevement.seams.adam import keeping  # noqa: E402
+from megatron.moevement.state import low_precision  # noqa: E402
 from tests.stand_ins import rules, scaling_rules  # noqa: E402
 from tests.stand_ins.fused_adam import FusedAdam, OlderFusedAdam  # noqa: E402
 from tests.stand_ins.grouped_linear import GroupedLinear  # noqa: E402
@@ -267,8 +267,8 @@ def test_bits_of_weights_in_fp8_are_where_the_product_looks(name: str, make: Any
     weight, kind = make(), KINDS[name]
     assert type(weight).__name__ == kind.__name__
     assert all(hasattr(weight, attribute) for attribute in kind.NAMES)
-    assert stored.raw(weight) is getattr(weight, kind.NAMES[0])
-    assert stored.weight_scale(weight) is getattr(weight, kind.NAMES[1])
+    assert low_precision.raw(weight) is getattr(weight, kind.NAMES[0])
+    assert low_precision.weight_scale(weight) is getattr(weight, kind.NAMES[1])
 
 
 @pytest.fixture
@@ -286,7 +286,7 @@ def delayed() -> Iterator[tuple[Any, Any]]:
 
 
 def _state(layer: Any) -> dict[str, torch.Tensor]:
-    return dict(scaling.scaling_of(torch.nn.ModuleList([layer])))
+    return dict(low_precision.scaling_of(torch.nn.ModuleList([layer])))
 
 
 def test_delayed_scaling_is_found_and_updated_by_the_same_rules(

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from megatron.moevement.seams.patches import TAKING
-from megatron.moevement.state import put_aside, scaling, stored
+from megatron.moevement.state import broken_iteration, low_precision
 
 pytestmark = [pytest.mark.transformer_engine, pytest.mark.thorough]
 
@@ -136,17 +136,17 @@ def test_layers_of_several_products_have_as_many_scales(file: str, name: str) ->
         for keyword in found.keywords
         if keyword.arg == 'num_gemms' and isinstance(keyword.value, ast.Constant)
     }
-    assert scaling._PRODUCTS[name] in given and max(given) == scaling._PRODUCTS[name]
+    assert low_precision._PRODUCTS[name] in given and max(given) == low_precision._PRODUCTS[name]
 
 
 def test_delayed_scaling_keeps_these_tensors_by_direction() -> None:
     state = class_of('quantization.py', 'DelayedScalingRecipeState')
-    assert set(scaling._TENSORS) <= set(attributes_set(state)) | {
+    assert set(low_precision._TENSORS) <= set(attributes_set(state)) | {
         node.target.id
         for node in state.body
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
     }
-    assert set(scaling._DIRECTIONS) <= strings(tree('quantization.py'))
+    assert set(low_precision._DIRECTIONS) <= strings(tree('quantization.py'))
 
 
 def test_experts_of_a_grouped_layer_have_numbered_parameters() -> None:
@@ -166,11 +166,11 @@ def test_experts_of_a_grouped_layer_have_numbered_parameters() -> None:
 def test_parts_that_an_interrupted_iteration_leaves_are_there() -> None:
     base = class_of('module/base.py', 'TransformerEngineBaseModule')
     operation = class_of('ops/basic/grouped_linear.py', 'GroupedLinear')
-    assert all(put_aside.QUEUE in set(attributes_set(node)) for node in (base, operation))
+    assert all(broken_iteration.QUEUE in set(attributes_set(node)) for node in (base, operation))
     assert 'context' in set(attributes_set(class_of('module/_common.py', 'WeightGradStore')))
     for file, name in (
-        ('quantization.py', put_aside.STASH),
-        ('distributed.py', put_aside.FIRST),
+        ('quantization.py', broken_iteration.STASH),
+        ('distributed.py', broken_iteration.FIRST),
     ):
         declared = (node for node in ast.walk(tree(file)) if isinstance(node, ast.AnnAssign))
         assert any(isinstance(one.target, ast.Name) and one.target.id == name for one in declared)
@@ -191,7 +191,9 @@ def test_parts_that_an_interrupted_iteration_leaves_are_there() -> None:
     ],
 )
 def test_fp8_state_stores_bytes_and_scales_in_these_attributes(file: str, number: int) -> None:
-    assert {stored._BYTES[number], stored._SCALES[number]} <= set(attributes_set(tree(file)))
+    assert {low_precision._BYTES[number], low_precision._SCALES[number]} <= set(
+        attributes_set(tree(file))
+    )
 
 
 def test_quantizers_to_fp8_have_a_settable_scale() -> None:

@@ -36,7 +36,7 @@ ENGINE_FLOORS = (
 """Folders and loose modules of the engine: each imports from floors before its own."""
 
 ADAPTER_FLOORS = (
-    {'built', 'facts', 'training_plan'},
+    {'built', 'facts'},
     {'seams'},
     {'state'},
     {'job'},

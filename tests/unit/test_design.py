@@ -24,7 +24,7 @@ COLLECTIVES = {
     'optimizer_state.py': 'in a recovery',
     'module_operators.py': 'in a recovery',
     'ending.py': 'at the end',
-    'planned_exits.py': 'at the end',
+    'program.py': 'at the end',
     'digest_file.py': 'at the end',
 }
 

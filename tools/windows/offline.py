@@ -78,9 +78,9 @@ def _use_a_cpu() -> None:
     cpu_device.install()
     with warnings.catch_warnings(action='ignore'):
         from megatron.moevement.offline import exporter  # noqa: F401
-        from megatron.moevement.seams import dataset_helpers
+        from megatron.moevement.seams import datasets
 
-    dataset_helpers.use_compiled()
+    datasets.use_compiled()
     cpu_device.patch_upstream()
 
 

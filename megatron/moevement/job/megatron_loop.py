@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """How recovery leaves and enters Megatron's training loop, upstream's or a custom one."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import msgspec
 from megatron.core.num_microbatches_calculator import get_num_microbatches
@@ -11,13 +12,39 @@ from megatron.core.utils import get_model_config
 from megatron.moevement.facts import Counters
 from megatron.moevement.seams import upstream
 from megatron.moevement.seams.data_position import DataPosition
-from megatron.moevement.seams.losses import Losses
 from megatron.moevement.seams.post_step import PostStep, PostStepProgress
+from megatron.moevement.seams.schedules import Losses
 from megatron.moevement.state.broken_iteration import BrokenIteration
 from megatron.moevement.state.global_scalars import ScalarRecorder
-from megatron.moevement.state.operation_count import CountedOperations, OperationCount
 from megatron.moevement.state.training_state import TrainingState
 from moevement_ext.memory.ledger import LedgerEntry
+
+
+class CountedOperations(msgspec.Struct, frozen=True):
+    """A known count: `operations` after `samples`."""
+
+    samples: int
+    operations: float
+
+
+class OperationCount:
+    """Computes the floating point operations after any number of samples. Training thread only.
+
+    Upstream counts them in a local variable of its loop. The count in its log and dense checkpoints
+    must not decrease when the loop is entered again after a failure.
+
+    Args:
+        per_sample: returns the operations per trained sample; called once training has begun.
+    """
+
+    def __init__(self, per_sample: Callable[[], float]) -> None:
+        self._per_sample = cache(per_sample)
+        self.base = CountedOperations(0, 0.0)
+
+    def at(self, samples: int) -> float:
+        """Operations after `samples` samples, summed over all ranks."""
+        since = samples - self.base.samples
+        return self.base.operations + since * self._per_sample() if since else self.base.operations
 
 
 @dataclass(frozen=True)

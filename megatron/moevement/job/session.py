@@ -16,19 +16,17 @@ from megatron.core.utils import get_model_config
 
 from megatron.moevement.built import Built
 from megatron.moevement.facts import Counters, JobFacts, Settings
-from megatron.moevement.job import identity, protection_lines
-from megatron.moevement.job.description import describe
-from megatron.moevement.job.local_files import refuse_missing
-from megatron.moevement.job.megatron_loop import Surroundings
+from megatron.moevement.job import identity, reports
+from megatron.moevement.job.megatron_loop import OperationCount, Surroundings
 from megatron.moevement.job.megatron_trainer import MegatronTrainer
+from megatron.moevement.job.named_files import refuse_missing
+from megatron.moevement.job.reports import describe
 from megatron.moevement.job.unsupported import hazard, not_localized
-from megatron.moevement.seams import data_caches, loss_masks, upstream
+from megatron.moevement.seams import datasets, upstream
 from megatron.moevement.seams.data_position import DataPosition
-from megatron.moevement.seams.losses import Losses
 from megatron.moevement.seams.post_step import PostStep
-from megatron.moevement.state import parameter_groups
+from megatron.moevement.seams.schedules import Losses
 from megatron.moevement.state.global_scalars import ScalarRecorder, check_room
-from megatron.moevement.state.operation_count import OperationCount
 from megatron.moevement.state.training_state import TrainingState
 from moevement_ext.config import OFF, ON, SparseCheckpointConfig
 from moevement_ext.events import LossLogged
@@ -84,7 +82,7 @@ class Session:
         """
 
         def build_trainer(with_dense: bool) -> MegatronTrainer:
-            with parameter_groups.of_all_ranks(self.job.rank.exchange):
+            with upstream.groups_of_all_ranks(self.job.rank.exchange):
                 model, optimizer, scheduler = build(with_dense)
             check_room(optimizer, upstream.detaches_heads(get_model_config(model[0])))
             config = self.job.rank.config
@@ -128,7 +126,7 @@ class Session:
     def report(self, iteration: int) -> None:
         """Log the state of protection, if `iteration` ends a log interval."""
         if self.job.protection is not None and iteration % self._facts.log_interval == 0:
-            protection_lines.log_interval(iteration, self.job.protection.checkpointer)
+            reports.log_interval(iteration, self.job.protection.checkpointer)
 
     def report_loss(self, iteration: int) -> None:
         """Emit the loss as an event, if `iteration` ends a log interval.
@@ -155,9 +153,7 @@ class Session:
         """Print the directory of windows that outlive the job, if there are any."""
         kept, is_last = self.job.kept_in, self._facts.rank == self._facts.world_size - 1
         if kept is not None and is_last:
-            print(
-                protection_lines.exit_line(self._counters.iteration, False, kept.parent), flush=True
-            )
+            print(reports.exit_line(self._counters.iteration, False, kept.parent), flush=True)
 
     def _built(self) -> Built:
         return self._training.model, self._training.optimizer, self._training.scheduler
@@ -201,8 +197,7 @@ def protected_job(
         session.job.rank.events.emit(describe(settings, facts, counters))
     around.recorder.install()
     around.losses.install()
-    data_caches.install()
-    loss_masks.install()
+    datasets.install()
     if session.job.joining:
         session.alone.enter_context(upstream.without_connections(facts.distributed_backend))
     with session.job:

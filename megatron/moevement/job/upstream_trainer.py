@@ -15,8 +15,8 @@ from megatron.moevement.built import (
     OptimizerParamScheduler,
 )
 from megatron.moevement.facts import Counters, JobFacts, Settings
-from megatron.moevement.job.description import logged_loss
-from megatron.moevement.job.local_files import empty_part, missing_data
+from megatron.moevement.job.named_files import empty_part, missing_data
+from megatron.moevement.job.reports import logged_loss
 from megatron.moevement.job.session import Session
 from megatron.moevement.seams import dense_tier, patches, post_step, upstream
 from megatron.moevement.seams.data_position import UpstreamData

@@ -15,7 +15,7 @@ from megatron.moevement.offline.run_flags import (
     run_id_of,
     validated_for,
 )
-from megatron.moevement.state.expert_division import refuse_scale
+from megatron.moevement.state.resharded_tensors import refuse_scale
 from moevement_ext.config import RESTART
 from moevement_ext.errors import UserError
 from moevement_ext.memory.window.placed import Layout

@@ -3,8 +3,11 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import count
+from typing import Any
 
 import megatron.training.training as training
+import msgspec
 from megatron.core.optimizer.optimizer import MTP_GRAD_NORM_GROUP, SEPARATE_GRAD_NORM_GROUPS
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
@@ -18,6 +21,7 @@ from megatron.moevement.built import (
 )
 from megatron.moevement.facts import Counters
 from megatron.moevement.seams import patches
+from moevement_ext.membership.exchange import Exchange
 from moevement_ext.regroup.process_groups import stand_in_for
 
 
@@ -124,3 +128,34 @@ def load_dense_checkpoint(
     counters.iteration, counters.num_floating_point_operations_so_far = training.load_checkpoint(
         model, optimizer, scheduler, checkpointing_context=context
     )
+
+
+# The settings that a group overrides in the optimizer, and whether its parameters are experts'.
+_Key = tuple[tuple[tuple[str, bool | int | float | str | None], ...] | None, bool]
+
+
+_KEYS = msgspec.msgpack.Decoder(list[_Key])
+
+
+@contextmanager
+def groups_of_all_ranks(exchange: Exchange) -> Iterator[None]:
+    """Build optimizers within the context with the parameter groups of all ranks of the job.
+
+    Upstream gathers the group keys of all ranks, so that a rank also has empty groups and
+    optimizers for parameters that only other ranks hold: all ranks then make the same reductions in
+    a step. A process that joins a running job cannot gather.
+    """
+    numbers = count()
+
+    def build_aligned(build: Callable[..., object], *args: object, **kwargs: object) -> object:
+        name = f'parameter-groups/{next(numbers)}'
+
+        def gather(_: Any, found: list[Any], own: list[_Key], group: Any = None) -> None:
+            encoded = exchange(name, msgspec.msgpack.encode(own))
+            found[:] = [_KEYS.decode(keys) for keys in encoded]
+
+        with patches.wrapped('torch.distributed:all_gather_object', gather):
+            return build(*args, **kwargs)
+
+    with patches.wrapped('megatron.core.optimizer:_get_param_groups', build_aligned):
+        yield

@@ -6,11 +6,14 @@ parameters and optimizer state; a rank that was interrupted within the update re
 """
 
 import gc
+import sys
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.rerun_state_machine import RerunState, get_rerun_state_machine
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP, SharedExpertState
@@ -20,7 +23,6 @@ from megatron.training import global_vars
 
 from megatron.moevement.built import Chunks, DistributedDataParallel
 from megatron.moevement.state.model_operators import Operator
-from megatron.moevement.state.put_aside import drop_put_aside
 from moevement_ext.memory.batches import copy_all
 
 # Timer that upstream divides by all iterations since its last report; a survivor still counts them.
@@ -152,3 +154,64 @@ def _timers() -> list[Any]:
     """Upstream's timers, from its global variable: an evaluation removes them from the config."""
     timers = global_vars._GLOBAL_TIMERS
     return list(timers._timers.values()) if timers is not None else []
+
+
+QUEUE = 'wgrad_store'
+"""Attribute of layers of Transformer Engine: operands of weight gradients that are computed later
+(`--delay-wgrad-compute`)."""
+STASH = 'fp8_tensors_recompute_buffer'
+"""Scales of delayed scaling in the first forward pass, for a recomputation."""
+FIRST = '_is_first_fp8_module'
+"""Whether a recomputed part begins with the first fp8 layer."""
+# Lists of upstream's output layer (`--defer-embedding-wgrad-compute`).
+_OF_OUTPUT = ('embedding_activation_buffer', 'grad_output_buffer')
+
+
+def drop_put_aside(model: Chunks) -> None:
+    """Empty the queues that an interrupted iteration has filled for its own later steps.
+
+    Queues in modules outlive the iteration. The next one would take the entries of the interrupted
+    one first, and its own entries one micro-batch late, for the rest of the job. A dense save, too,
+    has a queue. Checked against Transformer Engine 2.20.
+    """
+    for module in _modules(model):
+        store = getattr(module, QUEUE, None)
+        if store is not None and store.context is not None:
+            store.context.queue.clear()
+        for name in _OF_OUTPUT:
+            if isinstance(buffer := getattr(module, name, None), list):
+                buffer.clear()
+    for queue in _of_recomputations():
+        queue.clear()
+    with suppress(OSError, EOFError):  # the process that holds the queue is gone: no save succeeds
+        _drop_results_of_writing()
+
+
+def _drop_results_of_writing() -> None:
+    """Drop the results of files that a dense save has written.
+
+    Between writing and reading the results a rank waits for the others. A result that is left is
+    read by the next save, also if the writing of that save fails.
+    """
+    results = filesystem_async._results_queue
+    while results is not None and not results.empty():
+        results.get_nowait()
+
+
+def _modules(model: Chunks) -> Iterator[torch.nn.Module]:
+    for chunk in model:
+        for module in chunk.modules():
+            yield module
+            # Upstream keeps these layers, which share the weights, out of the tree of modules.
+            for fused in getattr(module, '_fused_ops', None) or ():
+                yield from fused.modules()
+
+
+def _of_recomputations() -> Iterator[Any]:
+    quantization = sys.modules.get('transformer_engine.pytorch.quantization')
+    if quantization is None:
+        return
+    manager = quantization.FP8GlobalStateManager
+    yield from getattr(getattr(manager, 'quantization_state', manager), STASH)
+    recomputation = sys.modules['transformer_engine.pytorch.distributed']
+    yield getattr(recomputation.activation_recompute_forward, FIRST)

@@ -7,7 +7,7 @@ import torch
 
 from megatron.moevement.built import Chunks, MegatronOptimizer, OptimizerParamScheduler
 from megatron.moevement.facts import Counters
-from megatron.moevement.state import iteration_state, stored
+from megatron.moevement.state import iteration_state, low_precision
 from megatron.moevement.state.model_operators import operator_inventory
 from megatron.moevement.state.optimizer_state import (
     chained,
@@ -53,8 +53,8 @@ def _tensors(model: Chunks, optimizer: MegatronOptimizer) -> Iterator[tuple[str,
     for operator in operator_inventory(model).values():
         for name, parameter in operator.parameters.items():
             names[parameter] = name
-            yield f'parameter/{name}', digest_of_tensor(stored.raw(parameter))
-            weight_scale = stored.weight_scale(parameter)
+            yield f'parameter/{name}', digest_of_tensor(low_precision.raw(parameter))
+            weight_scale = low_precision.weight_scale(parameter)
             if weight_scale is not None:
                 yield f'weight_scale/{name}', digest_of_tensor(weight_scale)
         for name, buffer in operator.buffers.items():
@@ -62,9 +62,9 @@ def _tensors(model: Chunks, optimizer: MegatronOptimizer) -> Iterator[tuple[str,
         for name, state in operator.scaling.items():
             yield f'scaling/{name}', digest_of_tensor(state)
     for held in parameter_states(optimizer, names).values():
-        yield f'master/{held.name}', digest_of_tensor(stored.raw(held.main))
+        yield f'master/{held.name}', digest_of_tensor(low_precision.raw(held.main))
         for key, value in sorted(held.inner.state[held.main].items()):
             if torch.is_tensor(value):
-                yield f'{key}/{held.name}', digest_of_tensor(stored.raw(value))
+                yield f'{key}/{held.name}', digest_of_tensor(low_precision.raw(value))
         for key, scale in held.scales().items():
             yield f'{key}/{held.name}', digest_of_tensor(scale)

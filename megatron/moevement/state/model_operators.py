@@ -17,8 +17,8 @@ from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 from megatron.core.utils import get_model_config
 
+from megatron.moevement.state.low_precision import scaling_of
 from megatron.moevement.state.optimizer_state import ParameterState
-from megatron.moevement.state.scaling import scaling_of
 from moevement_ext.errors import SparseCheckpointError
 
 _EXPERT = re.compile(

@@ -21,7 +21,7 @@ from megatron.core.optimizer.optimizer import (
 )
 
 from megatron.moevement.built import Chunks, MegatronOptimizer
-from megatron.moevement.state import stored
+from megatron.moevement.state import low_precision
 from moevement_ext.capture.broadcast import broadcast_packed
 from moevement_ext.errors import SparseCheckpointError
 
@@ -59,15 +59,15 @@ class ParameterState:
 
     def weight(self) -> torch.Tensor:
         """Flat view of the captured range of the compute weights; bytes if fp8."""
-        return stored.raw(self.parameter).detach().view(-1)[self.start : self.end]
+        return low_precision.raw(self.parameter).detach().view(-1)[self.start : self.end]
 
     def weight_has_scale(self) -> bool:
         """True for fp8, which is rounded with a scale that the master does not determine."""
-        return stored.weight_scale(self.parameter) is not None
+        return low_precision.weight_scale(self.parameter) is not None
 
     def master(self) -> torch.Tensor:
         """Flat view of the captured range of `main`."""
-        return self._captured(stored.raw(self.main))
+        return self._captured(low_precision.raw(self.main))
 
     def updates_weight(self) -> bool:
         """True if the optimizer writes the compute weights itself.
@@ -75,11 +75,11 @@ class ParameterState:
         This holds in fp32, and where the optimizer state holds the masters. A master of 16 or 8
         bits does not determine the weight: both are rounded from the result of the update.
         """
-        return stored.raw(self.main).data_ptr() == self.weight_of_main().data_ptr()
+        return low_precision.raw(self.main).data_ptr() == self.weight_of_main().data_ptr()
 
     def weight_of_main(self) -> torch.Tensor:
         """Compute weights of the elements that `main` holds."""
-        flat = stored.raw(self.parameter).detach().view(-1)
+        flat = low_precision.raw(self.parameter).detach().view(-1)
         return flat[self.held_start : self.held_start + self.main.numel()]
 
     def elements(self) -> dict[str, torch.Tensor]:
@@ -89,14 +89,14 @@ class ParameterState:
         """
         state = self.inner.state[self.main]
         return {
-            key: self._captured(stored.raw(value))
+            key: self._captured(low_precision.raw(value))
             for key, value in sorted(state.items())
             if torch.is_tensor(value) and value.numel() == self.main.numel() and key != 'step'
         }
 
     def scales(self) -> dict[str, torch.Tensor]:
         """Factors of scaled elementwise states, fp32 [1] each, by name."""
-        return stored.scales(self.inner, self.main)
+        return low_precision.scales(self.inner, self.main)
 
     def drop_gradient(self) -> None:
         """Make the next update leave this parameter and its state unchanged."""
@@ -311,6 +311,6 @@ def _gather_replicated(states: Sequence[ParameterState]) -> None:
 def _share_of(state: ParameterState, rank: int, size: int) -> Iterator[torch.Tensor]:
     start, end = share(state.parameter.numel(), rank, size)
     tensors = [state.main, state.parameter]
-    tensors += [stored.raw(state.inner.state[state.main][key]) for key in state.elements()]
+    tensors += [low_precision.raw(state.inner.state[state.main][key]) for key in state.elements()]
     for tensor in tensors:
         yield tensor.detach().view(-1)[start:end]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Model, optimizer and scheduler of this rank, from the view of sparse checkpointing."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -9,11 +9,12 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.moevement.built import Chunks, MegatronOptimizer, OptimizerParamScheduler
 from megatron.moevement.facts import Counters
 from megatron.moevement.seams import patches
-from megatron.moevement.state import iteration_state, scaling, slices
+from megatron.moevement.state import iteration_state, low_precision
 from megatron.moevement.state.dp_copy import copy_state
 from megatron.moevement.state.frozen import FrozenOperators
 from megatron.moevement.state.iteration_state import IterationState
 from megatron.moevement.state.model_operators import (
+    Operator,
     check_complete,
     operator_inventory,
     router_modules,
@@ -26,7 +27,7 @@ from megatron.moevement.state.optimizer_state import (
     parameter_states,
 )
 from moevement_ext import faults
-from moevement_ext.capture.layout import check_fits
+from moevement_ext.capture.layout import OperatorSlices, TensorSlice, check_fits
 from moevement_ext.faults import Phase
 from moevement_ext.memory.dtypes import dtype_of
 from moevement_ext.memory.mapped import Bytes
@@ -56,7 +57,7 @@ class TrainingState:
         self._skips = skips
         for _, router in router_modules(model):
             router._maintain_float32_expert_bias()  # upstream does this in the first forward pass
-        scaling.create(model)
+        low_precision.create_scaling(model)
         self.operators = operator_inventory(model)
         self.tied = tied_operators(model, self.operators)
         self.device = next(model[0].parameters()).device
@@ -70,7 +71,7 @@ class TrainingState:
         }
         self.states = parameter_states(self.optimizer, names)
         check_complete(self.operators, self.states)
-        self.slices = slices.operator_slices(self.operators, self.states)
+        self.slices = operator_slices(self.operators, self.states)
         self.frozen = FrozenOperators(
             self.operators, self.states, self.model, self.optimizer, self._skips
         )
@@ -92,7 +93,7 @@ class TrainingState:
             assert dtype is not None  # `check` has compared the slot with the model
             return content.view(dtype)
 
-        slices.restore(header.records, read, self.slices)
+        restore_slices(header.records, read, self.slices)
         self.complete_restore([*context.full, *context.weights], frozen=context.weights)
 
     def complete_restore(self, restored: Collection[str], frozen: Collection[str] = ()) -> None:
@@ -160,3 +161,77 @@ class TrainingState:
         for chunk in self.model:
             if chunk.ddp_config.use_distributed_optimizer:
                 chunk.start_param_sync(force_sync=True)
+
+
+def operator_slices(
+    operators: Mapping[str, Operator], states: Mapping[torch.nn.Parameter, ParameterState]
+) -> dict[str, OperatorSlices]:
+    """The slices that this rank captures of each of its operators."""
+    return {name: _slices(operator, states) for name, operator in operators.items()}
+
+
+def _slices(
+    operator: Operator, states: Mapping[torch.nn.Parameter, ParameterState]
+) -> OperatorSlices:
+    owned = [states[parameter] for parameter in operator.parameters.values() if parameter in states]
+    buffers = [
+        TensorSlice(operator.name, name, 'buffer', 0, buffer.numel(), _flat(buffer), volatile=True)
+        for name, buffer in operator.buffers.items()
+    ]
+    full = [part for state in owned for part in _full(operator.name, state)]
+    weights = [_slice(operator.name, state, 'weight', state.weight()) for state in owned]
+    scaling = [
+        TensorSlice(operator.name, name, 'scaling', 0, state.numel(), _flat(state), volatile=True)
+        for name, state in operator.scaling.items()
+    ]
+    small = (*_weight_scales(operator), *buffers)
+    return OperatorSlices((*full, *small), (*weights, *small), tuple(scaling))
+
+
+def _weight_scales(operator: Operator) -> Iterator[TensorSlice]:
+    """Scales of all fp8 weights, also of weights that this rank has no shard of."""
+    for name, parameter in operator.parameters.items():
+        scale = low_precision.weight_scale(parameter)
+        if scale is not None:
+            yield TensorSlice(operator.name, name, 'weight_scale', 0, scale.numel(), _flat(scale))
+
+
+def _full(operator: str, state: ParameterState) -> list[TensorSlice]:
+    main = 'weight' if state.updates_weight() else 'master'
+    parts = [_slice(operator, state, main, state.master())]
+    if state.weight_has_scale() and not state.updates_weight():
+        parts.append(_slice(operator, state, 'weight', state.weight()))
+    parts += [_slice(operator, state, key, value) for key, value in state.elements().items()]
+    parts += [
+        TensorSlice(operator, state.name, key, 0, 1, value) for key, value in state.scales().items()
+    ]
+    step = state.step()
+    if step is not None:
+        parts.append(TensorSlice(operator, state.name, 'step', 0, 1, _flat(step)))
+    return parts
+
+
+def _slice(operator: str, state: ParameterState, part: str, source: torch.Tensor) -> TensorSlice:
+    return TensorSlice(operator, state.name, part, state.start, state.end, source)
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().view(-1)
+
+
+def restore_slices(
+    records: Iterable[Record],
+    read: Callable[[Record], torch.Tensor],
+    slices: Mapping[str, OperatorSlices],
+) -> None:
+    """Copy captured ranges, which `check_fits` has compared with `slices`, back to their sources.
+
+    `read` returns the flat content of a record, in its data type.
+    """
+    sources = {
+        (item.tensor, item.part): item.source
+        for operator in slices.values()
+        for item in (*operator.full, *operator.weights, *operator.always)
+    }
+    for record in records:
+        sources[record.tensor, record.part].copy_(read(record))

@@ -3,9 +3,9 @@
 
 import msgspec
 
-from megatron.moevement.job import megatron_resharding as resharding
+from megatron.moevement.job import megatron_trainer as resharding
 from megatron.moevement.state import resharded_state
-from megatron.moevement.state.expert_division import ExpertDivision
+from megatron.moevement.state.resharded_tensors import ExpertDivision
 from moevement_ext.recover.reshard import index, surplus
 from moevement_ext.replicate import replica_server
 

@@ -6,7 +6,7 @@ Also with a step of recovery left out that only these need.
 
 from typing import Any
 
-from megatron.moevement.state import broken_iteration, slices
+from megatron.moevement.state import broken_iteration, training_state
 from moevement_ext.capture.layout import OperatorSlices
 from tests.distributed.mutations.whole_job import leave_out
 from tests.stand_ins import fp8_compute
@@ -26,13 +26,13 @@ def scaling_not_restored() -> None:
 def scaling_captured_once() -> None:
     """The state of the scales is captured with the operator alone, as buffers are."""
     fp8()
-    build = slices._slices
+    build = training_state._slices
 
     def with_the_operator(*args: Any) -> OperatorSlices:
         full, weights, always = build(*args)
         return OperatorSlices((*full, *always), (*weights, *always))
 
-    slices._slices = with_the_operator
+    training_state._slices = with_the_operator
 
 
 def scaling_not_rolled_back() -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exports that take the wrong bytes, or the wrong half of them."""
 
-from megatron.moevement.offline import filling, whole
+from megatron.moevement.offline import filling
 
 
 def experts_swapped() -> None:
@@ -20,19 +20,19 @@ def experts_swapped() -> None:
 
 def halves_not_interleaved() -> None:
     """The shards of a gated layer are put one behind the other."""
-    joined = whole._joined
-    whole._joined = lambda shards, dim, stride: joined(shards, dim, 1)
+    joined = filling._joined
+    filling._joined = lambda shards, dim, stride: joined(shards, dim, 1)
 
 
 def generators_of_the_first_stage() -> None:
     """All stages get the random numbers of the first."""
-    from megatron.moevement.offline import saving
+    from megatron.moevement.offline import exporter
 
-    as_upstream = saving._as_upstream
+    as_upstream = exporter._as_upstream
     kept = []
 
     def first(state):
         kept.append(as_upstream(state))
         return kept[0]
 
-    saving._as_upstream = first
+    exporter._as_upstream = first

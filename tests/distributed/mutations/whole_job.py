@@ -5,13 +5,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from megatron.moevement.state import (
-    dense_random,
-    global_scalars,
-    iteration_state,
-    slices,
-    training_state,
-)
+from megatron.moevement.state import dense_random, global_scalars, iteration_state, training_state
 from moevement_ext.memory.window import slot as slot_module
 from moevement_ext.memory.window import twin
 from moevement_ext.memory.window.slot import Record
@@ -19,12 +13,12 @@ from moevement_ext.memory.window.slot import Record
 
 def leave_out(without: Callable[[Record], bool]) -> None:
     """Restore no record of a slot for which `without` is true."""
-    restore = slices.restore
+    restore = training_state.restore_slices
 
     def restore_others(records, read, known):
         restore([record for record in records if not without(record)], read, known)
 
-    slices.restore = restore_others
+    training_state.restore_slices = restore_others
 
 
 def moments_not_restored() -> None:
@@ -82,13 +76,13 @@ def frozen_weights_from_wrong_slot() -> None:
     """Frozen operators keep the compute weights of slot 0 through the whole conversion."""
     seen = []
     leave_out(lambda record: record.part == 'weight' and bool(seen))
-    restore = slices.restore
+    restore = training_state.restore_slices
 
     def restore_and_note(*args):
         restore(*args)
         seen.append(True)
 
-    slices.restore = restore_and_note
+    training_state.restore_slices = restore_and_note
 
 
 def scheduler_not_restored() -> None:

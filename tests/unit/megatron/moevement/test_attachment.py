@@ -24,8 +24,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker  # noqa: E402
 
 from examples import small_gpt  # noqa: E402
 from megatron.moevement import attachment  # noqa: E402
-from megatron.moevement.job.declared import refuse_mixed_up_sends  # noqa: E402
-from megatron.moevement.training_plan import TrainingPlan  # noqa: E402
+from megatron.moevement.job.declared import TrainingPlan, refuse_mixed_up_sends  # noqa: E402
 from moevement_ext.config import ConfigurationError, SparseCheckpointConfig  # noqa: E402
 from tests.unit.megatron.moevement.attached import Raised, attached, batches, run  # noqa: E402
 from tests.unit.memory.samples import tmpfs_directory  # noqa: E402

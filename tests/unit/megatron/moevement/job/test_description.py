@@ -15,7 +15,7 @@ cpu_device.install()
 
 from megatron.training import training  # noqa: E402
 
-from megatron.moevement.job.description import describe, logged_loss  # noqa: E402
+from megatron.moevement.job.reports import describe, logged_loss  # noqa: E402
 from megatron.moevement.job.upstream_trainer import UpstreamTrainer  # noqa: E402
 from moevement_ext.events import LossLogged  # noqa: E402
 from tests.unit.megatron.moevement.job.test_identity import parsed  # noqa: E402

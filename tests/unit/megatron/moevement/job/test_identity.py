@@ -37,9 +37,12 @@ cpu_device.install()
 from megatron.training.arguments import add_megatron_arguments  # noqa: E402
 
 from megatron.moevement.arguments import add_arguments  # noqa: E402
-from megatron.moevement.job.declared import facts_of_loop, settings_of_loop  # noqa: E402
+from megatron.moevement.job.declared import (  # noqa: E402
+    TrainingPlan,  # noqa: E402
+    facts_of_loop,
+    settings_of_loop,
+)
 from megatron.moevement.job.unsupported import not_localized, refuse_unsupported  # noqa: E402
-from megatron.moevement.training_plan import TrainingPlan  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[5]
 

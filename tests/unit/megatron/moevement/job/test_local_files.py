@@ -9,7 +9,7 @@ import pytest
 import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-from megatron.moevement.job.local_files import empty_part, missing_data, refuse_missing
+from megatron.moevement.job.named_files import empty_part, missing_data, refuse_missing
 from moevement_ext.config import ConfigurationError
 
 

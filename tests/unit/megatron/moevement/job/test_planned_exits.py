@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.moevement.job import planned_exits
+from megatron.moevement import program
 from moevement_ext.config import SparseCheckpointConfig
 
 
@@ -28,8 +28,8 @@ def _calls(
         raise _LeftError
 
     monkeypatch.setattr(torch.distributed, 'is_initialized', lambda: True)
-    monkeypatch.setattr(planned_exits, '_saved', lambda facts, iteration: True)
-    monkeypatch.setattr(planned_exits, 'leave', leave)
+    monkeypatch.setattr(program, '_saved', lambda facts, iteration: True)
+    monkeypatch.setattr(program, 'leave', leave)
     calls: list[str] = []
     job = SimpleNamespace(
         rank=SimpleNamespace(config=SparseCheckpointConfig(**given)),
@@ -43,7 +43,7 @@ def _calls(
     facts: Any = SimpleNamespace(rank=0, load=load, save='dense')
     session: Any = SimpleNamespace(job=job)
     with pytest.raises(_LeftError):
-        planned_exits.exit_as_planned(facts, session, SystemExit(code))
+        program.exit_as_planned(facts, session, SystemExit(code))
     return calls
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from megatron.core.tensor_parallel.layers import _initialize_affine_weight_cpu
 
-from megatron.moevement.offline.whole import merged, names_of_shards, whole_name
+from megatron.moevement.offline.filling import merged, names_of_shards, whole_name
 from moevement_ext.memory.window.placed import Layout, Placed, Seat
 from moevement_ext.memory.window.refused import RefusedWindow
 

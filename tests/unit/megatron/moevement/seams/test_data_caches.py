@@ -19,7 +19,7 @@ from megatron.core.datasets.indexed_dataset import (  # noqa: E402
 )
 from megatron.core.datasets.utils import Split  # noqa: E402
 
-from megatron.moevement.seams import data_caches  # noqa: E402
+from megatron.moevement.seams import datasets  # noqa: E402
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def built(
     """Build the dataset as a given rank; return its samples."""
     name = '_build_document_sample_shuffle_indices'
     original = getattr(GPTDataset, name)
-    monkeypatch.setattr(GPTDataset, name, lambda self: data_caches.indices(original, self))
+    monkeypatch.setattr(GPTDataset, name, lambda self: datasets.indices(original, self))
     monkeypatch.setattr(torch.distributed, 'is_initialized', lambda: True)
 
     def make(rank: int, cache: Path = tmp_path / 'cache') -> list[list[int]]:
@@ -102,5 +102,5 @@ def test_error_that_persists_without_a_cache_is_raised() -> None:
         raise OSError(f'no data at {Dataset.config.path_to_cache}')
 
     with pytest.raises(OSError, match='no data at cache'):
-        data_caches.indices(build, Dataset)
+        datasets.indices(build, Dataset)
     assert Dataset.config.path_to_cache == 'cache'

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from megatron.core.datasets import utils
 
-from megatron.moevement.seams import dataset_helpers
+from megatron.moevement.seams import datasets
 
 ROOT = Path(__file__).resolve().parents[5]
 START = """
@@ -33,9 +33,9 @@ def test_missing_helpers_are_left_to_upstream(monkeypatch: pytest.MonkeyPatch) -
     upstreams = utils.compile_helpers
     monkeypatch.setattr(utils, 'compile_helpers', upstreams)  # restored at the end
     monkeypatch.setitem(sys.modules, 'megatron.core.datasets.helpers_cpp', None)
-    dataset_helpers.use_compiled()
+    datasets.use_compiled()
     assert utils.compile_helpers is upstreams
     monkeypatch.undo()
     monkeypatch.setattr(utils, 'compile_helpers', upstreams)
-    dataset_helpers.use_compiled()
+    datasets.use_compiled()
     assert utils.compile_helpers is not upstreams

@@ -13,7 +13,7 @@ cpu_device.install()
 
 from megatron.core import optimizer as upstream  # noqa: E402
 
-from megatron.moevement.seams import fp8_masters  # noqa: E402
+from megatron.moevement.seams import adam as seam  # noqa: E402
 from moevement_ext.config import ConfigurationError  # noqa: E402
 from moevement_ext.errors import UserError  # noqa: E402
 from tests.stand_ins import rules  # noqa: E402
@@ -28,9 +28,9 @@ ASKED = {'main_params_dtype': FP8}
 def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Make upstream find Transformer Engine; patches are undone afterwards."""
     monkeypatch.setattr(upstream, 'Adam', FusedAdam)
-    fp8_masters._install.cache_clear()
+    seam._install.cache_clear()
     yield
-    fp8_masters._install.cache_clear()
+    seam._install.cache_clear()
 
 
 ADAM_SCALES = ('--use-precision-aware-optimizer', '--main-params-dtype', 'fp16')
@@ -47,28 +47,28 @@ def validated(*flags: str) -> Namespace:
 def test_flag_replaces_16_bit_masters_by_fp8() -> None:
     for flags, expected in (((), torch.float32), (ADAM_SCALES, FP16), ((*ADAM_SCALES, FLAG), FP8)):
         args = validated(*flags)
-        fp8_masters.take_place(args)
+        seam.choose_fp8_masters(args)
         assert args.main_params_dtype == expected
 
 
 @pytest.mark.parametrize('flags', [(), ADAM_SCALES[:1], ADAM_SCALES[1:]])
 def test_flag_needs_16_bit_masters(flags: tuple[str, ...]) -> None:
     with pytest.raises(ConfigurationError, match='add --use-precision-aware-optimizer --main-par'):
-        fp8_masters.take_place(validated(*flags, FLAG))
+        seam.choose_fp8_masters(validated(*flags, FLAG))
 
 
 @pytest.mark.usefixtures('engine')
 @pytest.mark.parametrize('asked', ['fp32', 'fp16', torch.float32, FP16, None])
 def test_other_masters_keep_upstreams_adam(asked: object) -> None:
-    fp8_masters.install({'main_params_dtype': asked})
-    fp8_masters.install({})
+    seam.install_fp8_masters({'main_params_dtype': asked})
+    seam.install_fp8_masters({})
     assert upstream.Adam is FusedAdam
 
 
 @pytest.mark.usefixtures('engine')
 def test_upstream_builds_an_adam_with_fp8_masters() -> None:
     for _ in range(2):  # two jobs in one process
-        fp8_masters.install(ASKED)
+        seam.install_fp8_masters(ASKED)
     weight = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
     settings = {'master_weights': True, 'use_decoupled_grad': True}
     adam = upstream.Adam([weight], master_weight_dtype=FP8, **settings)
@@ -79,10 +79,10 @@ def test_upstream_builds_an_adam_with_fp8_masters() -> None:
 
 
 def test_other_adam_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    fp8_masters._install.cache_clear()
+    seam._install.cache_clear()
     monkeypatch.setattr(upstream, 'Adam', torch.optim.AdamW)
     with pytest.raises(UserError, match='megatron.core.optimizer:Adam has the parameters'):
-        fp8_masters.install(ASKED)
+        seam.install_fp8_masters(ASKED)
 
 
 def test_transformer_engine_refuses_fp8_masters() -> None:
@@ -90,9 +90,7 @@ def test_transformer_engine_refuses_fp8_masters() -> None:
         FusedAdam([torch.nn.Parameter(torch.ones(4))], master_weights=True, master_weight_dtype=FP8)
 
 
-@pytest.mark.parametrize(
-    ('kind', 'lost'), [(FusedAdam, True), (fp8_masters.keeping(FusedAdam), False)]
-)
+@pytest.mark.parametrize(('kind', 'lost'), [(FusedAdam, True), (seam.keeping(FusedAdam), False)])
 def test_all_zero_state_stays_zero(kind: type, lost: bool) -> None:
     weight = torch.nn.Parameter(torch.zeros(8, dtype=torch.bfloat16))
     adam = kind([weight], master_weights=True, master_weight_dtype=FP16, exp_avg_dtype=FP8)
@@ -108,7 +106,7 @@ def test_fp8_masters_lose_small_updates() -> None:
     """Three steps of 0.001 move 16-bit masters by their sum; 8-bit masters deviate from it."""
     errors = {}
     for master in (FP16, FP8):
-        kind = fp8_masters.keeping(FusedAdam) if master == FP8 else FusedAdam
+        kind = seam.keeping(FusedAdam) if master == FP8 else FusedAdam
         (weight,), adam = rules.precise_adam(kind, Formats(FP16, master), 'cpu')
         adam.param_groups[0].update(lr=1e-3, weight_decay=0.0)
         before = weight.detach().float()

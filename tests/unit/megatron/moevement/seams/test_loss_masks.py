@@ -20,7 +20,7 @@ from megatron.core.datasets.indexed_dataset import (  # noqa: E402
 )
 from megatron.core.datasets.utils import Split  # noqa: E402
 
-from megatron.moevement.seams import loss_masks  # noqa: E402
+from megatron.moevement.seams import datasets  # noqa: E402
 
 _PAD = 7
 _SAMPLES = 24
@@ -81,4 +81,4 @@ def test_loss_masks_do_not_depend_on_the_first_sample_read(
 
 
 def _sample(dataset: GPTDataset, read: Callable[..., object], index: int | None) -> object:
-    return loss_masks.sample(read, dataset, index)
+    return datasets.sample(read, dataset, index)

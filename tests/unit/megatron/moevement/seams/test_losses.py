@@ -8,9 +8,10 @@ import pytest
 import torch
 from megatron.core.pipeline_parallel import schedules
 
-from megatron.moevement.seams import losses, micro_batches
+from megatron.moevement.seams import patches
+from megatron.moevement.seams.schedules import SCHEDULES, Losses
 
-SCHEDULE = micro_batches.SCHEDULES[1]
+SCHEDULE = SCHEDULES[1]
 
 
 def of_tokens(*pairs: tuple[float, float]) -> list[dict[str, torch.Tensor]]:
@@ -21,7 +22,7 @@ def of_tokens(*pairs: tuple[float, float]) -> list[dict[str, torch.Tensor]]:
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     """Run a schedule that returns its argument, wrapped like upstream's."""
-    followed = losses.Losses()
+    followed = Losses()
 
     def of(reduced: Any, **kwargs: Any) -> float | None:
         wrapped = getattr(schedules, SCHEDULE)
@@ -35,7 +36,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
         name = part.partition(':')[2]
         monkeypatch.setattr(schedules, name, lambda **kwargs: wrapper(schedule, **kwargs))
 
-    monkeypatch.setattr(losses.patches, 'wrap', wrap)
+    monkeypatch.setattr(patches, 'wrap', wrap)
     followed.install()
     of.followed = followed  # type: ignore[attr-defined]
     yield of

@@ -3,7 +3,7 @@
 
 import pytest
 
-from megatron.moevement.state.canonical import canonical_name
+from megatron.moevement.state.resharded_tensors import canonical_name
 
 EXPERT = 'decoder.layers.2.mlp.experts'
 

@@ -4,8 +4,8 @@
 import pytest
 import torch
 
-from megatron.moevement.state.expert_division import ExpertDivision
 from megatron.moevement.state.model_operators import Operator
+from megatron.moevement.state.resharded_tensors import ExpertDivision
 from moevement_ext.memory.window.refused import RefusedWindow
 
 HIDDEN, UNITS, SHARDS = 3, 8, 4

@@ -10,7 +10,7 @@ from megatron.moevement.seams import cpu_device
 
 cpu_device.install()
 
-from megatron.moevement.state import slices, stored  # noqa: E402
+from megatron.moevement.state import low_precision, training_state  # noqa: E402
 from megatron.moevement.state.model_operators import Operator  # noqa: E402
 from megatron.moevement.state.optimizer_state import (  # noqa: E402
     ParameterState,
@@ -35,11 +35,13 @@ class Rank(NamedTuple):
 
     @property
     def slices(self) -> OperatorSlices:
-        return slices.operator_slices(self.operators, self.states)['rest']
+        return training_state.operator_slices(self.operators, self.states)['rest']
 
     def restore(self, records: list[Record], contents: dict[str, torch.Tensor]) -> None:
         with torch.no_grad():
-            slices.restore(records, lambda record: contents[record.part], {'rest': self.slices})
+            training_state.restore_slices(
+                records, lambda record: contents[record.part], {'rest': self.slices}
+            )
 
 
 def rank(recipe: str, seed: int, shard: bool = True) -> Rank:
@@ -82,7 +84,7 @@ def test_bytes_and_scales_are_restored_independently_of_masters(recipe: str, slo
     layout = SlotLayout(WindowPlan(((), ('rest',))), slot, {'rest': trained.slices})
     parts = trained.slices.full if slot else trained.slices.weights
     contents = {item.part: item.source.clone().view(-1) for item in parts}
-    place = stored.raw(fresh.weight).data_ptr()
+    place = low_precision.raw(fresh.weight).data_ptr()
     fresh.restore(layout.records, contents)
     (state,) = fresh.states.values()
     complete_restore([state], [], frozenset() if slot else frozenset({'w'}), distributed=True)
@@ -91,7 +93,7 @@ def test_bytes_and_scales_are_restored_independently_of_masters(recipe: str, slo
     }
     for part, content in contents.items():
         assert torch.equal(found[part].view(-1), content), part
-    assert stored.raw(fresh.weight).data_ptr() == place
+    assert low_precision.raw(fresh.weight).data_ptr() == place
     assert torch.equal(
         fresh.weight.dequantize().flatten()[START:END],
         trained.weight.dequantize().flatten()[START:END],

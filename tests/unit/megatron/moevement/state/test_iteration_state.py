@@ -23,13 +23,13 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker  # noqa: E402
 from megatron.core.tensor_parallel import random as upstream_random  # noqa: E402
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker  # noqa: E402
 
+from megatron.moevement.job.megatron_loop import OperationCount  # noqa: E402
 from megatron.moevement.job.megatron_trainer import (  # noqa: E402
     MegatronAuxiliaryState,
     MegatronTrainer,
 )
 from megatron.moevement.state import iteration_state  # noqa: E402
 from megatron.moevement.state.global_scalars import GlobalScalars, ScalarRecorder  # noqa: E402
-from megatron.moevement.state.operation_count import OperationCount  # noqa: E402
 from moevement_ext.recover.trainer import Committed  # noqa: E402
 from tests.stand_ins.random_states import GeneratorsTracker  # noqa: E402
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from megatron.core.transformer.moe import router as upstream
 
-from megatron.moevement.state.more_capacity import MoreCapacity, by_layer
+from megatron.moevement.state.router_tokens import MoreCapacity, by_layer
 
 TOKENS, EXPERTS, LAYERS = 80, 2, 2
 FACTOR = 0.5

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Floating point operations are counted from the samples, wherever the loop is entered."""
 
-from megatron.moevement.state.operation_count import CountedOperations, OperationCount
+from megatron.moevement.job.megatron_loop import CountedOperations, OperationCount
 
 
 def test_count_continues_from_the_base() -> None:

@@ -13,7 +13,7 @@ cpu_device.install()
 
 import megatron.core.optimizer as upstream  # noqa: E402
 
-from megatron.moevement.state.parameter_groups import of_all_ranks  # noqa: E402
+from megatron.moevement.seams.upstream import groups_of_all_ranks  # noqa: E402
 from moevement_ext.membership.exchange import Exchange  # noqa: E402
 
 
@@ -32,7 +32,7 @@ def _kinds(exchange: Exchange, experts: bool) -> list[tuple[bool, float, int]]:
         model[1].weight.allreduce = False
     config = upstream.OptimizerConfig(lr=0.1)
     overrides = upstream.get_standard_config_overrides(config)
-    with of_all_ranks(exchange):
+    with groups_of_all_ranks(exchange):
         groups = upstream._get_param_groups([model], config, overrides)
     return sorted(
         (group['is_expert_parallel'], group['wd_mult'], len(group['params'])) for group in groups

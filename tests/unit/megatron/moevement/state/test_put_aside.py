@@ -18,7 +18,7 @@ cpu_device.install()
 
 from megatron.core.dist_checkpointing.strategies import filesystem_async  # noqa: E402
 
-from megatron.moevement.state.put_aside import drop_put_aside  # noqa: E402
+from megatron.moevement.state.broken_iteration import drop_put_aside  # noqa: E402
 from tests.stand_ins.grouped_linear import GroupedLinear  # noqa: E402
 
 

@@ -12,7 +12,7 @@ cpu_device.install()
 
 from megatron.core import fp8_utils  # noqa: E402
 
-from megatron.moevement.state import model_operators, scaling  # noqa: E402
+from megatron.moevement.state import low_precision, model_operators  # noqa: E402
 from tests.stand_ins import fp8_compute  # noqa: E402
 
 RECIPE = fp8_compute.Recipe(True, fp8_compute.E5M2, amax_history_len=4)
@@ -32,9 +32,9 @@ def context(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_scaling_is_created_for_all_modules_that_have_it() -> None:
     chunk = model('hybrid', 'delayed')
-    assert dict(scaling.scaling_of(chunk)) == {}
-    scaling.create([chunk])
-    found = {name: tuple(state.shape) for name, state in scaling.scaling_of(chunk)}
+    assert dict(low_precision.scaling_of(chunk)) == {}
+    low_precision.create_scaling([chunk])
+    found = {name: tuple(state.shape) for name, state in low_precision.scaling_of(chunk)}
     assert found == {
         '0.scaling_fwd.scale': (3,),
         '0.scaling_fwd.amax_history': (4, 3),
@@ -46,8 +46,8 @@ def test_scaling_is_created_for_all_modules_that_have_it() -> None:
 @pytest.mark.parametrize(('fp8', 'recipe'), [(None, 'delayed'), ('hybrid', 'tensorwise')])
 def test_scaling_is_created_for_delayed_recipes_only(fp8: str | None, recipe: str) -> None:
     chunk = model(fp8, recipe)
-    scaling.create([chunk])
-    assert dict(scaling.scaling_of(chunk)) == {}
+    low_precision.create_scaling([chunk])
+    assert dict(low_precision.scaling_of(chunk)) == {}
 
 
 @pytest.mark.parametrize(

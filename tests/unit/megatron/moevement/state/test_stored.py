@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State of 16 and 8 bits is captured and restored as stored."""
+"""State of 16 and 8 bits is captured and restored as low_precision."""
 
 from types import SimpleNamespace
 
@@ -10,8 +10,8 @@ from megatron.moevement.seams import cpu_device
 
 cpu_device.install()
 
-from megatron.moevement.seams.fp8_masters import keeping  # noqa: E402
-from megatron.moevement.state import optimizer_state, slices, stored  # noqa: E402
+from megatron.moevement.seams.adam import keeping  # noqa: E402
+from megatron.moevement.state import low_precision, optimizer_state, training_state  # noqa: E402
 from megatron.moevement.state.optimizer_state import ParameterState  # noqa: E402
 from tests.stand_ins import rules  # noqa: E402
 from tests.stand_ins.fp8_weights import delayed_weight  # noqa: E402
@@ -62,7 +62,7 @@ def test_fp8_weight_is_not_a_function_of_its_master() -> None:
         one.step()
         master = one.adam.get_unscaled_state(one.main, 'master_param')
         derived = delayed_weight(master, *torch.tensor([[SCALE], [0.0]]))
-        others += int((stored.raw(derived) != stored.raw(one.main)).sum())
+        others += int((low_precision.raw(derived) != low_precision.raw(one.main)).sum())
     assert others
 
 
@@ -94,7 +94,7 @@ def test_masters_that_megatron_holds_are_captured_without_the_weight() -> None:
     adam = FusedAdam([main], exp_avg_dtype=FP8)
     adam.initialize_state(main, False)
     state = ParameterState('w', weight, main, adam, 0, range(64), None)
-    parts = {item.part: item.source.dtype for item in slices._full('rest', state)}
+    parts = {item.part: item.source.dtype for item in training_state._full('rest', state)}
     assert parts == {'master': FP32, 'exp_avg': FP8, 'exp_avg_sq': FP32, 'scale_inv/exp_avg': FP32}
 
 

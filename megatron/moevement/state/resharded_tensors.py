@@ -1,8 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How expert tensor parallelism divides the weights of experts.
+"""Tensors in another layout: their names in the whole model, and the division of experts.
 
-The first layer is divided by rows, a gated unit's two halves each; the second by columns. Biases of
-the first layer go with its rows, those of the second are whole on each rank.
+In a window a tensor has the name that it has on its rank, with numbers of that rank: the model
+chunk, the layer within the chunk, the expert within the rank. Its operator counts layers and
+experts over the whole model, so that both together give the name in the whole model:
+`layer3.expert5` and `chunk1.decoder.layers.0.mlp.experts.local_experts.1.linear_fc1.weight` give
+`decoder.layers.2.mlp.experts.local_experts.5.linear_fc1.weight`.
+
+Expert tensor parallelism divides the weights of experts: the first layer is divided by rows, a
+gated unit's two halves each; the second by columns. Biases of the first layer go with its rows,
+those of the second are whole on each rank.
 """
 
 import re
@@ -16,6 +23,32 @@ _EXPERT = re.compile(r'^(.+)\.expert\d+$')
 _WEIGHT = re.compile(r'\.(linear_fc[12]\.(?:weight|bias))\d*$')
 _OF_A_SHARD = re.compile(r'^(?:scale.*|scaling|weight_scale)$')
 _OF_ALL = 'step'
+
+EMBEDDING = 'embedding.word_embeddings.weight'
+OUTPUT = 'output_layer.weight'
+
+_CHUNK = re.compile(r'^chunk\d+\.')
+_OPERATOR = re.compile(r'^(?:layer|mtp)(\d+)\.(?:expert(\d+)$)?')
+_LAYER = re.compile(r'^((?:decoder|mtp)\.layers)\.\d+\.')
+_LOCAL_EXPERT = re.compile(
+    r'(\.mlp\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias)))\d+'
+)
+
+
+def canonical_name(operator: str, tensor: str, shared: bool) -> str:
+    """Name of a tensor in the whole model.
+
+    `operator` and `tensor` are as in a record. `shared`: embedding and output layer share their
+    weight, of which the last stage has a copy.
+    """
+    name = _CHUNK.sub('', tensor)
+    found = _OPERATOR.match(operator)
+    if found is not None:
+        layer, expert = found.groups()
+        name = _LAYER.sub(rf'\g<1>.{int(layer) - 1}.', name)
+        if expert is not None:
+            name = _LOCAL_EXPERT.sub(rf'\g<1>{expert}', name)
+    return EMBEDDING if shared and name == OUTPUT else name
 
 
 def is_of_an_expert(operator: str) -> bool:
