@@ -22,7 +22,7 @@ from moevement_ext.memory.window.slot import SlotHeader
 from moevement_ext.protect.protection import Protection
 from moevement_ext.recover import outage, whole_job
 from moevement_ext.recover.conversion import Conversion
-from moevement_ext.recover.summary import Summary, conversion_line, recovered_line
+from moevement_ext.recover.outage import Summary, conversion_line, recovered_line
 from moevement_ext.recover.trainer import Start, Trainer
 from moevement_ext.recover.verification import Verification, Verified
 from moevement_ext.recover.whole_job import start_the_whole_job_again

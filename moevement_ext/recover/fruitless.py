@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts useless recoveries: all processes are alive, and the same iteration fails again.
+"""Tells a rank's own errors from the loss of another rank, and counts useless recoveries.
+
+In those all processes are alive, and the same iteration fails again.
 
 An error that looks like a lost peer may be this rank's own: a data server that refuses, a dead
 reader of stdout, a call that NCCL or gloo rejects. All ranks count such recoveries alike, until an
@@ -11,15 +13,19 @@ this does not help, the whole job restarts, and the rank ends with its error aga
 launcher gives up the job.
 """
 
+import re
 import time
 import traceback
 from collections.abc import Callable, Sequence
 
+from torch.distributed import DistError
+
 from moevement_ext.logger import logger_of
 from moevement_ext.membership.rendezvous import RoundEnded
 from moevement_ext.membership.report import Report
-from moevement_ext.recover.lost_peer import in_words, no_gpu_memory
 from moevement_ext.recover.verdict import Verdict, WholeJob
+from moevement_ext.regroup.process_groups import RegroupError
+from moevement_ext.replicate.log_reader import ReaderClosed
 
 logger = logger_of(__name__)
 
@@ -98,3 +104,46 @@ def _without_frames(error: Exception) -> Exception:
     error.__traceback__ = error.__cause__ = error.__context__ = None
     error.add_note(f'It was raised here:\n{text}')
     return error
+
+
+_PLACE_IN_GLOO = re.compile(r'^\[[^\]]*\.(?:cc|h):\d+\]\s*')
+_ADVICE_OF_GLOO = re.compile(
+    r'\s*This (?:is probably due|may be|could be)\b.*|\s*GLHF!.*', re.DOTALL
+)
+# The line of NCCL's last error that torch quotes: CUDA's words, or NCCL's own after them.
+_NO_MEMORY = re.compile('.*(?:out of memory|Failed to CUDA [cm]alloc).*')
+_LONGEST = 300
+
+
+def in_words(error: BaseException) -> str:
+    """Format an exception for the log; a lost connection is no defect of the program.
+
+    Gloo's source locations and advice are removed, and all that NCCL adds to a lack of memory.
+    """
+    lines = str(error).splitlines() or ['no reason given']
+    if full := no_gpu_memory(error):
+        lines = [f'no GPU memory for a communicator: {full}']
+    text = _ADVICE_OF_GLOO.sub('', _PLACE_IN_GLOO.sub('', lines[0]))
+    text = ''.join(letter for letter in text if letter.isprintable() and ord(letter) < 0xE000)
+    text = text.strip()[:_LONGEST]
+    if isinstance(error, RuntimeError) and 'gloo' in str(error).lower():
+        return f'the connection to another rank is lost (gloo: {text})'
+    return f'{type(error).__name__}: {text}'
+
+
+def lost_peer(error: BaseException) -> bool:
+    """Return True if an exception results from the loss of another rank, not from an own fault.
+
+    gloo names its transport in every message. NCCL, the stores, and the clients that fetch
+    windows and logs raise exceptions of specific types.
+    """
+    known = RoundEnded | RegroupError | DistError | ConnectionError | ReaderClosed
+    if isinstance(error, known):
+        return True
+    return isinstance(error, RuntimeError) and 'gloo' in str(error).lower()
+
+
+def no_gpu_memory(error: BaseException) -> str:
+    """NCCL's words if it had no memory for a communicator, in `renew` or an operation; else ''."""
+    found = isinstance(error, RegroupError | DistError) and _NO_MEMORY.search(str(error))
+    return found[0] if found else ''

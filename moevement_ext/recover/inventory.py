@@ -30,8 +30,7 @@ from moevement_ext.memory.window.refused import (
 )
 from moevement_ext.memory.window.settings import digest_of, encode
 from moevement_ext.memory.window.twin import TwinWindow, twin_windows
-from moevement_ext.recover import other_runs
-from moevement_ext.recover.absence import DISK, MEMORY, Traces
+from moevement_ext.recover.absence import DISK, MEMORY, Traces, of_other_names
 from moevement_ext.replicate.secret import marks_here
 
 logger = logger_of(__name__)
@@ -203,7 +202,7 @@ def _traces(
     past = [MEMORY] * (in_memory and not disk_only) + [DISK] * on_disk
     here = (NodeStore(store.root, run, store.path.name) for run in {store.run_id, *layouts})
     found = in_memory or on_disk or any(node.scan() for node in here)
-    renamed = {} if found else other_runs.of_other_names(store, identity, layouts)
+    renamed = {} if found else of_other_names(store, identity, layouts)
     return Traces(node_name(), told, past, renamed, unread)
 
 

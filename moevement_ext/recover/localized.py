@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
 
+import msgspec
+
 from moevement_ext import faults
 from moevement_ext.config import GLOBAL, LOCALIZED
 from moevement_ext.errors import EXIT_OTHER_BITS, EXIT_WHOLE_JOB
@@ -27,14 +29,11 @@ from moevement_ext.membership.store_loss import StoreLost
 from moevement_ext.memory.window.listing import TRIES
 from moevement_ext.memory.window.name import Window
 from moevement_ext.protect.protection import Protection
-from moevement_ext.recover.fruitless import Fruitless
-from moevement_ext.recover.lost_peer import in_words, lost_peer
-from moevement_ext.recover.outage import Outage, Phases
+from moevement_ext.recover.fruitless import Fruitless, in_words, lost_peer
+from moevement_ext.recover.outage import Outage, Phases, recovered_line
 from moevement_ext.recover.own_report import OwnReport, handovers
 from moevement_ext.recover.rank_state import RankState, Running, Whole
-from moevement_ext.recover.reconnection import connected_with, exchange_addresses
-from moevement_ext.recover.stage_replay import StageReplay
-from moevement_ext.recover.summary import recovered_line
+from moevement_ext.recover.stage_replay import OtherBits, SourceLost, StageReplay, WindowRefused
 from moevement_ext.recover.trainer import Start, Trainer
 from moevement_ext.recover.verdict import Localized, Verdict, WholeJob, decide_recovery
 from moevement_ext.recover.verification import Verification, Verified
@@ -44,6 +43,7 @@ logger = logger_of(__name__)
 
 _ANNOUNCEMENT_SECONDS = 2.0
 _POLL_SECONDS = 0.02
+_ADDRESS = msgspec.msgpack.Decoder(tuple[str, int])
 
 
 class LocalizedRecovery:
@@ -358,13 +358,13 @@ class LocalizedRecovery:
             self._replay.run(
                 verdict, self._membership.reports, iterate, self._position, self._phases
             )
-        except self._replay.Refused as refusal:
+        except WindowRefused as refusal:
             self._refused.append(window)
             self._fruitless.progressed()  # another window is tried next
             raise RoundEnded(str(refusal)) from refusal
-        except self._replay.OtherBits as found:
+        except OtherBits as found:
             self.end_job(str(found))
-        except self._replay.SourceLost as lost:
+        except SourceLost as lost:
             self._lost_sources += 1
             if self._lost_sources >= TRIES:
                 self._refused.append(window)
@@ -419,10 +419,28 @@ class LocalizedRecovery:
             log.pause()
 
     def _exchange_addresses(self, verdict: Localized) -> None:
-        exchange_addresses(self._rank.number, verdict, self._membership, self._protection)
+        """Wait until new processes are set up, and obtain their addresses."""
+        rank, store = self._rank.number, self._membership.store
+        addresses = self._protection.memory.addresses
+        if rank in verdict.replacements:
+            encoded = msgspec.msgpack.encode(addresses[rank])
+            store.set(f'address/{rank}', encoded)  # type: ignore[arg-type]
+        self._membership.barrier('ready')
+        for other, report in enumerate(self._membership.reports):
+            if report.address is not None:
+                addresses[other] = report.address
+        for other in verdict.replacements:
+            addresses[other] = _ADDRESS.decode(store.get(f'address/{other}'))
+        newest = verdict.target
+        if verdict.window is not None and rank in verdict.beginning:
+            newest = verdict.window.start
+        self._protection.reach_peers(newest)
 
     def _connect_early(self, verdict: Localized) -> None:
-        """Connect this rank with the ranks that replay with it, or that wait with it."""
+        """Connect this rank with the ranks that replay with it, or that wait with it.
+
+        All ranks must agree about each group; they do, as it follows from the reports of all.
+        """
         with self._phases.timed('regroup'):
             self._membership.renew(self._connected_with(verdict))
 
@@ -434,7 +452,7 @@ class LocalizedRecovery:
                 self._membership.renew(None, kept)
 
     def _connected_with(self, verdict: Localized) -> frozenset[int]:
-        return connected_with(self._rank.number, verdict, self._membership.reports)
+        return verdict.connected_with(self._rank.number, self._membership.reports)
 
     def _roll_back(self) -> None:
         kept = self._position.kept

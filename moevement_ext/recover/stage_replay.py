@@ -44,15 +44,15 @@ from moevement_ext.replicate.log_reader import LogReader
 logger = logger_of(__name__)
 
 
-class _WindowRefused(SparseCheckpointError):
+class WindowRefused(SparseCheckpointError):
     """This rank cannot get the data for a replay of the window; another window is tried next."""
 
 
-class _OtherBits(SparseCheckpointError):
+class OtherBits(SparseCheckpointError):
     """The replay computed other bits than before, with which the job must not continue."""
 
 
-class _SourceLost(SparseCheckpointError):
+class SourceLost(SparseCheckpointError):
     """The source of the window, or of a log, does not answer; all ranks search again."""
 
 
@@ -66,10 +66,6 @@ class StageReplay:
     RoundEnded if another failure was announced, so that results may be invalid. `verification`
     compares the newest replay with earlier captures.
     """
-
-    Refused = _WindowRefused
-    OtherBits = _OtherBits
-    SourceLost = _SourceLost
 
     def __init__(
         self,
@@ -189,9 +185,9 @@ class StageReplay:
             with self._waiting_for(source):
                 self._replay(Conversion(source), verdict, iterate, position, phases)
         except (UnreadableWindow, PeerLost) as error:
-            raise _SourceLost(f'window {verdict.window.start}: {error}') from error
+            raise SourceLost(f'window {verdict.window.start}: {error}') from error
         except _DAMAGES as error:
-            raise _WindowRefused(f'window {verdict.window.start}: {error}') from error
+            raise WindowRefused(f'window {verdict.window.start}: {error}') from error
 
     def _verification(self, start: int, target: int) -> Verification:
         """Verification of the replay after `start`, which takes gradient norms as given."""
@@ -234,7 +230,7 @@ class StageReplay:
             self._catch_up(conversion.last.iteration, target, iterate)
             if self.verification.forbids(self._rank.config.verify):
                 verified = self.verification.result()
-                raise _OtherBits(f'window {start}, replayed to iteration {target}: {verified}')
+                raise OtherBits(f'window {start}, replayed to iteration {target}: {verified}')
             if self._protection.stops:
                 self._roll_back(conversion)
             position.rebuilt()
@@ -263,7 +259,7 @@ class StageReplay:
     def _entry(self, iteration: int) -> LedgerEntry:
         entry = self._protection.memory.ledger.get(iteration)
         if entry is None:
-            raise _WindowRefused(
+            raise WindowRefused(
                 f'no reachable rank has a record of iteration {iteration}, so it cannot be replayed'
             )
         return entry

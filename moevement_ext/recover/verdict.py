@@ -46,6 +46,19 @@ class Localized(msgspec.Struct, frozen=True):
         """Ranks that begin to replay from `window`."""
         return self.ranks - self.going_on
 
+    def connected_with(self, rank: int, reports: Sequence[Report]) -> frozenset[int]:
+        """Return the ranks, including `rank`, connected with `rank` when the replay ends.
+
+        These sets partition the ranks. The verdict is the newest one, from `reports`; replays that
+        continue are connected since they began.
+        """
+        if rank in self.beginning:
+            return self.beginning
+        if rank in self.going_on:
+            began = [report.under_way and report.under_way.round for report in reports]
+            return frozenset(other for other in self.going_on if began[other] == began[rank])
+        return frozenset(range(len(reports))) - self.ranks
+
     def history_after(self, reports: Sequence[Report]) -> History:
         """The history in which all ranks go on: another one if all stages go back."""
         present = survivors_history(reports)

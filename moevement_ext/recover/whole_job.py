@@ -30,8 +30,8 @@ from moevement_ext.memory.window.refused import RefusedWindow, UnreadableWindow
 from moevement_ext.memory.window.settings import told
 from moevement_ext.memory.window.slot import SlotHeader
 from moevement_ext.plan.strategy.choice import disk_only
-from moevement_ext.recover import launched_alike, other_runs
-from moevement_ext.recover.absence import FLAG, refuse_to_forget, tier_of
+from moevement_ext.recover import launched_alike
+from moevement_ext.recover.absence import FLAG, name_other_runs, refuse_to_forget, tier_of
 from moevement_ext.recover.conversion import Conversion
 from moevement_ext.recover.inventory import Inventory, candidates, take_stock
 from moevement_ext.recover.sources import VerifiedWindow, make_room, verified_window
@@ -118,7 +118,7 @@ def find(
     )
     deaths.forget(store.shared)  # all ranks have read them: `rank.exchange` is collective
     if not (everything or refused):
-        other_runs.say(store, rank)
+        name_other_runs(store, rank)
     if not complete:
         traces = [inventory.traces for inventory in inventories]
         refuse_to_forget(everything, traces, max(dense_iteration, elsewhere), rank.config)

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroupGloo, Store
 
-from moevement_ext.regroup import connecting, waits
+from moevement_ext.regroup import waits
+from moevement_ext.regroup.interruptible_store import in_time
 
 NAME = 'gloo'
 PARTS: dict[str, tuple[str, ...]] = {
@@ -59,7 +60,7 @@ class Gloo:
         `device` and `at_once` are unused: gloo always connects at once. Raises
         `RuntimeError` if a member did not connect, or left, or the wait was interrupted.
         """
-        backend = connecting.in_time(
+        backend = in_time(
             lambda: ProcessGroupGloo(store, rank, size, timeout=timeout), timeout, interrupted
         )
         backend._set_default_timeout(options)

@@ -24,8 +24,8 @@ import torch
 from torch.distributed import ProcessGroupNCCL, Store
 
 from moevement_ext.logger import logger_of
-from moevement_ext.regroup import connecting
 from moevement_ext.regroup.internals import UnsupportedTorchError
+from moevement_ext.regroup.interruptible_store import in_time
 
 PARTS: dict[str, tuple[str, ...]] = {
     'distributed.ProcessGroupNCCL': (
@@ -118,7 +118,7 @@ class Nccl:
                 backend.eager_connect_single_device(own)
             return backend
 
-        return connecting.in_time(connect, timeout, interrupted)
+        return in_time(connect, timeout, interrupted)
 
     def is_connected(self, backend: ProcessGroupNCCL) -> bool:
         """True if an operation or `connect` has created a communicator."""

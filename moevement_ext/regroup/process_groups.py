@@ -19,8 +19,8 @@ from torch._C._distributed_c10d import Backend, ProcessGroup
 from torch.distributed import DistError, PrefixStore, Store, default_pg_timeout
 
 from moevement_ext.errors import SparseCheckpointError
-from moevement_ext.regroup import connecting, gloo, internals, waits
-from moevement_ext.regroup.interruptible_store import InterruptibleStore
+from moevement_ext.regroup import gloo, internals, waits
+from moevement_ext.regroup.interruptible_store import InterruptibleStore, used_by_any
 
 if TYPE_CHECKING:
     from moevement_ext.regroup.nccl import Nccl  # not every build of torch has NCCL
@@ -239,7 +239,7 @@ class ProcessGroups:
         if NCCL not in self._kinds or size < 2:
             return names
         try:
-            return connecting.used_by_any(store, size, self._in_use, names, timeout)
+            return used_by_any(store, size, self._in_use, names, timeout)
         except (RuntimeError, OSError) as error:
             self._raise_if_unblocked()
             raise RegroupError(

@@ -19,7 +19,7 @@ COMING: set[str] = set()
 # Collectives of ours, and when they happen; all of them outside of fault-free iterations.
 COLLECTIVES = {
     'exchange.py': 'at the start',
-    'broadcast.py': 'in a recovery',
+    'trainer_state.py': 'in a recovery',
     'dp_copy.py': 'in a recovery',
     'optimizer_state.py': 'in a recovery',
     'module_operators.py': 'in a recovery',

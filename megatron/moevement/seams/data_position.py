@@ -18,7 +18,7 @@ from megatron.core.rerun_state_machine import RerunDataIterator
 from torch.utils.data import DataLoader
 
 from megatron.moevement.seams import patches
-from moevement_ext.capture.generators import capture_generators, restore_generators
+from moevement_ext.capture.trainer_state import capture_generators, restore_generators
 
 _KINDS = ('training', 'validation', 'test')
 

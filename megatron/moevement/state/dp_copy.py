@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 from megatron.moevement.facts import JobFacts
 from megatron.moevement.state.model_operators import Operator
 from megatron.moevement.state.optimizer_state import ParameterState
-from moevement_ext.capture.broadcast import broadcast_packed
+from moevement_ext.capture.trainer_state import broadcast_packed
 
 
 def replicas(facts: JobFacts, lengths_differ: bool = False) -> list[int]:

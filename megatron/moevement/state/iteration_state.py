@@ -24,7 +24,7 @@ from megatron.moevement.built import MegatronOptimizer, OptimizerParamScheduler
 from megatron.moevement.facts import Counters
 from megatron.moevement.state.global_scalars import GlobalScalars
 from megatron.moevement.state.optimizer_state import chained, counts_steps_per_group
-from moevement_ext.capture.generators import (
+from moevement_ext.capture.trainer_state import (
     GeneratorStates,
     capture_generators,
     restore_generators,

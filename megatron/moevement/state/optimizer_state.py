@@ -22,7 +22,7 @@ from megatron.core.optimizer.optimizer import (
 
 from megatron.moevement.built import Chunks, MegatronOptimizer
 from megatron.moevement.state import low_precision
-from moevement_ext.capture.broadcast import broadcast_packed
+from moevement_ext.capture.trainer_state import broadcast_packed
 from moevement_ext.errors import SparseCheckpointError
 
 # Class names of known optimizers other than torch's Adam; their packages may be missing.

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import torch
 
-from moevement_ext.capture.generators import (
+from moevement_ext.capture.trainer_state import (
     GeneratorStates,
     capture_generators,
     restore_generators,

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from moevement_ext.capture.broadcast import broadcast_packed
 from moevement_ext.capture.layout import OperatorSlices, TensorSlice, check_fits
+from moevement_ext.capture.trainer_state import broadcast_packed
 from moevement_ext.config import ConfigurationError
 from moevement_ext.job.torch_loop.first_state import create_state
 from moevement_ext.memory.batches import copy_all

@@ -14,13 +14,12 @@ from moevement_ext.memory.window.listing import patiently
 from moevement_ext.memory.window.refused import CorruptWindow, RefusedWindow, UnreadableWindow
 from moevement_ext.recover.conversion import Conversion
 from moevement_ext.recover.reshard import surplus
-from moevement_ext.recover.reshard.fetching import Fetcher
 from moevement_ext.recover.reshard.found import (
     Candidate,
     Elsewhere,
     require_exact,
 )
-from moevement_ext.recover.reshard.resharded import ReshardedWindow, resharded
+from moevement_ext.recover.reshard.resharded import Fetcher, ReshardedWindow, resharded
 from moevement_ext.recover.sources import VerifiedWindow, make_room
 from moevement_ext.recover.trainer import Resharding
 from moevement_ext.replicate.client import PeerLost, PeerRefused, ReplicaClient

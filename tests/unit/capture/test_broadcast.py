@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from moevement_ext.capture.broadcast import broadcast_packed
+from moevement_ext.capture.trainer_state import broadcast_packed
 from tests.unit.regroup.ranks import Job, cluster
 
 CPU = torch.device('cpu')

@@ -21,7 +21,7 @@ from moevement_ext.memory.window.name import Window, WindowName
 from moevement_ext.recover.localized import LocalizedRecovery
 from moevement_ext.recover.outage import Phases
 from moevement_ext.recover.rank_state import RankState
-from moevement_ext.recover.stage_replay import StageReplay
+from moevement_ext.recover.stage_replay import SourceLost, StageReplay
 from moevement_ext.recover.trainer import Start
 from moevement_ext.recover.verdict import Localized
 from moevement_ext.system import leaving
@@ -146,11 +146,8 @@ def test_deaths_of_sources_refuse_no_window() -> None:
     """Only processes that live and do not answer count."""
 
     class Lost:
-        Refused, SourceLost = StageReplay.Refused, StageReplay.SourceLost
-        OtherBits = StageReplay.OtherBits
-
         def run(self, *_: object) -> NoReturn:
-            raise self.SourceLost('the neighbour died')
+            raise SourceLost('the neighbour died')
 
     reports = [Report(False, 'node', 1, []), Report(True, 'node', 2, [])]
     recovery = recovery_of(

@@ -2,6 +2,7 @@
 """Whose replay goes on after another failure, and whose begins again: the verdict on that."""
 
 from collections.abc import Sequence
+from itertools import product
 
 import msgspec
 import pytest
@@ -25,7 +26,7 @@ STAGES = 5
 REPLAY = UnderWay(NEW, 9)
 
 
-def replays(under_way: UnderWay, windows: Sequence[HeldWindow] = ()) -> Report:
+def replays_since(under_way: UnderWay, windows: Sequence[HeldWindow] = ()) -> Report:
     report = survivor(9, NOWHERE, NOWHERE, windows)
     return msgspec.structs.replace(report, under_way=under_way)
 
@@ -40,7 +41,7 @@ def job(
     held = everywhere(STAGES, *windows)
     reports = [survivor(9, windows=held) for _ in range(STAGES)]
     for stage in under_way:
-        reports[stage] = replays(replay, held)
+        reports[stage] = replays_since(replay, held)
     for stage in lost:
         reports[stage] = replacement()
     return Job(reports, [*range(STAGES)])
@@ -120,10 +121,10 @@ def test_a_replay_to_another_end_begins_again() -> None:
 def test_all_ranks_of_a_stage_continue_or_none(other: Report) -> None:
     held = everywhere(4, NEW)
     stage_of = [0, 0, 1, 1]
-    both = [replays(REPLAY), replays(REPLAY), *2 * [survivor(9, windows=held)]]
+    both = [replays_since(REPLAY), replays_since(REPLAY), *2 * [survivor(9, windows=held)]]
     assert going_on(Job(both, stage_of)) == {0, 1}
     assert going_on(Job([both[0], other, *both[2:]], stage_of)) == set()
-    later = replays(UnderWay(NEWER, 9))
+    later = replays_since(UnderWay(NEWER, 9))
     assert going_on(Job([both[0], later, *both[2:]], stage_of)) == set()
 
 
@@ -169,3 +170,26 @@ def test_continuing_changes_only_the_beginning_ranks(
         or verdict.window is not None
         and verdict.window.start >= min([start] if stay else [0])
     )
+
+
+# Connections at the end of the replays
+
+WAITS, BEGINS = 'waits', 'begins'
+
+
+@pytest.mark.parametrize('ranks', [1, 2, 3, 4])
+def test_connected_sets_partition_the_ranks(ranks: int) -> None:
+    """A rank waits, begins, or goes on, connected since a round."""
+    for does in product((WAITS, BEGINS, 4, 5), repeat=ranks):
+        going_on = frozenset(rank for rank, what in enumerate(does) if isinstance(what, int))
+        replays = going_on | {rank for rank, what in enumerate(does) if what == BEGINS}
+        verdict = Localized(9, frozenset(), replays, frozenset(), NEW, going_on=going_on)
+        reports = [
+            replays_since(UnderWay(NEW, 9, what)) if isinstance(what, int) else survivor(9)
+            for what in does
+        ]
+        found = [verdict.connected_with(rank, reports) for rank in range(ranks)]
+        for rank, others in enumerate(found):
+            assert rank in others
+            assert {does[other] for other in others} == {does[rank]}
+            assert all(found[other] == others for other in others)

@@ -18,7 +18,7 @@ from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.file_names import committed_name
 from moevement_ext.memory.window.name import RankIdentity
 from moevement_ext.memory.window.settings import RunSettings, encode
-from moevement_ext.recover import other_runs
+from moevement_ext.recover.absence import name_other_runs
 from tests.unit.memory.samples import (
     TOPOLOGY,
     WINDOW,
@@ -72,7 +72,7 @@ def said(
         identity=RankIdentity('now', TOPOLOGY, 0, settings),
     )
     with caplog.at_level(logging.WARNING):
-        other_runs.say(NodeStore(root, 'run-now', 'node0'), rank)  # type: ignore[arg-type]
+        name_other_runs(NodeStore(root, 'run-now', 'node0'), rank)  # type: ignore[arg-type]
     return caplog.text
 
 

@@ -15,8 +15,7 @@ from moevement_ext.membership.launch import of_launch
 from moevement_ext.membership.report import Report
 from moevement_ext.memory.deaths import Death, forget, noted
 from moevement_ext.memory.window.name import Window, WindowName
-from moevement_ext.recover.outage import Outage, of_the_whole_job
-from moevement_ext.recover.summary import Summary
+from moevement_ext.recover.outage import Outage, Summary, of_the_whole_job
 from moevement_ext.recover.verdict import Localized
 from moevement_ext.recover.verification import Verified
 

@@ -16,7 +16,7 @@ import pytest
 from moevement_ext.config import GLOBAL, LOCALIZED
 from moevement_ext.errors import EXIT_OTHER_BITS
 from moevement_ext.faults import Phase
-from moevement_ext.recover.stage_replay import StageReplay
+from moevement_ext.recover.stage_replay import OtherBits, StageReplay
 from moevement_ext.replicate.replicator import Replicator
 from tests.unit.memory.samples import tmpfs_directory
 from tests.unit.recover import threaded_job
@@ -160,7 +160,7 @@ def test_refused_replay_is_not_continued(
             before.update(windows_in(directory))
             try:
                 replay(self, *args)
-            except StageReplay.OtherBits:
+            except OtherBits:
                 kept.update(windows_in(directory))
                 job.schedule += [] if meanwhile is None else [meanwhile]
                 raise

@@ -8,8 +8,8 @@ import torch
 from torch.distributed import DistBackendError
 
 from moevement_ext.launch.launcher_events import JobEnded, JobRecovered
-from moevement_ext.recover.lost_peer import in_words
-from moevement_ext.recover.summary import Gone, Summary, deaths, together
+from moevement_ext.recover.fruitless import in_words
+from moevement_ext.recover.outage import Gone, Summary, deaths, together
 from moevement_ext.recover.verification import Verified
 from moevement_ext.regroup.process_groups import RegroupError
 

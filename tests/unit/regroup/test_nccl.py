@@ -16,8 +16,8 @@ from torch.distributed import PrefixStore
 from moevement_ext.errors import SparseCheckpointError
 from moevement_ext.membership.membership import Membership
 from moevement_ext.membership.rendezvous import RoundEnded
+from moevement_ext.recover.fruitless import in_words
 from moevement_ext.recover.localized import LocalizedRecovery
-from moevement_ext.recover.lost_peer import in_words
 from moevement_ext.regroup import nccl, process_groups
 from moevement_ext.regroup.nccl import _NOT_IN_A_GROUP, Nccl
 from moevement_ext.regroup.process_groups import ProcessGroups, RegroupError, _Group

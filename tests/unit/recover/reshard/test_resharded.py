@@ -38,10 +38,9 @@ from moevement_ext.memory.window.slot import (
 from moevement_ext.recover import inventory
 from moevement_ext.recover.conversion import Conversion
 from moevement_ext.recover.reshard.assembly import Assembly
-from moevement_ext.recover.reshard.fetching import Fetcher
 from moevement_ext.recover.reshard.found import Candidate, Elsewhere, merged
 from moevement_ext.recover.reshard.index import Division
-from moevement_ext.recover.reshard.resharded import ReshardedWindow, resharded
+from moevement_ext.recover.reshard.resharded import Fetcher, ReshardedWindow, resharded
 from moevement_ext.recover.reshard.stock import Stock, _Seen
 from moevement_ext.replicate.client import PeerLost, PeerRefused, ReplicaClient
 from moevement_ext.replicate.replica_server import ReplicaServer

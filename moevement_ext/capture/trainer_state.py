@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""States of the random number generators of this process."""
+"""What adapters share: states of random number generators, and broadcasts of large states."""
 
 import random
+from collections.abc import Iterable
 
 import msgspec
 import numpy as np
 import torch
+
+from moevement_ext.memory.batches import copy_all, in_batches
 
 
 class GeneratorStates(msgspec.Struct):
@@ -47,3 +50,36 @@ def state_bytes(state: torch.Tensor) -> bytes:
 def state_tensor(state: bytes) -> torch.Tensor:
     """Inverse of `state_bytes`: uint8, [bytes]."""
     return torch.frombuffer(bytearray(state), dtype=torch.uint8)
+
+
+PACKED_BYTES = 256 * 2**20
+"""Bytes sent at once, which is also the size of the buffer on a device with little memory."""
+
+
+@torch.no_grad()
+def broadcast_packed(
+    tensors: Iterable[torch.Tensor],
+    source: int,
+    group: torch.distributed.ProcessGroup,
+    device: torch.device,
+    limit: int = PACKED_BYTES,
+) -> None:
+    """Copy the values of global rank `source` to all ranks of `group`. Collective; training thread.
+
+    Args:
+        tensors: contiguous, of the same types and sizes in the same order on all ranks; some may
+            be on the CPU, as the step counts of torch's Adam are.
+        source: global rank.
+        group: the group of ranks.
+        device: the device that the backend of `group` sends from.
+        limit: bytes to send at once.
+    """
+    parts = (part for tensor in tensors for part in _bytes_of(tensor).split(limit))
+    for batch in in_batches(parts, torch.Tensor.numel, limit):
+        packed = torch.cat([part.to(device) for part in batch])
+        torch.distributed.broadcast(packed, source, group=group)
+        copy_all(batch, packed.split([part.numel() for part in batch]))
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().view(-1).view(torch.uint8)
