@@ -18,7 +18,7 @@
 #
 # --torch VERSION: build against this version, in a separate environment (default: that of .venv).
 # --arch ARCH: keep only device code of this architecture, such as 90 for an H100; with --pack.
-# --pack FILE: write the packages to FILE, without headers and tests (tools/lab/pack_libraries.py).
+# --pack FILE: write the packages to FILE, without headers and tests (scripts/pack_libraries.py).
 # MAX_JOBS: number of files compiled in parallel, with ninja (default: one per core).
 # CUDA_HOME: the CUDA toolkit (default: /usr/local/cuda).
 
@@ -87,7 +87,7 @@ make_environment() {
 pack() {
     [[ -z $PACK ]] && return
     log "packing $SITE for sm_$ARCH: some minutes"
-    "$OWN" -m tools.lab.pack_libraries "$SITE" "$PACK" --arch "$ARCH"
+    "$OWN" scripts/pack_libraries.py "$SITE" "$PACK" --arch "$ARCH"
 }
 
 write_environment() {

@@ -82,11 +82,7 @@ def dense_bytes(history: History, ranks: Sequence[int]) -> int:
 
 
 def result(plain: Trained, disturbed: Trained) -> Result:
-    """Compare two runs, of which one lost a node at `hurt_at`.
-
-    Raises:
-        LabError: another stage lost its state as well, or the job did not continue.
-    """
+    """Compare two runs, of which one lost a node at `hurt_at`."""
     history, log, killed_at = History(disturbed.events), disturbed.log, disturbed.hurt_at
     assert killed_at is not None
     wrong = verdict.problems(disturbed.events, WORLD_SIZE, 1, [])
@@ -142,11 +138,7 @@ def story(disturbed: Trained, new: Iteration) -> Failure:
 
 
 def run_demo(args: argparse.Namespace, console: Console) -> Result:
-    """Run the demo, print the recovery and draw the picture.
-
-    Raises:
-        LabError: a run failed, or a stage other than the lost one rolled back.
-    """
+    """Run the demo, print the recovery and draw the picture."""
     output = args.output.resolve()
     for stale in (_PLAIN, _DISTURBED):
         shutil.rmtree(output / stale, ignore_errors=True)

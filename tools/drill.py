@@ -155,9 +155,6 @@ def drill_flags(given: Sequence[str], iterations: int, run_id: str, folder: Path
     """Turn the flags of the user into those of a short job without lasting output.
 
     Schedules stay those of the whole run. `folder` is for events, and the digest of the state.
-
-    Raises:
-        LabError: a flag excludes a drill; the message names the flag.
     """
     if '--train-samples' in _names(given):
         raise LabError('--train-samples: give a drill --train-iters, and schedules in iterations')

@@ -95,11 +95,7 @@ class LocalSlurm:
         return {**os.environ, 'SLURM_CONF': str(self.configuration)}
 
     def start(self) -> None:
-        """Start the cluster if `check` allows it, and wait until all nodes are idle.
-
-        Raises:
-            LabError: the cluster cannot start.
-        """
+        """Start the cluster if `check` allows it, and wait until all nodes are idle."""
         try:
             for name in ('state', 'spool', 'log'):
                 (self.folder / name).mkdir(parents=True)
@@ -122,11 +118,7 @@ class LocalSlurm:
         self._wait(lambda: self.states() == ['idle'] * len(NODES))
 
     def restart_controller(self) -> None:
-        """Kill the controller and start it again with its saved state.
-
-        Raises:
-            LabError: the controller does not start again.
-        """
+        """Kill the controller and start it again with its saved state."""
         _kill([process for process in self.processes() if _program(process) == _CONTROLLER])
         self._start_daemon(_CONTROLLER, '-D')
         self._wait(lambda: len(self.states()) == len(NODES))
@@ -137,9 +129,6 @@ class LocalSlurm:
         These are daemon, steps, agent of the launcher and workers. Their files in `/dev/shm` stay.
         The step daemons die first: one that sees its script die reports a failed job, which a
         lost node cannot.
-
-        Raises:
-            LabError: there is no such node.
         """
         processes = self.processes()
         daemon = [one for one in processes if _command(one)[-2:] == ['-N', name]]
@@ -178,11 +167,7 @@ class LocalSlurm:
         return found
 
     def check(self) -> None:
-        """Check that a cluster can start.
-
-        Raises:
-            LabError: it cannot on this machine, or not in this folder.
-        """
+        """Check that a cluster can start."""
         if os.geteuid() != 0:
             raise LabError('a Slurm cluster on this machine needs root: its daemons start jobs')
         if None in map(shutil.which, _PROGRAMS):

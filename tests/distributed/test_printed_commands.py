@@ -64,7 +64,7 @@ ELSEWHERE = {
     r'.*(runs/tutorial/|"\$memory")': 'of the tutorial; tests/cluster/test_tutorial.py',
     r'.* --nnodes 4 ': 'four hosts; tests/distributed/test_torchrun.py has two agents',
     rf'{_PYTHON}moevement_ext\.store --host 10': 'an address of another host; tests/unit/store',
-    rf'{_PYTHON}tools\.lab\.pack_libraries': 'tests/unit/tools/lab/test_pack_libraries.py',
+    r'python scripts/pack_libraries': 'tests/unit/test_pack_libraries.py',
     r'docker |kubectl ': 'a daemon of containers, or a cluster; tests/image, tests/unit/deploy',
     r'apt-get |pip |scripts/(setup_env|peers|build_transformer_engine)\.sh':
         'it installs something; tests/unit/test_setup_env.py',
@@ -72,7 +72,7 @@ ELSEWHERE = {
     r'scripts/test\.sh|(.*-m )?pytest ': 'they run these tests',
     rf'{_PYTHON}tests\.fuzz': 'a package for fuzzing; tests/fuzz/test_fuzz.py',
     r'scripts/gpu_check\.sh': 'a GPU; tests/distributed/test_gpu_check.py',
-    rf'{_PYTHON}tools\.gpu_check\.': 'started by scripts/gpu_check.sh with what that has made',
+    rf'{_PYTHON}tools\.copy_probe': 'started by scripts/gpu_check.sh with what that has made',
     rf'{_PYTHON}tools\.bench overhead --precision .* 300$': 'a GPU',
     rf'{_PYTHON}moevement_ext\.launch\.shared_gpu': 'a GPU, and the launcher',
     rf'{_LAUNCH}.*(loop\.py$)': 'tests/distributed/test_pages.py',

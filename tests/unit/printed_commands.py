@@ -32,6 +32,7 @@ _TRAINERS = ('pretrain_gpt.py', 'megatron.moevement.pretrain_gpt')
 _END = '--'
 _MODULES = {
     'scripts/demo.sh': 'tools.demo',
+    'scripts/pack_libraries.py': 'scripts.pack_libraries',
     'examples/data_parallel_loop.py': 'examples.data_parallel_loop',
     'examples/own_loop.py': 'examples.own_loop',
     'examples/pipeline_loop.py': 'examples.pipeline_loop',

@@ -15,8 +15,7 @@ from tests.unit.printed_commands import ROOT, printed
 OF_A_CHECKOUT = {
     'tools.compatibility': 'writes a page of the documents',
     'tools.flags': 'the same',
-    'tools.gpu_check.copy_probe': 'a process of scripts/gpu_check.sh',
-    'tools.lab.pack_libraries': 'for a checkout that is carried elsewhere',
+    'tools.copy_probe': 'a process of scripts/gpu_check.sh',
     'tools.simulate.paper': 'moevement simulate paper',
     'moevement_ext.launch.shared_gpu': 'a process of moevement launch',
 }

@@ -90,11 +90,7 @@ class Bench(NamedTuple):
         return train(self._launch(self.output / 'undisturbed', self.training_flags(iterations)))
 
     def localized(self, method: str, number: int, kill_at: int, reference: Trained) -> Comeback:
-        """Kill one worker, which the launcher replaces.
-
-        Raises:
-            LabError: the job failed, or more than one stage rolled back.
-        """
+        """Kill one worker, which the launcher replaces."""
         folder = self.output / f'{number}-{method}'
         with memory_directory() as memory:
             flags = self.training_flags(kill_at + _ITERATIONS_AFTER)
@@ -112,11 +108,7 @@ class Bench(NamedTuple):
     def restarted(
         self, method: str, number: int, kill_at: int, interval: int, reference: Trained
     ) -> Comeback:
-        """Kill workers, so that the launcher kills the others and restarts all.
-
-        Raises:
-            LabError: the job failed, or did not recover in the measured way.
-        """
+        """Kill workers, so that the launcher kills the others and restarts all."""
         folder = self.output / f'{number}-{method}'
         with memory_directory() as memory, self._checkpoints() as checkpoints:
             flags = self.training_flags(kill_at + _ITERATIONS_AFTER)

@@ -90,9 +90,6 @@ def sparse_recovery(
         killed_at: time of the signal (seconds since the epoch).
         events: those of all ranks, in the order of time.
         different: kinds of state that differ from the undisturbed run.
-
-    Raises:
-        LabError: a rank did not recover from host memory, or no new iteration followed.
     """
     after = [event for event in events if event.time > killed_at]
     for event in kind_of(after, NextTier):

@@ -70,11 +70,7 @@ class Campaign:
         return min(self.args.faults, self.args.faults_per_job)
 
     def run(self) -> None:
-        """Run all jobs.
-
-        Raises:
-            LabError: plain Megatron failed; or a job did, and configurations are not drawn.
-        """
+        """Run all jobs."""
         most_jobs = _MORE_JOBS * -(-self.args.faults // self.faults_per_job) + _MORE_JOBS
         while len(self.results.jobs) < most_jobs and self._left():
             job = self._job(len(self.results.jobs) + 1)
@@ -162,11 +158,7 @@ class Campaign:
         return not different
 
     def _reference(self, number: int, configuration_number: int) -> tuple[Configuration, _Plain]:
-        """Draw a configuration that plain Megatron accepts; returns it and its run.
-
-        Raises:
-            LabError: Megatron refuses every configuration that is drawn.
-        """
+        """Draw a configuration that plain Megatron accepts; returns it and its run."""
         while True:
             attempt = self.results.refusals(configuration_number)
             configuration = self.draw(number, configuration_number, attempt)

@@ -152,11 +152,7 @@ class ElasticCampaign:
     lived: list[Lived] = field(default_factory=list)
 
     def live(self) -> Iterator[Lived]:
-        """Start the job repeatedly; yields each life when it is over.
-
-        Raises:
-            LabError: a life did not end as planned.
-        """
+        """Start the job repeatedly; yields each life when it is over."""
         at = persisted = 0
         for number, life in enumerate(self.lives):
             folder = self._folder(number)
@@ -184,11 +180,7 @@ class ElasticCampaign:
         return Lived(life, began, len(left), _nbytes(left))
 
     def different(self) -> list[Difference]:
-        """Differences from plain Megatron, except in streams of random numbers.
-
-        Raises:
-            LabError: plain Megatron failed.
-        """
+        """Differences from plain Megatron, except in streams of random numbers."""
         lives = [(one.life, one.began) for one in self.lived if one.began is not None]
         ends = [*(began for _, began in lives[1:]), None]
         load: list[str] = []

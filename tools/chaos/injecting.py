@@ -59,11 +59,7 @@ class FaultInjector:
         self._known: set[int] = set()
 
     def inject_all(self, faults: Sequence[Fault]) -> None:
-        """Inject until the job is nearly over, then let it end.
-
-        Raises:
-            LabError: the job failed, or made no progress.
-        """
+        """Inject until the job is nearly over, then let it end."""
         waiting: Fault | None = None
         # The first iteration shows how long a start takes, which the limit of a stall depends on.
         self._wait_for('protection', lambda: self._protected() and self._at() > 0)

@@ -21,11 +21,7 @@ def add_output_flags(parser: argparse.ArgumentParser, folder: str = 'runs/bench'
 
 
 def prepare(args: argparse.Namespace, name: str) -> tuple[Path, Path]:
-    """Return an empty folder below `--output`, and the prefix of the text to train on.
-
-    Raises:
-        LabError: the text cannot be written.
-    """
+    """Return an empty folder below `--output`, and the prefix of the text to train on."""
     output: Path = args.output.resolve()
     shutil.rmtree(output / name, ignore_errors=True)
     (output / name).mkdir(parents=True)

@@ -3,7 +3,7 @@
 
 
 class LabError(Exception):
-    """A tool cannot continue.
+    """A tool cannot continue; `main` prints why. Any function of a tool may raise it.
 
     Args:
         message: the problem and its remedy.

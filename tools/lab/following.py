@@ -22,11 +22,7 @@ class FollowedFile:
         """All events read from the present file."""
 
     def look(self) -> list[Event]:
-        """Read appended lines, or the whole file if it was replaced; returns the new events.
-
-        Raises:
-            LabError: the file contains something other than events.
-        """
+        """Read appended lines, or the whole file if it was replaced; returns the new events."""
         if not self._path.exists():
             self.events, self._read = [], 0
             return []
@@ -59,11 +55,7 @@ class Follower:
         """All events so far, in the order of time."""
 
     def look(self) -> list[Event]:
-        """Read appended events; returns them in the order of time.
-
-        Raises:
-            LabError: the folder is missing, or has files of another kind.
-        """
+        """Read appended events; returns them in the order of time."""
         if not self._folder.is_dir():
             raise LabError(f'{self._folder}: no such folder; give that of --sparse-ckpt-events')
         try:

@@ -440,11 +440,7 @@ def _piece(before: WindowCommitted, after: WindowCommitted) -> Iterator[Progress
 
 
 def read_history(folder: Path) -> History:
-    """Read the history from a folder of events.
-
-    Raises:
-        LabError: there are no events, or a file has another format.
-    """
+    """Read the history from a folder of events."""
     events = Follower(folder).look()
     if not events:
         raise LabError(

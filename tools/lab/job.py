@@ -133,11 +133,7 @@ class Job:
     # Progress
 
     def running(self) -> bool:
-        """True while the job runs.
-
-        Raises:
-            LabError: the launcher gave up; the error has the end of the most detailed log.
-        """
+        """True while the job runs."""
         code = self._launcher.exit_status()
         if code:
             why = self._launcher.given_up or f'the job ended with exit status {code}'
@@ -155,9 +151,6 @@ class Job:
         Args:
             what: the awaited event, for the message if the job makes no progress.
             poll_s: seconds between two reads.
-
-        Raises:
-            LabError: the job failed or makes no progress.
         """
         lines, changed = 0, time.monotonic()
         while self.running():
@@ -171,11 +164,7 @@ class Job:
             time.sleep(poll_s)
 
     def finish(self) -> RunLog:
-        """Let the job end; returns its whole log.
-
-        Raises:
-            LabError: the job failed or makes no progress.
-        """
+        """Let the job end; returns its whole log."""
         for _ in self.follow('the end'):
             pass
         return self.read_log()
@@ -238,9 +227,6 @@ class Job:
         Args:
             kind: kind of the fault; `NODE` hits the node of the first victim.
             victims: ranks.
-
-        Raises:
-            LabError: the node has no memory, or the job no agents.
         """
         pid = self.pids()[victims[0]]
         match kind:
@@ -264,11 +250,7 @@ class Job:
         self._launcher.kill()
 
     def kill_after(self, iteration: int, victims: Collection[int], delay_s: float = 0.0) -> float:
-        """SIGKILL ranks once an iteration is logged; returns the time (seconds since the epoch).
-
-        Raises:
-            LabError: the job ended first.
-        """
+        """SIGKILL ranks once an iteration is logged; returns the time (seconds since the epoch)."""
         for log in self.follow(f'iteration {iteration}'):
             if log.iterations and log.iterations[-1].number >= iteration:
                 time.sleep(delay_s)  # the moment of the fault, not a synchronisation
@@ -292,9 +274,6 @@ class Job:
 
         Returns:
             The time (seconds since the epoch), and the bytes of that memory.
-
-        Raises:
-            LabError: the node has no memory.
         """
         ranks, node = self.ranks_of_node(rank), node_name(rank // self.workers_per_node)
         if self._memory is None or not (memory := self._memory / node).is_dir():
@@ -333,11 +312,7 @@ class Job:
 def memory_directory(
     prefix: str = 'moevement-bench-', shm: Path = Path('/dev/shm')
 ) -> Iterator[Path]:
-    """Yield a new directory in a tmpfs, deleted afterwards.
-
-    Raises:
-        LabError: there is no tmpfs.
-    """
+    """Yield a new directory in a tmpfs, deleted afterwards."""
     if not shm.is_dir():
         raise LabError(f'{shm} is missing; windows are kept in this tmpfs of Linux')
     with tempfile.TemporaryDirectory(

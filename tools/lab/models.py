@@ -89,11 +89,7 @@ def dense_flags(checkpoints: Path, interval: int, asynchronous: bool) -> list[st
 
 
 def prepare_text(folder: Path, megabytes: int = 4, quiet: bool = True) -> Path:
-    """Write text of the standard library as byte tokens, once; returns its prefix.
-
-    Raises:
-        LabError: the text cannot be written.
-    """
+    """Write text of the standard library as byte tokens, once; returns its prefix."""
     prefix = folder / 'stdlib'
     if not prefix.with_suffix('.idx').exists():
         command = [sys.executable, '-m', f'{PACKAGE}.prepare_data']

@@ -121,11 +121,7 @@ def parse_log(text: str) -> RunLog:
 
 
 def read_log(path: Path) -> RunLog:
-    """Read a log file.
-
-    Raises:
-        LabError: the file cannot be read, or has no trained iteration.
-    """
+    """Read a log file."""
     try:
         log = parse_log(path.read_text('utf-8', errors='replace'))
     except OSError as error:

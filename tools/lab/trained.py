@@ -47,9 +47,6 @@ def train(
         hurt: called after the start; returns the time of the last fault.
         launcher: the program that starts the workers, or makes their agents.
         memory: host memory of the run, all nodes; required for faults that lose memory.
-
-    Raises:
-        LabError: the job failed or makes no progress.
     """
     digest = launch.folder / DIGEST
     flags = [*launch.flags, '--sparse-ckpt-digest', str(digest)]

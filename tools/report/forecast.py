@@ -30,11 +30,7 @@ class Plan(msgspec.Struct):
 
 
 def read_plan(path: Path) -> Plan:
-    """Read a plan.
-
-    Raises:
-        LabError: the file is no plan.
-    """
+    """Read a plan."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=Plan)
     except OSError as error:

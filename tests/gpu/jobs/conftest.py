@@ -55,7 +55,7 @@ class Report:
         self._tests: dict[str, dict[str, Any]] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.when != 'call':
+        if report.when != 'call' or report.skipped:
             return
         name = report.nodeid.rpartition('::')[2]
         figures = dict(report.user_properties)

@@ -6,7 +6,7 @@ import importlib.util
 import pytest
 import torch
 
-from tests.gpu.jobs import copies, environment, four_rank, nccl_trial, one_rank
+from tests.gpu.jobs import copies, environment, four_rank, nccl, one_rank
 from tests.gpu.jobs.conftest import Passes
 from tests.gpu.jobs.findings import Settings
 from tools.lab import precisions
@@ -26,7 +26,7 @@ def test_copies(settings: Settings, passes: Passes) -> None:
 
 def test_nccl(settings: Settings, passes: Passes) -> None:
     """Survivors of a killed rank are unblocked and reconnected."""
-    passes(nccl_trial.run(settings))
+    passes(nccl.run(settings))
 
 
 def test_one_rank(settings: Settings, passes: Passes) -> None:

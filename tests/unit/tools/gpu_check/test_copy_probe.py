@@ -13,8 +13,8 @@ from moevement_ext.capture.layout import Piece
 from moevement_ext.memory.mapped import Bytes
 from moevement_ext.plan.byte_planner import InfeasiblePlan
 from tests.unit.memory.samples import tmpfs_directory
-from tools.gpu_check import copy_probe
-from tools.gpu_check.copy_probe import Sizes, Stage, Window, beside, busy, percentiles
+from tools import copy_probe
+from tools.copy_probe import Sizes, Stage, Window, beside, busy, percentiles
 from tools.lab.errors import LabError
 
 CPU = torch.device('cpu')

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 
 from moevement_ext.events import ProtectionReduced, Recovered, WorkerStarted
-from tests.gpu.jobs import copies, four_rank, one_rank
+from tests.gpu.jobs import copies, four_rank, nccl, nccl_rank, one_rank
+from tests.gpu.jobs.nccl_rank import Measured
 from tests.gpu.jobs.training import compare, costs, reduced
 from tests.unit.tools.samples import event
-from tools.gpu_check import nccl, nccl_rank
-from tools.gpu_check.nccl_rank import Measured
 from tools.lab.digests import StateDigest
 from tools.lab.evidence import Recovery, Tier
 from tools.lab.run_log import Captured, Iteration, RunLog

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.gpu_check import nccl
+from tests.gpu.jobs import nccl
 from tools.lab.launch import ROOT
 
 pytestmark = [pytest.mark.thorough, pytest.mark.timed]

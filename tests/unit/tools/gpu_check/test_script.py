@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timed
 ROOT = Path(__file__).resolve().parents[4]
 SCRIPT = ROOT / 'scripts' / 'gpu_check.sh'
 PROGRAMS = (
-    'tools/gpu_check',
+    'tools/copy_probe.py',
     'tests/gpu',
     'tests/gpu/jobs',
     'tests/conftest.py',

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tools.lab import pack_libraries
+from scripts import pack_libraries
 
-ROOT = Path(__file__).resolve().parents[4]
+ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / 'scripts' / 'build_transformer_engine.sh'
 ELF, PTX = 2, 1
 

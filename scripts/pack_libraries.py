@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packs a folder of Python packages with device code of one GPU architecture, small enough to send.
 
-    python -m tools.lab.pack_libraries SITE FILE.tar.xz --arch 90
+    python scripts/pack_libraries.py SITE FILE.tar.xz --arch 90
 
 The libraries of Transformer Engine have device code of eight architectures. This tool copies them
 and overwrites PTX and all code of other architectures than `--arch` with zeros, which keeps all

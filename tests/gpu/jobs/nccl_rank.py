@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of the trials of `tools.gpu_check.nccl`: a process that is killed, or survives.
+"""One rank of the trials of `tests.gpu.jobs.nccl`: a process that is killed, or survives.
 
-Started as `python -m tools.gpu_check.nccl_rank <a Trial as JSON>`.
+Started as `python -m tests.gpu.jobs.nccl_rank <a Trial as JSON>`.
 """
 
 import os

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replaces killed ranks, with NCCL's own kernels hanging and aborted.
+"""Check: replaces killed ranks, with NCCL's own kernels hanging and aborted.
 
 Each rank is a process; all share one GPU. In each cycle one rank is killed while the others wait
 for it in a collective; they are unblocked, a new process replaces the killed one, and all groups
@@ -11,18 +11,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import closing
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 from torch.distributed import TCPStore
 
 from moevement_ext.launch import shared_gpu
-
-from ..lab.errors import LabError
-from ..lab.launch import ENVIRONMENT, ROOT
-from .nccl_rank import Measured, Trial
+from tests.gpu.jobs.findings import Findings, Settings
+from tests.gpu.jobs.nccl_rank import Measured, Trial
+from tools.lab.errors import LabError
+from tools.lab.launch import ENVIRONMENT, ROOT
 
 # Time limit of a trial.
 _LIMIT_S = 160
@@ -52,6 +52,39 @@ class Case(NamedTuple):
 
 class NotRenewed(LabError):
     """All ranks had begun to reconnect their groups, and failed."""
+
+
+_CASES = {
+    '2 ranks': Case(2, (1, 1, 1, 0)),
+    '3 ranks': Case(3, (2, 1, 2)),
+}
+
+
+def run(settings: Settings) -> Iterator[Findings]:
+    """Run all trials; on a GPU also the trial that must fail."""
+    for name, case in _CASES.items():
+        try:
+            measured = run_case(case, settings.backend)
+        except LabError as error:
+            yield Findings({}, [f'{name}: {error}'])
+            continue
+        drift = worst_drift(measured)
+        cycles = {'drift': drift, 'cycles': msgspec.to_builtins(measured)}
+        problems = [f'{name}: {problem}' for problem in judge(drift)]
+        yield Findings({**_shown(case.ranks, measured), name: cycles}, problems)
+    if settings.gpu:  # gloo has no groups that could stay open
+        without_repair, nothing_shown = control(settings.backend)
+        yield Findings({'without_repair': without_repair}, nothing_shown)
+
+
+def _shown(ranks: int, measured: list[Measured]) -> dict[str, Any]:
+    return {
+        f'unblock_s_{ranks}': max(cycle.unblock_s for cycle in measured),
+        f'renew_s_{ranks}': max(cycle.renew_s for cycle in measured),
+        f'first_send_{ranks}': '; '.join(sorted({cycle.first_send for cycle in measured})),
+        f'next_send_{ranks}': '; '.join(sorted({cycle.next_send for cycle in measured})),
+        f'left_open_{ranks}': max(cycle.left_open for cycle in measured),
+    }
 
 
 def control(backend: str) -> tuple[str, list[str]]:
@@ -164,7 +197,7 @@ class _Ranks:
             cycle=cycle,
             repair=self._case.repair,
         )
-        command = [sys.executable, '-m', 'tools.gpu_check.nccl_rank']
+        command = [sys.executable, '-m', 'tests.gpu.jobs.nccl_rank']
         command.append(msgspec.json.encode(trial).decode())
         return subprocess.Popen(command, cwd=ROOT, env=self._environment(rank))
 
