@@ -7,7 +7,7 @@ import os
 import re
 import socket
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import Field, asdict, dataclass, field, fields
 from typing import Any
 
 from moevement_ext.errors import UserError
@@ -16,11 +16,9 @@ AUTO = 'auto'
 LOCALIZED = 'localized'
 GLOBAL = 'global'
 WHOLE_JOB = 'whole-job'
-ON = 'on'
 OFF = 'off'
 REPORT = 'report'
 STOP = 'stop'
-GPU = 'gpu'
 RESTART = 'restart'
 SLOWEST_NETWORK_GB_PER_S = 0.02
 """Twice the rate below which a peer stops waiting for a transfer."""
@@ -39,41 +37,29 @@ STRATEGIES = (MOEVEMENT, GEMINI, CHECKFREQ, MOC, MOETION)
 LOSSY = (MOC, MOETION)
 """Strategies that recover without some updates of experts."""
 DYNAMIC = 'dynamic'
-SEQUENTIAL = 'sequential'
-LOAD = 'load'
-EXPERT_CHOICES = (SEQUENTIAL, LOAD)
 YOUNG = 'young'
 DALY = 'daly'
 ORACLE = 'oracle'
 INTERVAL_RULES = (YOUNG, DALY, ORACLE)
 CHOICES = {
     'strategy': STRATEGIES,
-    'expert_choice': EXPERT_CHOICES,
     'order': ORDERS,
-    'freeze': (ON, OFF),
     'recovery': (AUTO, LOCALIZED, GLOBAL, WHOLE_JOB),
     'verify': (OFF, REPORT, STOP),
-    'bind': (GPU, OFF),
     'elastic': (OFF, RESTART),
 }
 """All values of each field that has a fixed set of them."""
-_OF_WINDOWS = 'window max_window cpu_share order freeze reorder_fraction reorder_change log_lag'
-_OF_REPLICAS = 'replicas verify_replicas network_gb_per_s topology'
-_OF_EXPERTS = 'experts expert_choice lost_share'
+_OF_WINDOWS = 'window order log_lag'
+_OF_REPLICAS = 'replicas network_gb_per_s topology'
 _OF_LAYOUTS = 'elastic elastic_layouts elastic_exact'
 # Fields without effect, by strategy.
 _WITHOUT_USE = {
-    MOEVEMENT: ['interval', 'mtbf', 'overhead_bound', *_OF_EXPERTS.split()],
-    GEMINI: [*_OF_WINDOWS.split(), 'overhead_bound', *_OF_EXPERTS.split()],
-    CHECKFREQ: [
-        *_OF_WINDOWS.split(), *_OF_REPLICAS.split(), 'disk_every', 'mtbf', *_OF_EXPERTS.split()
-    ],
-    MOC: [*_OF_WINDOWS.split(), *_OF_LAYOUTS.split(), 'overhead_bound', 'mtbf'],
-    MOETION: [
-        *_OF_WINDOWS.split(), *_OF_LAYOUTS.split(), 'overhead_bound', 'mtbf', 'interval',
-        *_OF_EXPERTS.split(),
-    ],
-}  # fmt: skip
+    MOEVEMENT: ['interval', 'mtbf', 'experts'],
+    GEMINI: [*_OF_WINDOWS.split(), 'experts'],
+    CHECKFREQ: [*_OF_WINDOWS.split(), *_OF_REPLICAS.split(), 'disk_every', 'mtbf', 'experts'],
+    MOC: [*_OF_WINDOWS.split(), *_OF_LAYOUTS.split(), 'mtbf'],
+    MOETION: [*_OF_WINDOWS.split(), *_OF_LAYOUTS.split(), 'mtbf', 'interval', 'experts'],
+}
 _DENSE = {'window': 1, 'max_window': 1, 'order': FIXED}
 # Values that a strategy assigns to fields left at their defaults.
 _SETTLED: dict[str, dict[str, Any]] = {
@@ -97,7 +83,7 @@ LAYOUT_SUFFIX = re.compile(r'\.[0-9a-f]{8}$')
 # Fields that may differ between nodes.
 _OF_A_NODE = (
     'dir disk_gb_per_s network_gb_per_s cpu_share run_id host_memory_gb interface topology '
-    'max_wait store stuck_timeout bind strict events metrics'
+    'max_wait store stuck_timeout strict events metrics'
 ).split()
 
 
@@ -106,9 +92,41 @@ def setting[T](default: T) -> Callable[[str], T]:
     return lambda text: field(default=default, metadata={'help': ' '.join(text.split())})
 
 
+UNFLAGGED = 'MOEVEMENT_SETTINGS'
+"""Variable with values of fields without a flag, as 'max_wait=60 freezes=0': for tests and
+benchmarks, the same on all ranks."""
+
+
+def unflagged(text: str) -> dict[str, Any]:
+    """Parse the value of `UNFLAGGED`.
+
+    Raises:
+        ConfigurationError: a name or a value is wrong.
+    """
+    types = {f.name: f.type for f in fields(SparseCheckpointConfig) if f not in flagged()}
+    found = {}
+    for name, value in (item.partition('=')[::2] for item in text.split()):
+        kind: Any = types.get(name)
+        if kind is None:
+            raise ConfigurationError(f'{UNFLAGGED}: {name!r} is no setting without a flag.')
+        try:
+            found[name] = kind(float(value))
+        except ValueError as error:
+            raise ConfigurationError(f'{UNFLAGGED}: {name}: {error}.') from None
+    return found
+
+
+def flagged() -> list[Field[Any]]:
+    """The fields that have a flag."""
+    return [field for field in fields(SparseCheckpointConfig) if 'help' in field.metadata]
+
+
 @dataclass(frozen=True)
 class SparseCheckpointConfig:
-    """One field per `--sparse-ckpt-*` flag, with the help of the flag in its metadata."""
+    """One field per `--sparse-ckpt-*` flag, with the help of the flag in its metadata.
+
+    The last fields have no flag: only tests and benchmarks set them (`UNFLAGGED`).
+    """
 
     strategy: str = setting(MOEVEMENT)("""'moevement': a slice of the state in every iteration, into
     host memory, with replicas; 'gemini': the whole state every --sparse-ckpt-interval iterations,
@@ -119,35 +137,20 @@ class SparseCheckpointConfig:
     as training hides, those with most updates to lose. Flags without use for the strategy are
     refused.""")
     interval: int | str = setting(AUTO)("""'gemini', 'checkfreq', 'moc': iterations from one
-    checkpoint to the next. 'auto': 1; with 'checkfreq' the fewest, as measured, within
-    --sparse-ckpt-overhead-bound and the rate of the disk. 'young', 'daly', 'oracle': 'gemini' only,
-    the best for --sparse-ckpt-mtbf by that formula, or by trying all.""")
+    checkpoint to the next. 'auto': 1; with 'checkfreq' the fewest, as measured, with
+    which stalls take at most 3 % of the time and the disk keeps up. 'young', 'daly', 'oracle':
+    'gemini' only, the best for --sparse-ckpt-mtbf by that formula, or by trying all.""")
     mtbf: float | None = setting(None)("""Mean seconds between failures of the job, for 'young',
     'daly' and 'oracle' of --sparse-ckpt-interval.""")
-    overhead_bound: float = setting(0.03)("""'checkfreq': maximum share of training time that
-    checkpoints may cost.""")
     experts: int | str = setting(1)("""'moc': experts of each MoE layer in a checkpoint, or
-    'dynamic': 1, doubled whenever recoveries have lost --sparse-ckpt-lost-share of the tokens at
-    the present number.""")
-    expert_choice: str = setting(SEQUENTIAL)("""'moc': choice of the experts in a checkpoint.
-    'sequential': in turn; 'load': those with most tokens since their last copy, by their shares of
-    the tokens.""")
-    lost_share: float = setting(0.0375)("""'moc', with 'dynamic' experts: share of all tokens of the
-    training, lost in recoveries, at which the number of experts doubles.""")
+    'dynamic': 1, doubled whenever recoveries have lost 3.75 % of the tokens at the present
+    number.""")
     window: int | str = setting(AUTO)("""Iterations per window, or 'auto': the fewest that the
-    measured links can carry and, if cores also train, that the spare cores can handle.""")
-    max_window: int = setting(8)("""Longest window that 'auto' may choose. Host memory is planned
-    for this length, or for the longest window that fits.""")
-    cpu_share: float = setting(0.02)("""Share of the cores of a node that an 'auto' window grants to
-    helper threads, most of which copy, check, send and receive windows, if the cores also train; 0:
-    no limit. With GPUs there is no limit.""")
+    measured links can carry and, if cores also train, that the spare cores can handle; at most 8,
+    or as many as host memory has room for.""")
     replicas: int = setting(2)("""Copies of the windows of each rank on other failure domains (fewer
     where there are fewer domains). A peer there with the same shard of another optimizer instance
     counts as a copy.""")
-    verify_replicas: int = setting(1)("""A holder verifies the checksums of every N-th window
-    received from a rank before the window counts as replicated. Every reader, a recovery too,
-    verifies all windows that it reads; with N above 1 a damaged replica may go unnoticed until
-    then; without another copy, recovery falls back to an older window, or has none.""")
     network_gb_per_s: float | str = setting(AUTO)("""Limit, in GB/s (10^9 bytes), of the rate at
     which each rank sends windows to their holders. 'auto': slots are spread over their window, by
     measured times; 'off' or 0: no limit. A recovery is never limited.""")
@@ -177,20 +180,11 @@ class SparseCheckpointConfig:
     log_lag: float = setting(1.0)("""Spare capacity of the log, in iterations, for the time from the
     start of the copy of a window's last slot until the window is persisted; the planner computes
     the number.""")
-    max_wait: float = setting(1.0)("""Maximum seconds that training waits until a window is
-    persisted; then the next window is skipped.""")
     order: str = setting(POPULARITY)("""Experts that a window captures last, and a replay keeps
     frozen longest. 'popularity': those with most tokens; 'soft': with most weight from their
     router; 'decayed': with most tokens, averaged over windows with halving weights; 'capacity':
     with the largest share of --moe-expert-capacity-factor in use; 'fixed': no reordering, the order
     of the model.""")
-    freeze: str = setting(ON)("""'on': a replay does not compute the weight gradients of frozen
-    operators, which are not restored yet; 'off': a replay computes and drops them, to measure the
-    saving.""")
-    reorder_fraction: float = setting(0.25)("""Minimum fraction of experts with changed popularity
-    for a new plan of the window.""")
-    reorder_change: float = setting(0.10)("""Relative change of an expert's share of the tokens that
-    counts as changed popularity.""")
     store: str | None = setting(None)("""HOST:PORT of a store outside the training nodes, python -m
     moevement_ext.store, for the rendezvous of the ranks: no node is then indispensable for the job.
     Default: the store of the launcher.""")
@@ -210,8 +204,6 @@ class SparseCheckpointConfig:
     stuck_timeout: float = setting(600.0)("""Seconds for which the training thread of a worker may
     block without waiting for another worker (in a data loader, a file system) before the worker
     ends and is replaced; 0: no limit.""")
-    bind: str = setting(GPU)("""'gpu': each worker runs on the CPUs near its GPU that its launcher
-    allows, and has its windows in their memory; 'off': on any CPU that its launcher allows.""")
     elastic: str = setting(OFF)("""'restart': a job restarted with another number of ranks, or
     another pipeline, expert or data parallel layout, continues from the windows of the previous
     start. Set it from the first start.""")
@@ -235,6 +227,19 @@ class SparseCheckpointConfig:
     each host to Prometheus; those of the others have the ports after it, in the order of
     LOCAL_RANK. (With OTEL_EXPORTER_OTLP_ENDPOINT set, metrics are sent over OTLP.)""")
 
+    cpu_share: float = 0.02
+    """Share of a node's cores for helper threads, if the cores also train; 0: no limit."""
+    max_window: int = 8
+    """Longest window that 'auto' may choose."""
+    max_wait: float = 1.0
+    """Maximum seconds that training waits until a window is persisted; then one is skipped."""
+    freezes: bool = True
+    """A replay does not compute the weight gradients of operators that are not restored yet."""
+    reorder_fraction: float = 0.25
+    """Minimum fraction of experts with changed popularity for a new plan of the window."""
+    reorder_change: float = 0.10
+    """Relative change of an expert's share of the tokens that counts as changed popularity."""
+
     def __post_init__(self) -> None:
         self._settle()
         for name, choices in CHOICES.items():
@@ -244,14 +249,9 @@ class SparseCheckpointConfig:
             self._require(self.window == AUTO, 'window', 'a whole number or "auto"')
         else:
             _check_window('--sparse-ckpt-window', self.window)
-        _check_window('--sparse-ckpt-max-window', self.max_window)
-        self._require(0 <= self.cpu_share <= 1, 'cpu_share', 'in [0, 1]; 0: no limit')
         _at_least('--sparse-ckpt-replicas', self.replicas, 0)
-        _at_least('--sparse-ckpt-verify-replicas', self.verify_replicas, 1)
         lag_is_right = 0 <= self.log_lag < math.inf
         self._require(lag_is_right, 'log_lag', 'a number of iterations, 0 or more')
-        _at_least('--sparse-ckpt-max-wait', self.max_wait, 0)
-        _at_least('--sparse-ckpt-reorder-change', self.reorder_change, 0)
         _at_least('--sparse-ckpt-hang-timeout', self.hang_timeout, 2)
         self._require(
             self.stuck_timeout == 0 or self.stuck_timeout >= self.hang_timeout,
@@ -263,7 +263,6 @@ class SparseCheckpointConfig:
         self._require(memory_is_right, 'host_memory_gb', 'above 0')
         port_is_right = self.metrics is None or 0 < self.metrics < 65536
         self._require(port_is_right, 'metrics', 'a TCP port, 1 to 65535')
-        self._require(0 < self.reorder_fraction <= 1, 'reorder_fraction', 'in (0, 1]')
         self._require(os.path.isabs(self.dir), 'dir', 'an absolute path, in a tmpfs')
         self._check_disk()
         self._check_network()
@@ -315,7 +314,6 @@ class SparseCheckpointConfig:
             )
         mtbf_is_right = self.mtbf is None or 0 < self.mtbf < math.inf
         self._require(mtbf_is_right, 'mtbf', 'a number of seconds above 0')
-        self._require(0 < self.overhead_bound <= 1, 'overhead_bound', 'in (0, 1]')
         if self.strategy == CHECKFREQ and self.disk is None:
             raise ConfigurationError(
                 f'--sparse-ckpt-disk must be given with {flag}, which recovers from disk only.'
@@ -326,7 +324,6 @@ class SparseCheckpointConfig:
             _one_of('--sparse-ckpt-experts', self.experts, 'a whole number', DYNAMIC)
         else:
             _at_least('--sparse-ckpt-experts', self.experts, 1)
-        self._require(0 < self.lost_share < 1, 'lost_share', 'above 0 and below 1')
         if self.lossy and self.verify == STOP:
             raise ConfigurationError(
                 f'--sparse-ckpt-verify {STOP} must be {REPORT} or {OFF} with {flag}, whose '
@@ -391,7 +388,8 @@ class SparseCheckpointConfig:
         """Return the values that must be equal on all ranks, by flag."""
         own = {name: value for name, value in asdict(self).items() if name not in _OF_A_NODE}
         own['disk'] = 'none' if self.disk is None else 'given'
-        return {_flag(name): str(value) for name, value in own.items()}
+        flags = {field.name: _flag(field.name) for field in flagged()}
+        return {flags.get(name, name): str(value) for name, value in own.items()}
 
     @property
     def longest_window(self) -> int:

@@ -54,6 +54,20 @@ _HEAD = """# Flags
 scale](memory.md#flags-by-scale).
 
 """
+_WENT = {
+    'max-window': 'at most 8, and what host memory has room for; `--sparse-ckpt-window` N for more',
+    'cpu-share': '2 % of the cores of a node, if the cores also train',
+    'max-wait': 'a second, then the next window is skipped',
+    'reorder-fraction': 'a quarter of the experts must have changed',
+    'reorder-change': "a tenth of an expert's share of the tokens counts as a change",
+    'freeze': 'a replay never computes weight gradients of frozen operators',
+    'bind': "the CPUs near the worker's GPU, of those that its launcher allows",
+    'verify-replicas': 'every window that a holder receives is verified',
+    'overhead-bound': '`checkfreq`: stalls take at most 3 % of the time',
+    'expert-choice': '`moc`: experts in turn',
+    'lost-share': '`moc`: 3.75 % of the tokens, lost in recoveries, double `dynamic` experts',
+}
+"""Flags that there were before, and what decides now."""
 _DEFAULT = re.compile(r' ?Default: (.*)\.$')
 
 
@@ -70,7 +84,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def document() -> str:
-    return _HEAD + markdown(('Flag', 'Default', 'Meaning'), rows())
+    went = [(f'`--sparse-ckpt-{name}`', decides) for name, decides in _WENT.items()]
+    return (
+        _HEAD
+        + markdown(('Flag', 'Default', 'Meaning'), rows())
+        + '\n## Flags that went\n\n'
+        + markdown(('Flag', 'What decides now'), went)
+    )
 
 
 def with_fields(page: str) -> str:
@@ -86,7 +106,7 @@ def with_fields(page: str) -> str:
 def fields(kind: type) -> Iterator[tuple[str, str, str]]:
     """Name, default and meaning of each field of a dataclass."""
     assert dataclasses.is_dataclass(kind)
-    for field in dataclasses.fields(kind):
+    for field in filter(lambda field: 'help' in field.metadata, dataclasses.fields(kind)):
         yield f'`{field.name}`', _shown(field.default), _code(field.metadata['help'])
 
 

@@ -2,8 +2,8 @@
 """Command-line flags of sparse checkpointing, and the settings parsed from them."""
 
 import argparse
-import dataclasses
 import functools
+import os
 import re
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -14,8 +14,11 @@ from moevement_ext.config import (
     CHOICES,
     DYNAMIC,
     INTERVAL_RULES,
+    UNFLAGGED,
     SparseCheckpointConfig,
+    flagged,
     network_rate,
+    unflagged,
 )
 from moevement_ext.errors import EXIT_USER_ERROR
 from moevement_ext.system.user_errors import usage_error
@@ -41,12 +44,8 @@ def _number_or(*words: str) -> Callable[[str], int | str]:
 _OPTIONS: dict[str, dict[str, Any]] = {
     'interval': {'type': _number_or(AUTO, *INTERVAL_RULES), 'metavar': 'N'},
     'mtbf': {'type': float, 'metavar': 'SECONDS'},
-    'overhead_bound': {'metavar': 'SHARE'},
     'experts': {'type': _number_or(DYNAMIC), 'metavar': 'K'},
-    'lost_share': {'metavar': 'SHARE'},
     'window': {'type': _number_or(AUTO)},
-    'cpu_share': {'metavar': 'SHARE'},
-    'verify_replicas': {'metavar': 'N'},
     'network_gb_per_s': {'type': network_rate, 'metavar': 'RATE'},
     'disk': {'metavar': 'DIR'},
     'disk_every': {'metavar': 'N'},
@@ -69,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         'from it after a failure.',
     )
 
-    for field in dataclasses.fields(SparseCheckpointConfig):
+    for field in flagged():
         group.add_argument(
             f'--sparse-ckpt-{field.name.replace("_", "-")}',
             default=field.default,
@@ -122,5 +121,5 @@ def config_from_args(args: UpstreamArguments) -> SparseCheckpointConfig:
     Raises:
         ConfigurationError: a value breaks a rule.
     """
-    names = [field.name for field in dataclasses.fields(SparseCheckpointConfig)]
-    return SparseCheckpointConfig(**{name: getattr(args, f'sparse_ckpt_{name}') for name in names})
+    given = {field.name: getattr(args, f'sparse_ckpt_{field.name}') for field in flagged()}
+    return SparseCheckpointConfig(**given, **unflagged(os.environ.get(UNFLAGGED, '')))

@@ -255,8 +255,7 @@ class Job:
         found.
         """
         trainer, config = self.trainer, self.rank.config
-        if config.bind != OFF:
-            own_device.bind()
+        own_device.bind()
         try:
             self.protection = Protection(
                 self.rank,

@@ -18,15 +18,15 @@ GIB = 2**30
 
 NO_SPACE_REMEDY = (
     'Remove what earlier runs left there, mount a larger tmpfs (mount -o remount,size=...), '
-    'choose another --sparse-ckpt-dir, or lower --sparse-ckpt-replicas, --sparse-ckpt-max-window '
-    '(with --sparse-ckpt-window auto) or --sparse-ckpt-log-lag.'
+    'choose another --sparse-ckpt-dir, or lower --sparse-ckpt-replicas, --sparse-ckpt-window or '
+    '--sparse-ckpt-log-lag.'
 )
 """Remedy for a full file system of the windows."""
 
 # Flags are in the order of the bytes that they save.
 _LESS = (
-    'lower --sparse-ckpt-replicas, --sparse-ckpt-max-window (with --sparse-ckpt-window auto) or '
-    '--sparse-ckpt-log-lag, or use fewer ranks per node (--nproc-per-node, --workers-per-node)'
+    'lower --sparse-ckpt-replicas, --sparse-ckpt-window or --sparse-ckpt-log-lag, or use fewer '
+    'ranks per node (--nproc-per-node, --workers-per-node)'
 )
 
 _HIGHER_LIMIT = (

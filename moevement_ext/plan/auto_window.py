@@ -93,7 +93,7 @@ class AutoWindow:
             self._warned = True
             logger.warning(
                 'no window of up to %d is long enough for the links: iterations will be longer, '
-                'or windows skipped; allow a longer one (--sparse-ckpt-max-window, host memory), '
+                'or windows skipped; allow a longer one (--sparse-ckpt-window, host memory), '
                 'fewer --sparse-ckpt-replicas, or spread the state over more ranks',
                 self._longest,
             )

@@ -186,7 +186,7 @@ class HostMemory:
             size = FileSize(longest, sizes[owner])
             windows = OwnerWindows(self.store, rank, owner, size, stubs=of_twin)
             bases = self.windows if of_twin else None
-            inbox = Inbox(windows, self.receive_cost, config.verify_replicas, bases)
+            inbox = Inbox(windows, self.receive_cost, bases)
             self._inboxes[owner] = inbox
         self.server = ReplicaServer(
             self.store, rank, self._inboxes, self._secret, host, ledger=self.ledger

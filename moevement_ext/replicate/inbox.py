@@ -42,23 +42,17 @@ class Inbox:
         cost: CPU time of receiving and comparing.
         bases: the holder's own windows, if the replicas are stubs for them (see `window.twin`);
             None: the replicas are whole windows.
-        verify_every: one of this many windows is verified while it arrives; every window is
-            verified by its reader.
     """
 
     def __init__(
         self,
         windows: OwnerWindows,
         cost: CpuCost,
-        verify_every: int,
         bases: OwnerWindows | None = None,
     ) -> None:
         self.windows = windows
         self._cost = cost
         self._bases = bases
-        self._verify_every = verify_every
-        # Windows committed since the last verified one.
-        self._unverified = 0
         self._receiving: WindowFile | None = None
         self._lock = threading.Lock()
         self._current: Connection | None = None
@@ -136,7 +130,6 @@ class Inbox:
                 request.payload_bytes,
                 frame,
                 connection.receive_into if missing is None else _receiver(connection, missing),
-                verify=self._verifies,
             )
         return Ack()
 
@@ -193,13 +186,7 @@ class Inbox:
             self._abandon()
             raise RefusedWindow(f'{file.path}: cannot be committed: {error.strerror}') from error
         self._receiving = None
-        self._unverified = 0 if self._verifies else self._unverified + 1
         return Ack()
-
-    @property
-    def _verifies(self) -> bool:
-        """True if payloads of the next window to commit are verified while they arrive."""
-        return self._unverified + 1 >= self._verify_every
 
     def _confirm(self, committed: WindowFile, name: WindowName) -> Reply:
         try:

@@ -6,6 +6,7 @@ import os
 import subprocess
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ os.environ.update(OMP_NUM_THREADS='1', TORCHDYNAMO_DISABLE='1')
 ROOT = Path(__file__).resolve().parents[2]
 os.environ['PYTHONPATH'] = f'{ROOT}{os.pathsep}{os.environ.get("PYTHONPATH", "")}'
 
+from moevement_ext.config import SparseCheckpointConfig, flagged  # noqa: E402
 from tests.distributed.harness.cluster import NCCL_LIKE, Cluster  # noqa: E402
 from tests.distributed.harness.output import upstream_lines  # noqa: E402
 from tests.distributed.harness.references import References  # noqa: E402
@@ -33,6 +35,8 @@ TRAINING = """--micro-batch-size 1 --lr 2e-3 --min-lr 1e-4
  --lr-decay-style cosine --lr-warmup-iters 3 --lr-decay-iters 40 --weight-decay 0.1
  --clip-grad 0.5 --seed 1234 --num-workers 0 --eval-interval 1000 --eval-iters 0 --log-interval 1
  --split 90,5,5 --tokenizer-type NullTokenizer --vocab-size 257""".split()
+
+_UNFLAGGED = {field.name for field in fields(SparseCheckpointConfig) if field not in flagged()}
 
 
 @pytest.fixture(scope='session')
@@ -72,13 +76,16 @@ def backend(request: pytest.FixtureRequest) -> str:
 def cluster(
     text: list[str], tmp_path: Path, request: pytest.FixtureRequest, backend: str
 ) -> Iterator[Callable[..., Cluster]]:
-    """Makes clusters with given extra flags; their host memory is removed afterwards."""
+    """Makes clusters with given extra flags; their host memory is removed afterwards.
+
+    Among the flags may be settings without a flag, as 'max_wait=60'.
+    """
     made: list[Cluster] = []
     exactly = request.config.getoption('--exact-memory', False)
     request.node.stash[JOBS] = made
 
     def make(
-        *flags: str,
+        *given: str,
         sparse: bool = True,
         ranks: int = 4,
         nodes: int = 2,
@@ -88,7 +95,10 @@ def cluster(
         directory = tmp_path / f'run{len(made)}'
         chosen = backend if sparse else 'gloo'
         exact = exact_memory and sparse
+        settings = [one for one in given if one.partition('=')[0] in _UNFLAGGED]
+        flags = [flag for flag in given if flag not in settings]
         new = Cluster([], directory, ranks, nodes, backend=chosen, exact_memory=exact)
+        new.settings = ' '.join(settings)
         digest = ['--sparse-ckpt-digest', str(directory / 'digest.json')]
         batch = [] if '--step-batch-size-schedule' in flags else ['--global-batch-size', '4']
         new.flags = [*MODEL, *TRAINING, *batch, *text, *flags, *digest]

@@ -39,7 +39,7 @@ def check(job: Cluster, start: int, target: int) -> None:
 def test_checkfreq_recovers_from_its_checkpoint(
     cluster: Make, reference: Callable[..., dict], disk: list[str]
 ) -> None:
-    job = cluster(*flags_of(BASE), *CHECKFREQ, '3', *disk, '--sparse-ckpt-max-wait', '60')
+    job = cluster(*flags_of(BASE), *CHECKFREQ, '3', *disk, 'max_wait=60')
     assert job.survive(fail_at='1:9:forward', mutation=WAITS) == {1: 1}
     assert differences(reference(*flags_of(BASE)), read_digest(job)) == []
     check(job, 6, 8)

@@ -26,7 +26,7 @@ def disk(tmp_path: Path) -> Path:
 
 def dead_job(cluster: Make, disk: Path, *flags: str) -> Cluster:
     """A job of windows of 2 that died in iteration 9, with two windows on the disks of all."""
-    job = cluster(*BASE, '--sparse-ckpt-window', '2', '--sparse-ckpt-max-wait', '60', *flags)
+    job = cluster(*BASE, '--sparse-ckpt-window', '2', 'max_wait=60', *flags)
     job.flags += ['--sparse-ckpt-disk', str(disk), '--sparse-ckpt-disk-every', '1']
     assert -9 in job.run(fail_at='1:9:forward', mutation=WAITS, timeout_s=400.0)
     assert all(len(windows(folder)) >= 2 for folder in rank_folders(job, disk))
@@ -98,7 +98,7 @@ def test_unverified_window_from_disk_changes_the_bits(
     job = dead_job(cluster, disk)
     shutil.rmtree(job.memory)
     damage(windows(rank_folders(job, disk)[2])[-1])
-    job.flags += ['--sparse-ckpt-max-wait', '0']  # holders of replicas do verify, and refuse
+    job.settings = 'max_wait=0'  # holders of replicas do verify, and refuse
     job.finish(mutation='mutations.disk:window_from_disk_not_verified')
     assert sources(job) == [('disk', NEWEST)] * job.ranks
     assert differences(reference(*BASE), read_digest(job)) != []

@@ -23,7 +23,7 @@ from tests.quick import with_quick
 pytestmark = pytest.mark.timeout(900)
 
 MODEL = ['--bf16', '--untie-embeddings-and-output-weights', '--train-iters', '12']
-RESTART = '--sparse-ckpt-elastic restart --sparse-ckpt-max-wait 60'.split()
+RESTART = '--sparse-ckpt-elastic restart max_wait=60'.split()
 """No window is skipped because a busy machine replicates the previous one late."""
 ONE, THREE = (['--sparse-ckpt-window', window] for window in ('1', '3'))
 BEFORE_AN_UPDATE = ','.join(f'0:{iteration}:optimizer' for iteration in range(5, 10))

@@ -18,7 +18,7 @@ UNTIED = '--bf16 --untie-embeddings-and-output-weights --train-iters 14'.split()
 SHARDED = [*UNTIED, '--use-distributed-optimizer']
 STAGES = [*SHARDED, '--pipeline-model-parallel-size', '2']
 STAGES_OF_EXPERTS = [*STAGES, '--expert-model-parallel-size', '2']
-EVERY_ITERATION = '--sparse-ckpt-window 1 --sparse-ckpt-max-wait 60'.split()
+EVERY_ITERATION = '--sparse-ckpt-window 1 max_wait=60'.split()
 RESHARDABLE = '--ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable'.split()
 
 LAYOUTS = {

@@ -107,7 +107,7 @@ def test_job_allocates_memory_for_the_windows_in_force(
     The job that is started again finds these files, grows them, and comes to the right bits.
     """
     flags = [*ALONE, *UNPADDED[:-1], '30']
-    settings = '--sparse-ckpt-max-window 4 --sparse-ckpt-cpu-share 0'.split()
+    settings = ['max_window=4', 'cpu_share=0']
     job = cluster(*flags, *settings, ranks=1, nodes=1)
     assert job.run(fail_at='0:26:forward') == [-9]
     (left,) = reserved(job)
@@ -128,7 +128,7 @@ def test_slow_replicas_and_a_failed_capture_delay_windows_for_a_bounded_time(
 ) -> None:
     """Training waits, skips windows and goes on; the log, given room, still serves a replay."""
     flags = [*BASE, '--train-iters', '15']
-    settings = '--sparse-ckpt-window 1 --sparse-ckpt-log-lag 12 --sparse-ckpt-max-wait 0.2'.split()
+    settings = '--sparse-ckpt-window 1 --sparse-ckpt-log-lag 12 max_wait=0.2'.split()
     job = cluster(*flags, *settings)
     mutation = 'mutations.protection:late_replicas_of_rank_1_and_a_failed_capture_on_rank_2'
     assert job.survive(fail_at='3:12:forward', mutation=mutation, timeout_s=600.0) == {3: 1}

@@ -276,7 +276,7 @@ def test_lost_peers_and_nodes(
 ) -> None:
     """Without the distributed optimizer a data-parallel peer holds the same state."""
     # The log is full until the window after a copy is persisted: that is not worth a wait.
-    soon = ['--sparse-ckpt-max-wait', '0.1']
+    soon = ['max_wait=0.1']
     job = fault_all(
         lambda: cluster(*PEERS, '--sparse-ckpt-window', '3', *SETTLED, *soon),
         COPIES,

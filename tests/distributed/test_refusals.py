@@ -166,7 +166,7 @@ def _take_all_but(directory: Path, spare: int) -> Path:
 def test_replacement_without_memory_reports_it_and_holds_no_replicas(
     cluster: Make, reference: Callable, limited_tmpfs: Path
 ) -> None:
-    job = cluster(*BASE, '--sparse-ckpt-window', '3', '--sparse-ckpt-max-wait', '0.1', nodes=4)
+    job = cluster(*BASE, '--sparse-ckpt-window', '3', 'max_wait=0.1', nodes=4)
     job.flags += ['--sparse-ckpt-dir', str(limited_tmpfs)]
     node = limited_tmpfs / job.name / 'node1'
     hogs: list[Path] = []

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.thorough
 
 FLAGS = f'{BF16} {PP_EP} {UNTIED} --train-iters 20'.split()
 # Any change of any expert's share re-plans.
-RESTLESS = '--sparse-ckpt-reorder-change 0 --sparse-ckpt-reorder-fraction 0.01'.split()
+RESTLESS = ['reorder_change=0', 'reorder_fraction=0.01']
 
 
 @pytest.mark.parametrize('order', ORDERS)
@@ -46,8 +46,7 @@ def test_auto_window_follows_a_throttled_holder_and_recovers(
 ) -> None:
     """From 1 to what the rate demands, with a log that has room for it; exact, as ever."""
     flags = [*FLAGS[:-1], '180']
-    settings = '--sparse-ckpt-max-wait 0.1 --sparse-ckpt-reorder-fraction 1'
-    job = cluster(*flags, *settings.split(), '--sparse-ckpt-cpu-share', '0')
+    job = cluster(*flags, 'max_wait=0.1', 'reorder_fraction=1', 'cpu_share=0')
     sizes: set[int] = set()
 
     def look(workers: list, start: object) -> None:

@@ -43,7 +43,7 @@ def store() -> Iterator[OutsideStore]:
 
 def job_in(store: OutsideStore, cluster: Callable[..., Cluster]) -> Cluster:
     # On a loaded machine a window may be persisted late; no other is to be skipped for that.
-    window = '--sparse-ckpt-window 3 --sparse-ckpt-max-wait 60'.split()
+    window = '--sparse-ckpt-window 3 max_wait=60'.split()
     job = cluster(*FLAGS, *window, '--sparse-ckpt-store', store.address, ranks=2)
     job.directory.mkdir(parents=True)
     return job

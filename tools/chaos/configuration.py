@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from moevement_ext.config import REPORT, STOP
+from moevement_ext.config import REPORT, STOP, UNFLAGGED
 
 from ..lab import models, precisions
 from ..lab.job import Kind
@@ -101,7 +101,7 @@ _OFF = {
     Feature.RAMP_UP: f'--global-batch-size {SAMPLES}',
     Feature.TIED: '--untie-embeddings-and-output-weights',
 }
-_RESTLESS = '--sparse-ckpt-reorder-change 0 --sparse-ckpt-reorder-fraction 0.01'
+_RESTLESS = f'max_window={LONGEST_WINDOW} reorder_change=0 reorder_fraction=0.01'
 _LAYOUTS = (
     'pp2-ep2', 'pp2-ep2', 'pp4', 'pp2-dp2', 'pp2-dp2', 'pp2-ep2-vp2', 'pp2-tp2', 'pp3', 'ep2',
     'pp4-ep2',
@@ -162,6 +162,7 @@ class Configuration(NamedTuple):
             max_restarts,
             0 if fork else spares,
             fork,
+            {UNFLAGGED: _RESTLESS} if self.window == AUTO else {},
             share_gpu=self.share_gpu,
             program_file=self._program_file,
         )
@@ -213,8 +214,6 @@ class Configuration(NamedTuple):
         if self.disk:
             flags += ['--sparse-ckpt-disk', str(self.disk_of(events.parent))]
             flags += ['--sparse-ckpt-disk-every', str(LONGEST_WINDOW)]
-        if self.window == AUTO:
-            flags += ['--sparse-ckpt-max-window', str(LONGEST_WINDOW), *_RESTLESS.split()]
         return [*flags, '--sparse-ckpt-stuck-timeout', str(self._stuck_timeout_s)]
 
     @staticmethod

@@ -5,7 +5,8 @@ import enum
 from pathlib import Path
 from typing import NamedTuple
 
-from moevement_ext.config import AUTO, SparseCheckpointConfig
+from moevement_ext.config import AUTO
+from moevement_ext.plan.strategy.moc import LOST_SHARE
 
 from ..lab import models
 
@@ -47,6 +48,8 @@ class Row(NamedTuple):
     """Experts in a checkpoint, for the simulator of a lossy row."""
     lost_budget: float | None = None
     """Share of lost tokens at which they double, for the simulator."""
+    settings: str = ''
+    """Settings without a flag (`config.UNFLAGGED`)."""
     ablation: bool = False
     """Leaves out parts of the method; runs only if it is named."""
 
@@ -81,7 +84,6 @@ _PEERS = '--sparse-ckpt-replicas 1 --sparse-ckpt-network-gb-per-s {network_gb_pe
 _WINDOWS = f'--sparse-ckpt-window {{window}} {_PEERS}'
 _STRATEGY = '--sparse-ckpt-strategy'
 _MOC = f'{_STRATEGY} moc'
-_LOST_BUDGET = SparseCheckpointConfig().lost_share
 _RECOVERY = f'{_WINDOWS} --sparse-ckpt-recovery'
 
 ROWS = {
@@ -109,7 +111,7 @@ ROWS = {
     'moc-dynamic': Row(
         'MoC-System, dynamic K', Keeps.MEMORY, 'moc',
         f'{_MOC} --sparse-ckpt-experts dynamic {_PEERS}',
-        exact=False, lossy=True, saved=1, lost_budget=_LOST_BUDGET,
+        exact=False, lossy=True, saved=1, lost_budget=LOST_SHARE,
     ),
     'moetion': Row(
         'MoEtion v1', Keeps.MEMORY, 'moetion',
@@ -121,7 +123,7 @@ ROWS = {
     ),
     'windows': Row(
         'MoEvement, global, without frozen operators and popularity', Keeps.MEMORY, 'ours',
-        f'{_RECOVERY} global --sparse-ckpt-freeze off --sparse-ckpt-order fixed', ablation=True,
+        f'{_RECOVERY} global --sparse-ckpt-order fixed', settings='freezes=0', ablation=True,
     ),
     'windows-frozen': Row(
         'MoEvement, global, without popularity', Keeps.MEMORY, 'ours',

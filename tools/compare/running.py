@@ -13,6 +13,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
+from moevement_ext.config import UNFLAGGED
+
 from ..lab import four_ranks, models
 from ..lab.errors import LabError
 from ..lab.job import Job, Kind, memory_directory
@@ -129,6 +131,7 @@ class Course(NamedTuple):
             launch = self._launch(folder, flags, 0 if self.fork else row.spares)
             if row.throttled:
                 limit = {program.COPY_GB_PER_S: f'{self.copy_gb_per_s:g}'}
+                limit[UNFLAGGED] = row.settings
                 launch = launch._replace(variables={**launch.variables, **limit})
 
             def inject(job: Job) -> float:

@@ -13,7 +13,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from moevement_ext.config import AUTO, SparseCheckpointConfig, network_rate
+from moevement_ext.config import AUTO, flagged, network_rate
 
 from ..lab.arguments import Parser
 from .description import DescriptionError, Training
@@ -47,7 +47,6 @@ _DELAYED = 'delayed'
 RECOVERIES = ('localized', 'global', 'whole-job')
 _PROTECTION = {
     'sparse_ckpt_window': 'window',
-    'sparse_ckpt_max_window': 'max_window',
     'sparse_ckpt_replicas': 'replicas',
     'sparse_ckpt_recovery': 'recovery',
     'sparse_ckpt_network_gb_per_s': 'network_gb_per_s',
@@ -187,7 +186,7 @@ def parse_megatron_flags(argv: Sequence[str]) -> MegatronFlags:
         add_help=False,
     )
     switches = {name for name in _LAYOUT if not name.endswith(('_size', '_instances'))}
-    whole = 'fp8_amax_history_len', 'sparse_ckpt_max_window', 'sparse_ckpt_replicas'
+    whole = 'fp8_amax_history_len', 'sparse_ckpt_replicas'
     sizes = (*_MODEL_SIZES, *(set(_LAYOUT) - switches), *_BATCH, *_CHUNKS, *_UNEVEN)
     for name in (*sizes, *whole):
         parser.add_argument(_flag(name), type=int)
@@ -207,7 +206,7 @@ def parse_megatron_flags(argv: Sequence[str]) -> MegatronFlags:
 def _refuse_unknown(unused: Sequence[str], prog: str) -> None:
     """Exit with a message on a flag of sparse checkpointing that the training refuses as well."""
     parser = Parser(prog=prog, allow_abbrev=False, add_help=False)
-    for setting in dataclasses.fields(SparseCheckpointConfig):
+    for setting in flagged():
         parser.add_argument(_flag(f'sparse_ckpt_{setting.name}'), nargs='?')
     parser.add_argument('--sparse-ckpt', action='store_true')
     left = parser.parse_known_args(list(unused))[1]

@@ -221,7 +221,7 @@ def _exposed(plan: JobPlan) -> Iterator[str]:
     if settings.window is None and fewest != plan.window:
         carried = 'no window of a sensible length' if fewest is None else f'a window of {fewest}'
         shrunk = plan.longest < settings.longest_window
-        remedy = 'find host memory' if shrunk else 'raise --sparse-ckpt-max-window'
+        remedy = 'find host memory' if shrunk else 'set a longer --sparse-ckpt-window'
         yield (
             f'the links carry {carried}, the longest is {plan.window}; {remedy}, or accept what '
             f'follows'

@@ -28,7 +28,7 @@ from megatron.moevement.seams.post_step import PostStep
 from megatron.moevement.seams.schedules import Losses
 from megatron.moevement.state.global_scalars import ScalarRecorder, check_room
 from megatron.moevement.state.training_state import TrainingState
-from moevement_ext.config import OFF, ON, SparseCheckpointConfig
+from moevement_ext.config import OFF, SparseCheckpointConfig
 from moevement_ext.events import LossLogged
 from moevement_ext.job.ending import announce
 from moevement_ext.job.job import Job
@@ -86,8 +86,7 @@ class Session:
                 model, optimizer, scheduler = build(with_dense)
             check_room(optimizer, upstream.detaches_heads(get_model_config(model[0])))
             config = self.job.rank.config
-            skips = config.freeze == ON
-            self._training = TrainingState(model, optimizer, scheduler, skips)
+            self._training = TrainingState(model, optimizer, scheduler, config.freezes)
             localized = self.job.membership is not None
             self._trainer = MegatronTrainer(
                 self._facts,

@@ -291,7 +291,6 @@ class WindowFile:
         payload_bytes: int,
         frame: bytes | memoryview,
         fill: Callable[[memoryview], None],
-        verify: bool = True,
     ) -> SlotHeader:
         """Write a slot that another process sealed, byte for byte.
 
@@ -299,8 +298,8 @@ class WindowFile:
         damaged; it fills each completely or raises, after which the slot can be written again.
 
         Raises:
-            CorruptWindow: the frame is damaged or belongs to another slot; or, if `verify`, a
-                record differs from its checksum.
+            CorruptWindow: the frame is damaged or belongs to another slot; or a record differs
+                from its checksum.
             HostMemoryError: the file is too small for it.
         """
         payload = memoryview(self.reserve_slot(slot, payload_bytes))
@@ -312,7 +311,7 @@ class WindowFile:
         except ValueError as error:
             fill(payload)
             raise CorruptWindow(f'{self.path}: slot {slot}: {error}') from error
-        bad = _fill(payload, header.records if verify else [], fill)
+        bad = _fill(payload, header.records, fill)
         if bad is not None:
             raise damaged(self.path, slot, bad)
         self._enter(header, bytes(frame))

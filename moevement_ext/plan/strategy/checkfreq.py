@@ -14,22 +14,24 @@ from collections.abc import Sequence
 from moevement_ext.plan.replanning import WindowLoad
 from moevement_ext.plan.strategy.dense import DenseCycles
 
+OVERHEAD_BOUND = 0.03
+"""Maximum share of the training time for the stalls."""
 
-def shortest_interval(iteration_s: float, stall_s: float, persist_s: float, bound: float) -> int:
+
+def shortest_interval(iteration_s: float, stall_s: float, persist_s: float) -> int:
     """The fewest iterations from one checkpoint to the next.
 
     Args:
         iteration_s: seconds of an iteration without checkpoints.
         stall_s: seconds by which a checkpoint delays training.
         persist_s: seconds to persist a checkpoint on disk.
-        bound: maximum share of the training time for the stalls.
     """
     hides = math.ceil(persist_s / iteration_s)
-    return max(1, hides, math.ceil(stall_s / (bound * iteration_s)))
+    return max(1, hides, math.ceil(stall_s / (OVERHEAD_BOUND * iteration_s)))
 
 
-def checkfreq(fixed: int | None, bound: float) -> DenseCycles:
-    """Dense checkpoints on disk, every `fixed` iterations (None: tuned to the overhead `bound`)."""
+def checkfreq(fixed: int | None) -> DenseCycles:
+    """Dense checkpoints on disk, every `fixed` iterations (None: tuned)."""
 
     def demanded(period: int, loads: Sequence[WindowLoad]) -> int | None:
         """A longer interval, if the present one exceeds the bound or is too short for the disk.
@@ -43,6 +45,6 @@ def checkfreq(fixed: int | None, bound: float) -> DenseCycles:
             return None
         iteration_s = min(load.iteration_s for load in loads)
         stall_s = max(load.waited_s for load in loads)
-        return max(period, shortest_interval(iteration_s, stall_s, max(persisted), bound))
+        return max(period, shortest_interval(iteration_s, stall_s, max(persisted)))
 
     return DenseCycles(fixed, demanded)

@@ -33,7 +33,7 @@ def lossy_strategy(config: SparseCheckpointConfig) -> LossyStrategy:
     from moevement_ext.plan.strategy.moc import Moc
 
     interval = 1 if isinstance(config.interval, str) else config.interval
-    return Moc(interval, config.experts, config.expert_choice, config.lost_share)
+    return Moc(interval, config.experts)
 
 
 def strategy_of(
@@ -48,8 +48,7 @@ def strategy_of(
     if config.strategy == CHECKFREQ:
         from moevement_ext.plan.strategy.checkfreq import checkfreq
 
-        fixed = None if isinstance(interval, str) else interval
-        return checkfreq(fixed, config.overhead_bound)
+        return checkfreq(None if isinstance(interval, str) else interval)
     if config.lossy:
         return lossy_strategy(config)
     auto = AutoWindow(shortest, longest) if config.window == AUTO else None

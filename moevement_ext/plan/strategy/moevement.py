@@ -13,8 +13,8 @@ class MoEvement:
     """Windows of W slots. W follows the link rates; experts are ordered by popularity.
 
     `longest` is the W for which host memory is reserved. `auto_window` computes the next W from
-    the measurements; without it, W stays `longest`. The other arguments are the flags
-    `--sparse-ckpt-order`, `--sparse-ckpt-reorder-change` and `--sparse-ckpt-reorder-fraction`.
+    the measurements; without it, W stays `longest`. The other arguments are the flag
+    `--sparse-ckpt-order`, and `reorder_change` and `reorder_fraction` of the configuration.
     """
 
     def __init__(

@@ -23,6 +23,7 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
+from moevement_ext.config import UNFLAGGED
 from moevement_ext.errors import EXIT_OTHER_BITS
 from moevement_ext.events import Event, decode
 from moevement_ext.launch.statements import told_finished
@@ -86,6 +87,7 @@ class Cluster:
         gives_secret: passes a secret to the workers, as this project's launchers do; torchrun
             does not.
         exact_memory: the tmpfs of each node has exactly the planned size.
+        settings: values of settings without a flag (`config.UNFLAGGED`).
     """
 
     flags: list[str]
@@ -96,6 +98,7 @@ class Cluster:
     backend: str = 'gloo'
     gives_secret: bool = True
     exact_memory: bool = False
+    settings: str = ''
     name: str = field(default_factory=lambda: f'test-{uuid.uuid4().hex[:12]}')
     attempts: int = 0
 
@@ -325,6 +328,7 @@ class Cluster:
             'MOEVEMENT_NODE': f'node{rank * self.nodes // self.ranks}',
             'MOEVEMENT_FAIL_AT': fail_at,
             BACKEND: self.backend,
+            UNFLAGGED: self.settings,
             **(secret.variables_of(self.name.encode()) if self.gives_secret else {}),
             **dense_saves.environment(),
             **(exact_memory.environment() if self.exact_memory else {}),

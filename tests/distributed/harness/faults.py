@@ -18,9 +18,10 @@ from moevement_ext.events import NextTier, Recovered, WorkerStarted
 from tests.distributed.conftest import differences, read_digest
 from tests.distributed.harness.cluster import Cluster
 
-SETTLED = ['--sparse-ckpt-reorder-change', '1000', '--sparse-ckpt-max-wait', '60']
-"""Flags that make the verified slots predictable: no plan is replaced, which would move the starts
-of windows, and no window is skipped because a busy machine replicates the previous one late."""
+SETTLED = ['reorder_change=1000', 'max_wait=60']
+"""Settings that make the verified slots predictable: no plan is replaced, which would move the
+starts of windows, and no window is skipped because a busy machine replicates the previous one
+late."""
 SEALED = 'probes.sealing:seal_before_death'
 PERSISTED = 'probes.sealing:persist_before_death'
 STEPPED = 'probes.sealing:all_step_before_death'

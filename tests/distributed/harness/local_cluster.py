@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 
+from moevement_ext.config import UNFLAGGED
 from tests.distributed.harness.cluster import ROOT, Cluster
 
 PROGRAM = """
@@ -51,7 +52,7 @@ def launch(job: Cluster, *flags: str, mutation: str | None = None) -> tuple[int,
             command,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, 'PYTHONPATH': str(ROOT)},
+            env={**os.environ, 'PYTHONPATH': str(ROOT), UNFLAGGED: job.settings},
             timeout=TIMEOUT_S,
             check=False,
         )

@@ -176,7 +176,7 @@ def test_warning_about_the_longest_window_is_given_once(caplog: pytest.LogCaptur
         for _ in range(5):
             assert training.observe(1.0) == LONGEST
     assert caplog.text.count('no window of up to 8 is long enough') == 1
-    assert '--sparse-ckpt-max-window' in caplog.text
+    assert '--sparse-ckpt-window' in caplog.text
 
 
 def test_rank_without_space_shortens_the_window_of_all() -> None:

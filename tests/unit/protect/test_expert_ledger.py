@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 
-from moevement_ext.config import DYNAMIC, LOAD, SEQUENTIAL, ConfigurationError
+from moevement_ext.config import DYNAMIC, ConfigurationError
 from moevement_ext.memory.window.name import WindowName
 from moevement_ext.memory.window.slot import (
     ExpertCopies,
@@ -23,7 +23,6 @@ from moevement_ext.plan.replanning import WindowLoad
 from moevement_ext.plan.strategy.cycle import Cycle
 from moevement_ext.plan.strategy.moc import Moc
 from moevement_ext.plan.strategy.moetion import Moetion
-from moevement_ext.plan.strategy.strategy import LossyStrategy
 from moevement_ext.protect.expert_ledger import ExpertLedger
 from tests.unit.memory.samples import PLAN, tmpfs_directory
 from tests.unit.protect.training import NAMES, Training, verified
@@ -79,7 +78,7 @@ class Lossy:
 
     def __init__(self, shm: Path, experts: int) -> None:
         self.tokens = Tokens()
-        self.ledger = ExpertLedger(self.tokens, Moc(INTERVAL, experts, SEQUENTIAL, 0.1), SIZES)
+        self.ledger = ExpertLedger(self.tokens, Moc(INTERVAL, experts), SIZES)
         cycle = msgspec.structs.replace(CYCLE, experts=experts)
         self.training = Training(shm, cycle, experts=self.ledger)
 
@@ -203,7 +202,7 @@ def test_windows_keep_the_number_of_experts_that_a_job_has_reached(
     for cycle in (msgspec.structs.replace(CYCLE, experts=2, lost=0.04), CYCLE):
         copies = ledger.checkpoint(cycle, 2, None, None).copies
         assert (copies.most, copies.lost_before) == (2, 0.04)
-        ledger = ExpertLedger(job.tokens, Moc(INTERVAL, DYNAMIC, SEQUENTIAL, 0.1), SIZES)
+        ledger = ExpertLedger(job.tokens, Moc(INTERVAL, DYNAMIC), SIZES)
         ledger.go_back(header_of(copies), LAST)
         assert ledger.load(WindowLoad(0, {}, 1.0, None), LAST, True, 2).restored == (2, 0.04)
 
@@ -291,9 +290,8 @@ def test_names_distinguish_bases_and_histories(lossy: Callable[[int], Lossy]) ->
         job.ledger.checkpoint(CYCLE, 2, base, None)
 
 
-@pytest.mark.parametrize('strategy', [Moc(INTERVAL, 1, LOAD, 0.1), Moetion(None)])
 def test_ranks_choose_the_same_experts_regardless_of_their_counts(
-    strategy: LossyStrategy, lossy: Callable[[int], Lossy]
+    lossy: Callable[[int], Lossy],
 ) -> None:
     """Data-parallel ranks have the same experts, and other tokens: a copy has one version."""
     job = lossy(1)
@@ -304,7 +302,7 @@ def test_ranks_choose_the_same_experts_regardless_of_their_counts(
     taken = []
     for count in (1, 1000):
         tokens = Tokens()
-        ledger = ExpertLedger(tokens, strategy, SIZES)
+        ledger = ExpertLedger(tokens, Moetion(None), SIZES)
         for iteration in range(count):
             ledger.begins()
             tokens.route(iteration)
@@ -349,9 +347,9 @@ def test_moetion_compensates_for_lost_tokens(lossy: Callable[[int], Lossy]) -> N
 
 def test_more_experts_than_there_are_are_refused() -> None:
     with pytest.raises(ConfigurationError, match=r'experts 3 must be at most .* a layer, 2\.'):
-        ExpertLedger(Tokens(), Moc(1, 3, SEQUENTIAL, 0.1), SIZES)
+        ExpertLedger(Tokens(), Moc(1, 3), SIZES)
 
 
 def test_experts_whose_tokens_are_not_counted_are_refused() -> None:
     with pytest.raises(ConfigurationError, match='tokens of expert9 are not counted'):
-        ExpertLedger(Tokens(), Moc(1, 1, SEQUENTIAL, 0.1), {'expert9': 64})
+        ExpertLedger(Tokens(), Moc(1, 1), {'expert9': 64})

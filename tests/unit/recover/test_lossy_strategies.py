@@ -17,6 +17,7 @@ from moevement_ext.events import Event, Recovered, Replanned, TokensLost
 from moevement_ext.faults import Phase
 from moevement_ext.memory.window.name import WindowName
 from moevement_ext.plan.replanning import PlanParameters
+from moevement_ext.plan.strategy import moc
 from moevement_ext.plan.strategy.cycle import Cycle
 from moevement_ext.protect.disk_tier import DiskTier
 from moevement_ext.protect.expert_ledger import ExpertLedger
@@ -302,9 +303,12 @@ def test_too_great_a_loss_doubles_the_experts(launch: Launch) -> None:
         waiting.setattr(ThreadedJob, 'note', awaited)
         waiting.setattr(Protection, '_adopt', noted)
         waiting.setattr(Replanner, '_announce', announced_too)
-        lived = launch(faults, experts=DYNAMIC, lost_share=0.05)
+        waiting.setattr(moc, 'LOST_SHARE', 0.05)
+        lived = launch(faults, experts=DYNAMIC)
     assert max(event.share for event in lived.lost) > 0.05
-    kept = launch(faults, experts=DYNAMIC, lost_share=0.9)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(moc, 'LOST_SHARE', 0.9)
+        kept = launch(faults, experts=DYNAMIC)
     assert max(event.share for event in kept.lost) < 0.9
     assert set(adopted) == {2}
     assert kept.replanned == []

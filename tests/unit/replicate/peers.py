@@ -66,10 +66,10 @@ def host_memory_of(
 
 
 def inbox_of_owner(
-    store: NodeStore, rank: int = HOLDER, nbytes: int = capacity(), verify_every: int = 1
+    store: NodeStore, rank: int = HOLDER, nbytes: int = capacity()
 ) -> dict[int, Inbox]:
     """For replicas of OWNER, in files of this size."""
-    return {OWNER: Inbox(OwnerWindows(store, rank, OWNER, nbytes), CpuCost(), verify_every)}
+    return {OWNER: Inbox(OwnerWindows(store, rank, OWNER, nbytes), CpuCost())}
 
 
 @contextmanager
@@ -78,11 +78,10 @@ def serving(
     rank: int = HOLDER,
     port: int = 0,
     host: str = '127.0.0.1',
-    verify_every: int = 1,
 ) -> Iterator[ReplicaServer]:
     """A holder of replicas of OWNER, on a node of its own."""
     store = NodeStore(shm, 'run1', f'node{rank}')
-    inboxes = inbox_of_owner(store, rank, verify_every=verify_every)
+    inboxes = inbox_of_owner(store, rank)
     server = ReplicaServer(store, rank, inboxes, SECRET, host, port, DEADLINE_S)
     try:
         yield server

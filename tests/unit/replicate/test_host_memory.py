@@ -139,7 +139,7 @@ def test_lost_window_is_fetched_from_its_holder(job: Job) -> None:
 def test_longer_window_of_an_earlier_start_is_fetched(
     job: Job, shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The job was started again with a shorter --sparse-ckpt-max-window; its file goes later."""
+    """The job was started again with shorter windows; its file goes later."""
     put_window(job.ranks[0].peers()[1], job.commit(0))
     memory = job.begin_again(shm, monkeypatch, capacity(window=1))
     fetched = memory.fetch(CANDIDATE, 1, lambda file, header: None)

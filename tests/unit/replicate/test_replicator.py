@@ -212,7 +212,7 @@ def test_recycled_source_is_not_sent_as_the_old_window(shm: Path, own: OwnerWind
 
 
 def test_longer_window_of_an_earlier_attempt_is_replicated_first(shm: Path) -> None:
-    """The job was started again with a shorter --sparse-ckpt-max-window."""
+    """The job was started again with shorter windows."""
     events, of_now = Events(), capacity(window=1)
     stores = [NodeStore(shm, 'run1', f'node{rank}') for rank in (0, 1)]
     own = OwnerWindows(stores[0], OWNER, OWNER, of_now)

@@ -39,7 +39,7 @@ def intervals(strategy: DenseCycles, loads: list[WindowLoad]) -> list[int]:
 
 
 def test_fixed_interval_never_changes() -> None:
-    for strategy in (checkfreq(7, 0.03), gemini(7, math.inf)):
+    for strategy in (checkfreq(7), gemini(7, math.inf)):
         assert strategy.first() == PlanParameters(0, 0, 1, {}, idle=6)
         assert intervals(strategy, 5 * [load(9.0, 9.0, (9.0, 9.0))]) == 6 * [7]
 
@@ -51,20 +51,20 @@ def test_fixed_interval_never_changes() -> None:
 def test_shortest_interval_bounds_stalls_and_fits_one_persist(
     stall_s: float, persist_s: float, interval: int
 ) -> None:
-    assert shortest_interval(1.0, stall_s, persist_s, 0.03) == interval
+    assert shortest_interval(1.0, stall_s, persist_s) == interval
 
 
 def test_checkfreq_profiles_first_and_grows_on_a_broken_bound() -> None:
     slow, slower, hiccup = load(0.3), load(0.6), load(5.0)
     unknown = load(0.3, persist_s=None)
-    strategy = checkfreq(None, 0.03)
+    strategy = checkfreq(None)
     found = intervals(strategy, [unknown, slow, slow, slow, hiccup, slow, slower, slower, load()])
     assert found == [1, 1, 1, 10, 10, 10, 10, 10, 20, 20]
 
 
 def test_checkfreq_uses_the_slowest_rank() -> None:
     """The others wait for it, and measure longer iterations."""
-    strategy = checkfreq(None, 0.03)
+    strategy = checkfreq(None)
     loads = [msgspec.structs.replace(load(0.0), iteration_s=1.3), load(0.3)]
     present = strategy.first()
     assert strategy.next(present, loads) is None

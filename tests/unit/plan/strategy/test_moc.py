@@ -9,14 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from moevement_ext.config import DYNAMIC, LOAD, SEQUENTIAL
+from moevement_ext.config import DYNAMIC
 from moevement_ext.plan.byte_planner import WindowPlan
 from moevement_ext.plan.replanning import PlanParameters, WindowLoad
 from moevement_ext.plan.strategy.cycle import Cycle
-from moevement_ext.plan.strategy.moc import Moc, doubled, in_turn, most_unsaved
-from tools.simulate.experts import lost_by_checkpoint, stale_checkpoints
-
-LIMIT = 0.0375
+from moevement_ext.plan.strategy.moc import Moc, doubled, in_turn
+from tools.simulate.experts import stale_checkpoints
 
 
 def layers_of(layers: int, experts: int) -> list[list[str]]:
@@ -46,20 +44,11 @@ def test_every_expert_has_a_turn_in_each_round(experts: int, most: int, first: i
     assert all(len(chosen) == 2 * min(most, experts) for chosen in taken)
 
 
-def test_experts_with_most_unsaved_tokens_come_first() -> None:
-    layers = layers_of(2, 3)
-    unsaved = dict(zip([*layers[0], *layers[1]], [3.0, 9.0, 9.0, 0.0, 0.0, 1.0], strict=True))
-    assert by_layer(most_unsaved(layers, 1, unsaved), 2) == [{1}, {2}]
-    assert by_layer(most_unsaved(layers, 2, unsaved), 2) == [{1, 2}, {2, 0}]
-
-
-def lost_after_each(
-    choice: str, most: int, shares: Sequence[float], checkpoints: int
-) -> list[float]:
+def lost_after_each(most: int, shares: Sequence[float], checkpoints: int) -> list[float]:
     """Tokens lost by a failure after each checkpoint, in units of a checkpoint's tokens."""
     (layer,) = layers = layers_of(1, len(shares))
     share = dict(zip(layer, shares, strict=True))
-    strategy = Moc(1, most, choice, LIMIT)
+    strategy = Moc(1, most)
     cycle = Cycle(0, WindowPlan(((),)), '', experts=most, shares=share)
     copied = dict.fromkeys(layer, 0)
     found = []
@@ -74,19 +63,10 @@ def lost_after_each(
 def test_loss_of_sequential_turns_has_a_closed_form(experts: int, most: int) -> None:
     """(N/K - 1) / 2 checkpoints' worth of tokens once all have had a turn; also by skew."""
     even = [1 / experts] * experts
-    losses = lost_after_each(SEQUENTIAL, most, even, 4 * experts)
+    losses = lost_after_each(most, even, 4 * experts)
     expected = (experts / most - 1) / 2
     assert losses[-1] == pytest.approx(expected)
     assert stale_checkpoints(np.array(even), most, 'sequential') == pytest.approx(expected)
-
-
-def test_loss_of_load_aware_choice_equals_the_simulators() -> None:
-    skewed = [0.407, 0.291, 0.161, 0.089, 0.052]
-    losses = lost_after_each(LOAD, 1, skewed, 200)
-    simulated = lost_by_checkpoint(np.array(skewed), 1, 'load-aware')
-    assert sum(losses[100:]) / 100 == pytest.approx(simulated.mean(), rel=0.05)
-    turns = lost_after_each(SEQUENTIAL, 1, skewed, 200)
-    assert sum(losses[100:]) < sum(turns[100:])
 
 
 @pytest.mark.parametrize(
@@ -103,7 +83,7 @@ def test_loss_of_load_aware_choice_equals_the_simulators() -> None:
 def test_k_doubles_at_the_limit(share: float, before: float, experts: int, then: int) -> None:
     """Loss at an earlier K does not count again."""
     present = PlanParameters(3, 0, 1, {}, experts=experts, lost=before)
-    assert doubled(present, share, LIMIT, 4).experts == then
+    assert doubled(present, share, 4).experts == then
 
 
 def load(lost: float, expected: float, tokens: dict[str, float] | None = None) -> WindowLoad:
@@ -111,7 +91,7 @@ def load(lost: float, expected: float, tokens: dict[str, float] | None = None) -
 
 
 def test_all_ranks_change_to_the_next_k_together() -> None:
-    strategy = Moc(4, DYNAMIC, SEQUENTIAL, LIMIT)
+    strategy = Moc(4, DYNAMIC)
     first = strategy.first()
     assert (first.period, first.experts, strategy.counts_tokens) == (4, 1, False)
     assert strategy.next(first, [load(3, 100), load(4, 100)]) is None
@@ -123,26 +103,18 @@ def test_all_ranks_change_to_the_next_k_together() -> None:
 
 def test_k_survives_a_restart_of_all_workers() -> None:
     """K = 4 of 8 had been reached; the losses until then are counted once."""
-    strategy = Moc(1, DYNAMIC, SEQUENTIAL, LIMIT)
+    strategy = Moc(1, DYNAMIC)
     restored = [replace(load(share, 100), experts=8, restored=(4, 0.09)) for share in (9, 11)]
     back = strategy.next(strategy.first(), restored)
     assert back is not None and (back.experts, back.lost) == (4, 0.09)
     assert strategy.next(back, restored) is None
     more = strategy.next(back, [replace(one, lost=13) for one in restored])
     assert more is not None and (more.experts, more.lost) == (8, 0.13)
-    fixed = Moc(1, 2, SEQUENTIAL, LIMIT)
+    fixed = Moc(1, 2)
     assert fixed.next(fixed.first(), restored) is None
 
 
 def test_fixed_k_never_changes() -> None:
-    strategy = Moc(4, 2, SEQUENTIAL, LIMIT)
+    strategy = Moc(4, 2)
     assert strategy.first().experts == 2
     assert strategy.next(strategy.first(), [load(90, 100)]) is None
-
-
-def test_load_choice_follows_the_tokens() -> None:
-    strategy = Moc(1, 1, LOAD, LIMIT)
-    tokens = {'0.expert0': 30.0, '0.expert1': 10.0}
-    changed = strategy.next(strategy.first(), [load(0, 1, tokens), load(0, 1, tokens)])
-    assert changed is not None and changed.shares == {'0.expert0': 0.75, '0.expert1': 0.25}
-    assert strategy.next(changed, [load(0, 1, tokens)]) is None

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from moevement_ext.config import REPORT, STOP
+from moevement_ext.config import REPORT, STOP, UNFLAGGED
 from tools.chaos.configuration import AUTO, Configuration, Feature, Precision, draw_configuration
 from tools.chaos.drawing import draw_faults, draw_window
 from tools.chaos.model import parse_layout
@@ -166,4 +166,4 @@ class TestConfiguration:
 
     def test_plan_of_auto_is_restless(self) -> None:
         one = Configuration(parse_layout('pp2-ep2'), Precision.BF16, (), AUTO, 4)
-        assert '--sparse-ckpt-reorder-change' in one.sparse_flags(Path('m'), Path('e'))
+        assert 'reorder_change=0' in one.launch(Path('run'), []).variables[UNFLAGGED]

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from megatron.moevement.arguments import config_from_args
-from moevement_ext.config import SparseCheckpointConfig
+from moevement_ext.config import SparseCheckpointConfig, unflagged
 from moevement_ext.events import Recovered, TokensLost, WindowPersisted
 from moevement_ext.plan.strategy.choice import lossy_strategy
 from tests.unit.tools.runs import localized_run, write
@@ -80,9 +80,8 @@ def test_each_row_of_the_ablation_adds_one_part() -> None:
 
     def parts(name: str) -> dict[str, str]:
         parsed, _ = trainer_parser().parse_known_args(flags_of(name))
-        return {
-            part: vars(parsed)[f'sparse_ckpt_{part}'] for part in ('freeze', 'order', 'recovery')
-        }
+        given = {part: vars(parsed)[f'sparse_ckpt_{part}'] for part in ('order', 'recovery')}
+        return {**given, 'freezes': unflagged(ROWS[name].settings).get('freezes', True)}
 
     ways = [parts(name) for name in ('windows', 'windows-frozen', 'global', 'localized')]
     for before, after in itertools.pairwise(ways):

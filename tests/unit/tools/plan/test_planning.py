@@ -186,7 +186,7 @@ def test_auto_stops_at_the_longest_window_and_exposes_the_rest():
     largest = max(kind.slot_bytes().max() for kind in plan.kinds)
     assert plan.exposed_s().max() == pytest.approx((largest - 500_000) / 2.5e6)
     assert plan.effectiveness().overhead_s == pytest.approx(plan.exposed_s().mean())
-    assert any('raise --sparse-ckpt-max-window' in text for text in report.warnings(plan))
+    assert any('set a longer --sparse-ckpt-window' in text for text in report.warnings(plan))
 
 
 def test_infeasible_names_operator_and_stage():
