@@ -27,10 +27,9 @@ import torch
 from moevement_ext.capture.copier import Copier
 from moevement_ext.capture.layout import OperatorSlices, SlotLayout, TensorSlice, operator_table
 from moevement_ext.errors import SparseCheckpointError
-from moevement_ext.memory.pinning import pin
-from moevement_ext.memory.window.expected import Expected
+from moevement_ext.memory.device import pin
 from moevement_ext.memory.window.file import WindowFile
-from moevement_ext.memory.window.format import window_capacity
+from moevement_ext.memory.window.format import Expected, window_capacity
 from moevement_ext.memory.window.name import WindowName
 from moevement_ext.memory.window.slot import FORMAT_VERSION, SlotHeader, frame_bytes_bound
 from moevement_ext.plan.byte_planner import (

@@ -9,11 +9,10 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
-from moevement_ext.memory.batches import in_batches
-from moevement_ext.memory.dtypes import dtype_name
 from moevement_ext.memory.mapped import Bytes
+from moevement_ext.memory.tensors import dtype_name, in_batches
 from moevement_ext.memory.window.file import WindowFile
-from moevement_ext.memory.window.refused import RefusedWindow
+from moevement_ext.memory.window.refusal import RefusedWindow
 from moevement_ext.memory.window.slot import (
     Record,
     SlotContext,

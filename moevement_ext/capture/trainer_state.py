@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import torch
 
-from moevement_ext.memory.batches import copy_all, in_batches
+from moevement_ext.memory.tensors import copy_all, in_batches
 
 
 class GeneratorStates(msgspec.Struct):

@@ -45,11 +45,11 @@ from moevement_ext.logger import logger_of
 from moevement_ext.membership.guard import Guard
 from moevement_ext.membership.membership import Membership
 from moevement_ext.membership.rank import Rank
+from moevement_ext.memory.budget import NOTHING_LOGGED
 from moevement_ext.memory.disk import DiskWindows
 from moevement_ext.memory.mapped import forget_prepared_maps
-from moevement_ext.memory.sizing import NOTHING_LOGGED
 from moevement_ext.memory.window.name import History, WindowName
-from moevement_ext.memory.window.refused import UnreadableWindow
+from moevement_ext.memory.window.refusal import UnreadableWindow
 from moevement_ext.memory.window.slot import SlotHeader
 from moevement_ext.plan.strategy.choice import disk_only
 from moevement_ext.protect.planner import Planner

@@ -10,7 +10,7 @@ from moevement_ext.membership.exchange import leave, left_by
 from moevement_ext.membership.membership import Membership
 from moevement_ext.membership.rank import Rank
 from moevement_ext.membership.rendezvous import launcher_store
-from moevement_ext.memory import early
+from moevement_ext.memory import reservation
 from moevement_ext.memory.node_store import NodeStore
 
 _STORE_TIMEOUT = timedelta(seconds=60)
@@ -22,19 +22,19 @@ def node_store(rank: Rank) -> NodeStore:
     return NodeStore(Path(rank.config.dir), rank.run_id, node_name())
 
 
-def reserve_early(rank: Rank, membership: Membership | None) -> early.EarlyReservation | None:
+def reserve_early(rank: Rank, membership: Membership | None) -> reservation.EarlyReservation | None:
     """Start reserving the files that the lost predecessor has listed; None without a list."""
     left = None if membership is None else left_by(membership.archive, _FILES, rank.number)
     if left is None:
         return None
-    return early.EarlyReservation(node_store(rank), rank.number, early.decode(left))
+    return reservation.EarlyReservation(node_store(rank), rank.number, reservation.decode(left))
 
 
 def leave_for_successors(rank: Rank, membership: Membership | None, store: NodeStore) -> None:
     """Publish the list of this rank's files for a later replacement and for the launcher."""
     if membership is None:
         return
-    files = early.encode(early.kept_by(store, rank.number))
+    files = reservation.encode(reservation.kept_by(store, rank.number))
     leave(membership.archive, _FILES, rank.number, files)
     launcher = launcher_store(_STORE_TIMEOUT)
     if launcher is not None:

@@ -25,7 +25,7 @@ from moevement_ext.launch.spare_pool import SparePool
 from moevement_ext.launch.staged_faults import logged_iteration
 from moevement_ext.launch.template import Template, TemplateLost
 from moevement_ext.memory.node_store import NodeStore
-from moevement_ext.memory.reserved_pages import ReservedPages
+from moevement_ext.memory.reservation import ReservedPages
 from moevement_ext.memory.shelf import directories_of
 
 _NOT_STARTED = 1

@@ -53,8 +53,8 @@ from moevement_ext.launch.worker import BadEnd, Worker
 from moevement_ext.membership.eviction import evictions, take_eviction
 from moevement_ext.membership.launch import of_launch
 from moevement_ext.membership.rendezvous import announce_failure
-from moevement_ext.memory.early import sizes_in
 from moevement_ext.memory.node_store import holds_windows, is_in_use
+from moevement_ext.memory.reservation import sizes_in
 from moevement_ext.store import flag, outside
 from moevement_ext.store.answers import AnswerWatch
 from moevement_ext.system.exit_signal import listened_for

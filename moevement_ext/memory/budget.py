@@ -1,27 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host memory that a node will need, checked before iteration 1 (invariant I5)."""
+"""Host memory of the ranks of a node: arithmetic shared by training and planning, and its check.
+
+Checked before iteration 1 (invariant I5). All sizes are in bytes, per rank unless stated otherwise.
+Needs no torch.
+"""
 
 import math
 import os
-import shutil
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 import msgspec
 
 from moevement_ext.errors import HostMemoryError
-from moevement_ext.memory.cgroup import THIS_PROCESS, memory_left
-from moevement_ext.memory.file_system import is_in_memory
-
-GIB = 2**30
-
-NO_SPACE_REMEDY = (
-    'Remove what earlier runs left there, mount a larger tmpfs (mount -o remount,size=...), '
-    'choose another --sparse-ckpt-dir, or lower --sparse-ckpt-replicas, --sparse-ckpt-window or '
-    '--sparse-ckpt-log-lag.'
+from moevement_ext.memory.file_system import (
+    GIB,
+    NO_SPACE_REMEDY,
+    existing_parent,
+    files_below,
+    free_bytes,
+    gib,
+    is_in_memory,
+    reserved_bytes,
 )
-"""Remedy for a full file system of the windows."""
+from moevement_ext.memory.ledger import Ledger
+from moevement_ext.memory.limits import THIS_PROCESS, memory_left
+from moevement_ext.memory.mapped import in_pages
+from moevement_ext.memory.window.format import GENERATIONS, PREAMBLE_BYTES
+from moevement_ext.memory.window.slot import align_up
 
 # Flags are in the order of the bytes that they save.
 _LESS = (
@@ -50,6 +56,15 @@ SPARES = 'MOEVEMENT_HOT_SPARES'
 """Environment variable of a worker: number of hot spares that its launcher keeps on its node."""
 # Of one hot spare: 0.4 GiB after importing torch and Megatron on a CPU, plus a margin.
 _SPARE_BYTES = 512 << 20
+
+LEDGER_RECORDS = 4096
+BESIDE_BYTES = 64 * 1024
+"""Further bytes of a rank in the tmpfs, such as its lock."""
+SLOT_ROOM_BYTES = 128 * 1024
+"""Room for the header of a slot, with the auxiliary state."""
+# Bytes of payload per byte of further room, for tensor alignment and router buffers.
+_PAYLOAD_PER_ROOM = 1024
+_LENGTHS_TRIED = 64
 
 
 class RankMemory(msgspec.Struct, frozen=True):
@@ -173,7 +188,7 @@ class HostMemoryPlan:
         kept = deleted = 0
         if self.sizes is not None:
             for rank in self.ranks:
-                for path, status in _files_below(self._folder(directory, rank)):
+                for path, status in files_below(self._folder(directory, rank)):
                     if path.endswith('.window') and status.st_size not in self.sizes:
                         whole = os.path.basename(path).startswith('window-')
                         kept += whole * status.st_blocks * 512
@@ -181,29 +196,8 @@ class HostMemoryPlan:
         return kept, deleted
 
 
-def gib(nbytes: int) -> str:
-    """Format a size in bytes, e.g. `1.50 GiB`."""
-    return f'{nbytes / GIB:.2f} GiB' if abs(nbytes) >= GIB // 100 else f'{nbytes} bytes'
-
-
 def _gib_up(nbytes: int) -> str:
     return f'{math.ceil(nbytes * 1000 / GIB) / 1000:.3f}'
-
-
-def free_bytes(directory: Path) -> int:
-    """Free bytes of the file system of `directory`, which need not exist yet."""
-    return shutil.disk_usage(_existing(directory)).free
-
-
-def file_system_of(directory: Path) -> str:
-    """File system of `directory`, which need not exist yet; unique among those of a host."""
-    return str(os.stat(_existing(directory)).st_dev)
-
-
-def _existing(directory: Path) -> Path:
-    while not directory.exists():
-        directory = directory.parent
-    return directory
 
 
 def spare_bytes() -> int:
@@ -218,19 +212,88 @@ def _margin(nbytes: int) -> int:
 def _is_shared(directory: Path) -> bool:
     """True if `directory` is in the file system that other libraries use, too."""
     try:
-        return os.stat(_existing(directory)).st_dev == os.stat(SHARED).st_dev
+        return os.stat(existing_parent(directory)).st_dev == os.stat(SHARED).st_dev
     except OSError:
         return False
 
 
-def reserved_bytes(directory: Path) -> int:
-    """Bytes that files below `directory` occupy now (0 without such a directory)."""
-    return sum(status.st_blocks * 512 for _, status in _files_below(directory))
+class Logged(msgspec.Struct, frozen=True):
+    """Upper bounds of a rank's logged data in one iteration, as regions of the ring."""
+
+    iteration_bytes: int
+    """All records together; 0 without logging."""
+    record_bytes: int
+    """The largest record."""
 
 
-def _files_below(directory: Path) -> Iterator[tuple[str, os.stat_result]]:
-    for folder, _, names in os.walk(directory):
-        for name in names:
-            path = os.path.join(folder, name)
-            with suppress(OSError):  # another rank is recycling it, or it belongs to another user
-                yield path, os.stat(path)
+NOTHING_LOGGED = Logged(0, 0)
+
+
+def window_file_bytes(state_bytes: int, longest_window: int, needed_bytes: int = 0) -> int:
+    """Size of a window file, at least `needed_bytes` (0: exact size of the content unknown).
+
+    `state_bytes` is the weights and optimizer state in the largest window of W iterations, in
+    any order of the operators (`byte_planner.window_bytes_bound`), without alignment.
+    """
+    room = align_up(state_bytes // _PAYLOAD_PER_ROOM) + longest_window * SLOT_ROOM_BYTES
+    return max(PREAMBLE_BYTES + align_up(state_bytes) + room, needed_bytes)
+
+
+def stub_file_bytes(state_bytes: int, longest_window: int, needed_bytes: int = 0) -> int:
+    """Size of a file for stubs (see `window.twin`): a window file without the state."""
+    room = window_file_bytes(state_bytes, longest_window) - align_up(state_bytes)
+    return max(room, needed_bytes)
+
+
+def window_lengths(longest_window: int) -> list[int]:
+    """Candidate values of W, ascending: all up to the longest, or a selection of many."""
+    step = -(-longest_window // _LENGTHS_TRIED)
+    return sorted({1, *range(longest_window, 0, -step)})
+
+
+def log_reach(longest_window: int) -> int:
+    """Whole iterations that the log must hold, without the one in which a window is persisted.
+
+    A window that starts with the state after iteration s is replayed from the sends of
+    iteration s+1. Its last slot is the state after s+W-1, copied while iteration s+W runs, and
+    it is persisted some time during that iteration. Until then a recovery starts from the
+    previous window, hence from iteration s-W+1: that is 2W - 1 whole iterations, and the sends
+    of iteration s+W.
+    """
+    return 2 * longest_window - 1
+
+
+def log_ring_bytes(own: Logged, most: Logged, longest_window: int, lag: float) -> int:
+    """Size of the ring of a rank's upstream log; 0 if it logs nothing.
+
+    Args:
+        own: logged bytes of this rank.
+        most: logged bytes of the rank that logs most. The lag is counted in these bytes, since a
+            stage at the end of the pipeline sends as fast as other stages while micro-batches fill
+            the pipeline.
+        longest_window: W, iterations.
+        lag: iterations from the beginning of the copy of a window's last slot until the window is
+            persisted. With 1 the log is never full: no window begins before then.
+    """
+    if not own.iteration_bytes:
+        return 0
+    late = align_up(math.ceil(lag * most.iteration_bytes))
+    # A record does not wrap: the unused end of the ring is smaller than the largest record.
+    return log_reach(longest_window) * own.iteration_bytes + late + own.record_bytes
+
+
+def rank_memory(
+    window_file: int, replica_files: Iterable[int], log_ring: int, disk: bool = False
+) -> RankMemory:
+    """Host memory of a rank.
+
+    `replica_files` has the size of a window file for each rank whose replicas it holds, and of
+    a stub file for each rank whose twin it is. With `disk`, a third file is held during a copy.
+    """
+    return RankMemory(
+        own_windows=(GENERATIONS + disk) * in_pages(window_file),
+        replicas=GENERATIONS * sum(map(in_pages, replica_files)),
+        ledger=in_pages(Ledger.bytes_needed(LEDGER_RECORDS)),
+        log_ring=in_pages(log_ring),
+        beside=BESIDE_BYTES,
+    )

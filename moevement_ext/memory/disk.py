@@ -23,16 +23,20 @@ from moevement_ext.errors import UserError
 from moevement_ext.event_file import probe
 from moevement_ext.logger import logger_of
 from moevement_ext.memory import private
-from moevement_ext.memory.budget import free_bytes, gib
+from moevement_ext.memory.file_system import free_bytes, gib
 from moevement_ext.memory.holder_lock import HolderLock, StoreInUseError, taken
 from moevement_ext.memory.node_store import require_directory_name
-from moevement_ext.memory.window.expected import Expected
+from moevement_ext.memory.window.directory import (
+    committed_in,
+    committed_name,
+    names_in,
+    writing_name,
+)
 from moevement_ext.memory.window.file import WindowFile
-from moevement_ext.memory.window.file_names import committed_in, committed_name, writing_name
-from moevement_ext.memory.window.listing import names_in
+from moevement_ext.memory.window.format import Expected
 from moevement_ext.memory.window.name import RankIdentity, StoredWindow, WindowName
 from moevement_ext.memory.window.reader import CHUNK_BYTES, Advance, WindowReader, at_full_speed
-from moevement_ext.memory.window.refused import RefusedWindow, UnreadableWindow, unopened
+from moevement_ext.memory.window.refusal import RefusedWindow, UnreadableWindow, unopened
 from moevement_ext.memory.window.slot import SlotHeader
 
 logger = logger_of(__name__)

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""System limits that a recovery may exceed although training does not.
+"""Limits of the container and of the system: memory, cores, threads, open files, locked memory.
+
+The kernel charges tmpfs pages to the cgroup of the process that made them, like its own memory, and
+cannot write them out. Over the limit the kernel kills processes. Page cache is charged as well, but
+the kernel reclaims it first, so page cache counts as free.
 
 A recovery connects new process groups before the old ones are destroyed, so a rank temporarily has
 twice the open files and threads. Checked before iteration 1, with all groups connected.
@@ -9,10 +13,10 @@ import os
 import resource
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 from moevement_ext.errors import UserError
-from moevement_ext.memory.cgroup import THIS_PROCESS, processes_left
 
 # A rank that trains over gloo with one other has 130 files open.
 _FILES_OF_A_RANK = 256
@@ -27,6 +31,8 @@ CONNECTIONS_OF_A_RANK = 16
 """Upper bound of a rank's connections to the launcher's store, in a recovery."""
 # Other files of an agent of torchrun: pipes and logs of its workers.
 _OF_AN_AGENT = 256
+
+THIS_PROCESS = Path('/proc/self')
 
 
 def require_files(connected: int) -> None:
@@ -121,3 +127,141 @@ def _raised(kind: int, needed: int, process: int = 0) -> int | None:
     enough = hard == resource.RLIM_INFINITY or hard >= needed
     resource.prlimit(process, kind, (needed if enough else hard, hard))
     return None if enough else hard
+
+
+class _MemoryLeft(NamedTuple):
+    """Memory left to this process by its tightest limit."""
+
+    nbytes: int
+    """Bytes left below the limit; 0 if it is exceeded."""
+    cgroup: Path | None
+    """Directory of the group that has the limit; None: the limit is the machine's memory."""
+
+
+class _Version(NamedTuple):
+    """File names of a hierarchy, and names of the page cache counters in `memory.stat`."""
+
+    limits: tuple[str, ...]
+    used: str
+    cache: tuple[str, str]
+
+
+# Beyond `memory.high` the kernel does not kill processes, but delays every allocation.
+_V2 = _Version(
+    ('memory.max', 'memory.high'),
+    'memory.current',
+    ('inactive_file', 'active_file'),
+)
+_V1 = _Version(
+    ('memory.limit_in_bytes',),
+    'memory.usage_in_bytes',
+    ('total_inactive_file', 'total_active_file'),  # include the groups below, as the usage does
+)
+
+
+def memory_left(process: Path = THIS_PROCESS) -> _MemoryLeft | None:
+    """Memory of the machine left below the limits of this process's cgroup and of its parents.
+
+    Limits that are invisible inside a container do not count, nor does swap. `process` is the
+    directory in `/proc` with the groups and their mounts. Returns None if nothing is known.
+    """
+    found = [
+        _MemoryLeft(left, group)
+        for version, group in _groups(process, 'memory')
+        if (left := _left_in(group, version)) is not None
+    ]
+    available = _available(process.parent / 'meminfo')
+    found += [] if available is None else [_MemoryLeft(available, None)]
+    return min(found, key=lambda left: left.nbytes, default=None)
+
+
+def processes_left(process: Path = THIS_PROCESS) -> int | None:
+    """Threads left below the limits, as for `memory_left`; None: no limit."""
+    found = (_threads_left(group) for _, group in _groups(process, 'pids'))
+    return min((left for left in found if left is not None), default=None)
+
+
+def cores_left(process: Path = THIS_PROCESS) -> float:
+    """Cores that this process may keep busy: those it may run on, within limits as above."""
+    found = [_cores(group, version) for version, group in _groups(process, 'cpu')]
+    return min([float(len(os.sched_getaffinity(0))), *(cores for cores in found if cores)])
+
+
+def _groups(process: Path, controller: str) -> Iterator[tuple[_Version, Path]]:
+    """The process's groups and their parents in the hierarchies that may limit it."""
+    try:
+        groups = [line.split(':', 2) for line in (process / 'cgroup').read_text().splitlines()]
+        mounts = [line.split() for line in (process / 'mountinfo').read_text().splitlines()]
+    except OSError:
+        return
+    for number, controllers, path in groups:
+        version = _V2 if (number, controllers) == ('0', '') else _V1
+        if version is _V1 and controller not in controllers.split(','):
+            continue
+        for fields in mounts:
+            # id, parent, device, root, mount point, options..., -, type, source, super options
+            kind, _, options = fields[fields.index('-') + 1 :][:3]
+            if kind == 'cgroup2' if version is _V2 else _is_v1(controller, kind, options):
+                top = Path(fields[4])
+                lowest = top / _below(path, fields[3])
+                for group in (lowest, *lowest.parents):
+                    if group.is_relative_to(top):
+                        yield version, group
+
+
+def _is_v1(controller: str, kind: str, options: str) -> bool:
+    return kind == 'cgroup' and controller in options.split(',')
+
+
+def _below(path: str, root: str) -> PurePosixPath:
+    try:
+        return PurePosixPath(path).relative_to(root)
+    except ValueError:  # inside a container its own group is the root group
+        return PurePosixPath()
+
+
+def _left_in(group: Path, version: _Version) -> int | None:
+    limits = [_limit(group / name) for name in version.limits]
+    try:
+        limit = min(limit for limit in limits if limit is not None)
+        used = int((group / version.used).read_text())
+        lines = (group / 'memory.stat').read_text().splitlines()
+    except (OSError, ValueError):  # no limit; or the root group, which has no such files
+        return None
+    figures = dict(line.split() for line in lines)
+    cache = sum(int(figures.get(name, 0)) for name in version.cache)
+    return max(limit - used + cache, 0)
+
+
+def _limit(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):  # 'max' is no number
+        return None
+
+
+def _available(meminfo: Path) -> int | None:
+    """Bytes of RAM that new pages may take; pages of a tmpfs in use are not among them."""
+    try:
+        lines = meminfo.read_text().splitlines()
+    except OSError:
+        return None
+    found = (line.split()[1] for line in lines if line.startswith('MemAvailable:'))
+    return next((int(kib) * 1024 for kib in found), None)
+
+
+def _threads_left(group: Path) -> int | None:
+    try:
+        limit = int((group / 'pids.max').read_text())
+        return max(limit - int((group / 'pids.current').read_text()), 0)
+    except (OSError, ValueError):
+        return None
+
+
+def _cores(group: Path, version: _Version) -> float | None:
+    names = ['cpu.max'] if version is _V2 else ['cpu.cfs_quota_us', 'cpu.cfs_period_us']
+    try:
+        quota, period = ' '.join((group / name).read_text() for name in names).split()
+        return int(quota) / int(period) if int(quota) > 0 else None  # 'max', or -1: no limit
+    except (OSError, ValueError):
+        return None

@@ -26,7 +26,7 @@ import numpy.typing as npt
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.logger import logger_of
 from moevement_ext.memory import private
-from moevement_ext.memory.budget import NO_SPACE_REMEDY, free_bytes
+from moevement_ext.memory.file_system import NO_SPACE_REMEDY, free_bytes
 
 logger = logger_of(__name__)
 

@@ -2,7 +2,7 @@
 """The directory of one run on one node: `<root>/<run id>/<node>/<holder>/<owner>/`.
 
 A holder is a rank of this node; it keeps its own windows and replicas for other owners (see
-`window.file_names` and `window.generations`). For owners that capture the same state it keeps
+`window.directory` and `window.generations`). For owners that capture the same state it keeps
 stubs, in `stub-<owner>/` (see `window.twin`).
 """
 
@@ -13,15 +13,16 @@ from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import msgspec
+
 from moevement_ext.config import ConfigurationError
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.logger import logger_of
 from moevement_ext.memory import private
 from moevement_ext.memory.holder_lock import HolderLock, StoreInUseError, is_held, taken
-from moevement_ext.memory.window.file_names import COMMITTED, committed_in
-from moevement_ext.memory.window.listing import names_in
+from moevement_ext.memory.window.directory import COMMITTED, committed_in, names_in
 from moevement_ext.memory.window.name import StoredWindow
-from moevement_ext.memory.window.refused import UnreadableWindow
+from moevement_ext.memory.window.refusal import UnreadableWindow
 
 logger = logger_of(__name__)
 
@@ -32,6 +33,9 @@ STUB = 'stub-'
 RESERVED = 'reserved'
 # Prefix of a holder's directory that is being deleted.
 FORMER = 'former-'
+
+DEATHS = 'deaths.jsonl'
+"""Name of the file in `NodeStore.shared`."""
 
 
 class NodeStore:
@@ -66,7 +70,7 @@ class NodeStore:
 
     @property
     def reserved(self) -> Path:
-        """Directory of files for ranks that may join this node (see `reserved_pages`)."""
+        """Directory of files for ranks that may join this node (see `reservation`)."""
         return self.path / RESERVED
 
     def ledger_path(self, holder: int) -> Path:
@@ -221,3 +225,32 @@ def _numbered(path: Path, kind: str = '') -> Iterator[tuple[int, Path]]:
         number = name.removeprefix(kind)
         if name == kind + number and number.isdecimal():
             yield int(number), path / name
+
+
+class Death(msgspec.Struct, frozen=True, order=True):
+    """The death of a process; sorts by time."""
+
+    time: float
+    """Seconds since the epoch."""
+    rank: int
+    pid: int
+
+
+_DEATH = msgspec.json.Decoder(Death)
+
+
+def noted_deaths(shared: Path) -> list[Death]:
+    """The last recorded death of each rank on this node; damaged lines are skipped."""
+    newest: dict[int, Death] = {}
+    with suppress(OSError):
+        for line in (shared / DEATHS).read_bytes().splitlines():
+            with suppress(msgspec.DecodeError):
+                death = _DEATH.decode(line)
+                newest[death.rank] = death
+    return list(newest.values())
+
+
+def forget_deaths(shared: Path) -> None:
+    """Delete the recorded deaths, at the start of a job."""
+    with suppress(OSError):
+        (shared / DEATHS).unlink(missing_ok=True)

@@ -19,18 +19,12 @@ from moevement_ext.config import LAYOUT_SUFFIX
 from moevement_ext.logger import logger_of
 from moevement_ext.memory.holder_lock import wait_until_free
 from moevement_ext.memory.node_store import NodeStore
-from moevement_ext.memory.window.expected import Expected, damaged
+from moevement_ext.memory.window.directory import TRIES, committed_in, names_in, patiently
 from moevement_ext.memory.window.file import WindowFile
-from moevement_ext.memory.window.file_names import committed_in
-from moevement_ext.memory.window.listing import TRIES, names_in, patiently
+from moevement_ext.memory.window.format import Expected, damaged
 from moevement_ext.memory.window.name import Count, StoredWindow, Window
 from moevement_ext.memory.window.reader import WindowReader
-from moevement_ext.memory.window.refused import (
-    RefusedWindow,
-    UnreadableWindow,
-    joined,
-    not_read,
-)
+from moevement_ext.memory.window.refusal import RefusedWindow, UnreadableWindow, joined, not_read
 from moevement_ext.memory.window.slot import Record, SlotHeader
 from moevement_ext.memory.window.twin import TwinWindow, twin_windows
 
@@ -124,7 +118,7 @@ class Shelf:
 
     Attributes:
         unread: starts of windows that `look` skipped, though they may be whole, by run and reason
-            (see `refused.not_read`).
+            (see `refusal.not_read`).
     """
 
     def __init__(self, store: NodeStore, disk: Path | None) -> None:

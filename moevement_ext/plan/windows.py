@@ -5,7 +5,7 @@ Two links have limits of different kinds. A *copy* to host memory must finish be
 overwrites its source, which limits each slot. Bytes to *send* to holders of replicas wait in the
 file of their window, so sending a large slot may take several iterations. There the mean over a
 window counts, and the queue must be empty when the next window begins, which needs the file of the
-previous window (`memory.sizing.GENERATIONS`). Hence bytes wait only in files that are part of the
+previous window (`window.format.GENERATIONS`). Hence bytes wait only in files that are part of the
 host memory budget already.
 
 Where cores train, hidden work is not free: helper threads take cores from training, in proportion

@@ -20,7 +20,7 @@ from moevement_ext.memory.mapped import Bytes
 from moevement_ext.memory.window import settings
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.name import History, RankIdentity, WindowName
-from moevement_ext.memory.window.refused import RefusedWindow
+from moevement_ext.memory.window.refusal import RefusedWindow
 from moevement_ext.memory.window.slot import FORMAT_VERSION, SlotContext, SlotHeader
 from moevement_ext.plan.strategy.cycle import Cycle
 from moevement_ext.protect.lifecycle import WindowLifecycle

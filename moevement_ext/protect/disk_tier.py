@@ -21,11 +21,16 @@ from torch.distributed import PrefixStore, Store
 from moevement_ext.events import WindowOnDisk
 from moevement_ext.membership.rank import Rank
 from moevement_ext.memory.disk import KEPT, DiskWindows
-from moevement_ext.memory.window.agreed import MAX_GIVEN_UP, NOTHING_AGREED, Agreed
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.generations import OwnerWindows
-from moevement_ext.memory.window.name import RankIdentity, WindowName
-from moevement_ext.memory.window.refused import UNKNOWN, UnreadableWindow
+from moevement_ext.memory.window.name import (
+    MAX_GIVEN_UP,
+    NOTHING_AGREED,
+    Agreed,
+    RankIdentity,
+    WindowName,
+)
+from moevement_ext.memory.window.refusal import UNKNOWN, UnreadableWindow
 from moevement_ext.protect.persistence import PersistenceTracker
 from moevement_ext.protect.statistics import CaptureStatistics
 from moevement_ext.replicate.host_memory import HostMemory

@@ -19,16 +19,18 @@ from moevement_ext.config import ConfigurationError
 from moevement_ext.events import TokensLost
 from moevement_ext.membership.rank import Rank
 from moevement_ext.memory.mapped import Bytes
-from moevement_ext.memory.window.expected import damaged
 from moevement_ext.memory.window.file import WindowFile
-from moevement_ext.memory.window.kept import Kept, Range, merged
+from moevement_ext.memory.window.format import damaged
 from moevement_ext.memory.window.name import WindowName
 from moevement_ext.memory.window.slot import (
     ExpertCopies,
     ExpertCopy,
+    Kept,
+    Range,
     SlotHeader,
     align_up,
     decode_context,
+    merged,
 )
 from moevement_ext.plan.replanning import TokenCounter, WindowLoad
 from moevement_ext.plan.strategy.choice import lossy_strategy

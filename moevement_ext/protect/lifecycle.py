@@ -17,11 +17,10 @@ from moevement_ext import faults
 from moevement_ext.cpu_cost import helper_cpu_s
 from moevement_ext.events import WindowCommitted, WindowPersisted
 from moevement_ext.faults import Phase
-from moevement_ext.memory.sizing import GENERATIONS
-from moevement_ext.memory.window.agreed import Agreed
 from moevement_ext.memory.window.file import WindowFile
+from moevement_ext.memory.window.format import GENERATIONS
 from moevement_ext.memory.window.generations import OwnerWindows
-from moevement_ext.memory.window.name import WindowName
+from moevement_ext.memory.window.name import Agreed, WindowName
 from moevement_ext.memory.window.slot import SlotHeader
 from moevement_ext.protect.persistence import PersistenceTracker
 from moevement_ext.protect.statistics import CaptureStatistics

@@ -18,9 +18,9 @@ from moevement_ext.config import AUTO, OFF, SOFT, STOP, node_name
 from moevement_ext.cpu_cost import OtherWork
 from moevement_ext.events import Protected
 from moevement_ext.membership.rank import Rank
+from moevement_ext.memory.budget import Logged, window_lengths
 from moevement_ext.memory.device import bind_thread, with_index
 from moevement_ext.memory.disk import DiskWindows
-from moevement_ext.memory.sizing import Logged, window_lengths
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.name import WindowName
 from moevement_ext.memory.window.slot import SlotHeader

@@ -12,9 +12,9 @@ import torch
 from moevement_ext.config import AUTO, node_name
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.membership.rank import Rank
-from moevement_ext.memory.budget import file_system_of
+from moevement_ext.memory.budget import Logged, window_lengths
+from moevement_ext.memory.file_system import file_system_of
 from moevement_ext.memory.node_store import NodeStore
-from moevement_ext.memory.sizing import Logged, window_lengths
 from moevement_ext.replicate.domains import own_domain
 from moevement_ext.replicate.host_memory import HostMemory
 from moevement_ext.replicate.node_plan import Member, Share, copies_of, node_plan

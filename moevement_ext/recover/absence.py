@@ -23,13 +23,12 @@ from moevement_ext.logger import logger_of
 from moevement_ext.membership.rank import Rank
 from moevement_ext.memory.holder_lock import is_held
 from moevement_ext.memory.node_store import NodeStore
-from moevement_ext.memory.window.expected import Expected
+from moevement_ext.memory.window.directory import names_in, patiently
 from moevement_ext.memory.window.file import WindowFile
-from moevement_ext.memory.window.listing import names_in, patiently
+from moevement_ext.memory.window.format import Expected
 from moevement_ext.memory.window.name import HeldWindow, RankIdentity, Window
-from moevement_ext.memory.window.placed import of_same_training
-from moevement_ext.memory.window.refused import UnreadableWindow
-from moevement_ext.memory.window.settings import told
+from moevement_ext.memory.window.refusal import UnreadableWindow
+from moevement_ext.memory.window.settings import of_same_training, told
 
 logger = logger_of(__name__)
 
@@ -54,7 +53,7 @@ class Traces(msgspec.Struct, frozen=True):
     """If nothing is found: newest start of a window of this run on the machine, by the name that
     the machine had (see `of_other_names`)."""
     unread: dict[str, int] = {}
-    """Starts of windows that are not read, but may be whole, by reason (see `refused.not_read`)."""
+    """Starts of windows that are not read, but may be whole, by reason (see `refusal.not_read`)."""
 
 
 def refuse_to_forget(

@@ -30,7 +30,7 @@ from moevement_ext.replicate.log_reader import ReaderClosed
 logger = logger_of(__name__)
 
 MOST = 4
-"""One more than the tries before an older window (see `listing.TRIES`)."""
+"""One more than the tries before an older window (see `directory.TRIES`)."""
 
 MOST_WITHOUT_MEMORY = 2
 """Lower, as unused GPU memory is freed before each recovery: only a new process can free more."""

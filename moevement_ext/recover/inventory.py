@@ -13,16 +13,15 @@ from moevement_ext.config import node_name
 from moevement_ext.logger import logger_of
 from moevement_ext.membership.launch import own_launch, own_process
 from moevement_ext.membership.report import NOWHERE, Report
-from moevement_ext.memory.deaths import Death
 from moevement_ext.memory.disk import DiskWindows, stored_in
 from moevement_ext.memory.ledger import Ledger
-from moevement_ext.memory.node_store import NodeStore
-from moevement_ext.memory.window.expected import Expected
+from moevement_ext.memory.node_store import Death, NodeStore
+from moevement_ext.memory.window.directory import TRIES, patiently
 from moevement_ext.memory.window.file import WindowFile
-from moevement_ext.memory.window.listing import TRIES, patiently
+from moevement_ext.memory.window.format import Expected
 from moevement_ext.memory.window.name import HeldWindow, RankIdentity, StoredWindow, Window
 from moevement_ext.memory.window.reader import WindowReader
-from moevement_ext.memory.window.refused import (
+from moevement_ext.memory.window.refusal import (
     OtherSettings,
     RefusedWindow,
     UnreadableWindow,

@@ -26,7 +26,7 @@ from moevement_ext.membership.rank import Rank
 from moevement_ext.membership.rendezvous import RoundEnded
 from moevement_ext.membership.report import NOWHERE, Report
 from moevement_ext.membership.store_loss import StoreLost
-from moevement_ext.memory.window.listing import TRIES
+from moevement_ext.memory.window.directory import TRIES
 from moevement_ext.memory.window.name import Window
 from moevement_ext.protect.protection import Protection
 from moevement_ext.recover.fruitless import Fruitless, in_words, lost_peer

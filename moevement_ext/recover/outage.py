@@ -28,7 +28,7 @@ from moevement_ext.membership import failures
 from moevement_ext.membership.launch import of_launch, own_launch
 from moevement_ext.membership.rendezvous import launcher_store
 from moevement_ext.membership.report import Report
-from moevement_ext.memory.deaths import Death
+from moevement_ext.memory.node_store import Death
 from moevement_ext.recover.verdict import Localized
 from moevement_ext.recover.verification import Verified
 from moevement_ext.system.terminal import highlighted

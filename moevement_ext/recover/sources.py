@@ -14,12 +14,11 @@ from moevement_ext.errors import HostMemoryError
 from moevement_ext.logger import logger_of
 from moevement_ext.membership.report import NOWHERE
 from moevement_ext.memory.mapped import Bytes
-from moevement_ext.memory.sizing import GENERATIONS
-from moevement_ext.memory.window.expected import Expected
 from moevement_ext.memory.window.file import WindowFile
+from moevement_ext.memory.window.format import GENERATIONS, Expected
 from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.memory.window.name import HeldWindow, RankIdentity, Window
-from moevement_ext.memory.window.refused import RefusedWindow, UnreadableWindow
+from moevement_ext.memory.window.refusal import RefusedWindow, UnreadableWindow
 from moevement_ext.memory.window.slot import SlotHeader
 from moevement_ext.recover.inventory import holders
 from moevement_ext.replicate.client import PeerLost, PeerRefused

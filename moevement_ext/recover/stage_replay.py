@@ -27,8 +27,8 @@ from moevement_ext.membership.rank import Rank
 from moevement_ext.membership.report import Report
 from moevement_ext.memory.ledger import LedgerEntry
 from moevement_ext.memory.upstream_log.record import CorruptLog, Direction
-from moevement_ext.memory.window.listing import TRIES
-from moevement_ext.memory.window.refused import RefusedWindow, UnreadableWindow
+from moevement_ext.memory.window.directory import TRIES
+from moevement_ext.memory.window.refusal import RefusedWindow, UnreadableWindow
 from moevement_ext.protect.protection import Protection
 from moevement_ext.recover.conversion import Conversion
 from moevement_ext.recover.inventory import candidates

@@ -18,11 +18,11 @@ import torch
 
 from moevement_ext.capture.layout import Operators
 from moevement_ext.membership.place import Place
+from moevement_ext.memory.budget import Logged
 from moevement_ext.memory.ledger import LedgerEntry
-from moevement_ext.memory.sizing import Logged
 from moevement_ext.memory.upstream_log.log import UpstreamLog
 from moevement_ext.memory.upstream_log.record import Direction
-from moevement_ext.memory.window.placed import Layout, Seat
+from moevement_ext.memory.window.settings import Layout, Seat
 from moevement_ext.plan.replanning import TokenCounter
 from moevement_ext.recover.reshard.index import Division
 

@@ -17,16 +17,14 @@ from moevement_ext.errors import EXIT_OTHER_BITS, EXIT_WHOLE_JOB, UserError
 from moevement_ext.events import FailureDetected, NextTier
 from moevement_ext.logger import logger_of
 from moevement_ext.membership.rank import Rank
-from moevement_ext.memory import deaths
-from moevement_ext.memory.deaths import Death
 from moevement_ext.memory.disk import DiskWindows
 from moevement_ext.memory.ledger import Ledger
-from moevement_ext.memory.node_store import NodeStore
+from moevement_ext.memory.node_store import Death, NodeStore, forget_deaths, noted_deaths
 from moevement_ext.memory.shelf import base_of, directories_of, left_by_elastic
+from moevement_ext.memory.window.directory import patiently
 from moevement_ext.memory.window.file import WindowFile
-from moevement_ext.memory.window.listing import patiently
 from moevement_ext.memory.window.name import HeldWindow, Window, drawn_history
-from moevement_ext.memory.window.refused import RefusedWindow, UnreadableWindow
+from moevement_ext.memory.window.refusal import RefusedWindow, UnreadableWindow
 from moevement_ext.memory.window.settings import told
 from moevement_ext.memory.window.slot import SlotHeader
 from moevement_ext.plan.strategy.choice import disk_only
@@ -85,7 +83,7 @@ def find(
     stock = take_stock(store, disk, rank.identity, disk_only(rank.config), layouts)
     found_here = msgspec.structs.replace(
         stock,
-        deaths=deaths.noted(store.shared),
+        deaths=noted_deaths(store.shared),
         refused=[*stock.refused, *left],
         history=drawn_history(),
     )
@@ -116,7 +114,7 @@ def find(
         min((death for one in inventories for death in one.deaths), default=None),
         inventories[0].history,
     )
-    deaths.forget(store.shared)  # all ranks have read them: `rank.exchange` is collective
+    forget_deaths(store.shared)  # all ranks have read them: `rank.exchange` is collective
     if not (everything or refused):
         name_other_runs(store, rank)
     if not complete:

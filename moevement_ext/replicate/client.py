@@ -11,11 +11,10 @@ from moevement_ext.errors import SparseCheckpointError
 from moevement_ext.memory.ledger import LedgerEntry
 from moevement_ext.memory.shelf import Part
 from moevement_ext.memory.upstream_log.record import CorruptLog, LoggedTensor, LogKey
-from moevement_ext.memory.window.agreed import NOTHING_AGREED, Agreed
-from moevement_ext.memory.window.expected import Expected
 from moevement_ext.memory.window.file import SlotBlob, WindowFile
-from moevement_ext.memory.window.name import WindowName
-from moevement_ext.memory.window.refused import OtherBytes, RefusedWindow, UnreadableWindow
+from moevement_ext.memory.window.format import Expected
+from moevement_ext.memory.window.name import NOTHING_AGREED, Agreed, WindowName
+from moevement_ext.memory.window.refusal import OtherBytes, RefusedWindow, UnreadableWindow
 from moevement_ext.memory.window.slot import SlotHeader, decode_frame, frame_checksum
 from moevement_ext.memory.window.twin import OwnParts, owner_header, stub_of, stub_window_bytes
 from moevement_ext.replicate import greeting

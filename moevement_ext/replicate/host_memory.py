@@ -18,19 +18,18 @@ from moevement_ext.config import SparseCheckpointConfig, node_name
 from moevement_ext.cpu_cost import CpuCost
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.logger import logger_of
-from moevement_ext.memory.budget import HostMemoryPlan, file_system_of, gib
-from moevement_ext.memory.cgroup import cores_left
-from moevement_ext.memory.device import threads_beside
+from moevement_ext.memory.budget import LEDGER_RECORDS, HostMemoryPlan, rank_memory
+from moevement_ext.memory.device import pin, threads_beside
+from moevement_ext.memory.file_system import file_system_of, gib
 from moevement_ext.memory.ledger import Ledger, LedgerEntry
+from moevement_ext.memory.limits import cores_left
 from moevement_ext.memory.mapped import in_pages
 from moevement_ext.memory.node_store import NodeStore
-from moevement_ext.memory.pinning import pin
-from moevement_ext.memory.sizing import LEDGER_RECORDS, rank_memory
 from moevement_ext.memory.upstream_log.log import UpstreamLog
 from moevement_ext.memory.window.file import FileTooSmall, WindowFile
 from moevement_ext.memory.window.generations import FileSize, OwnerWindows
 from moevement_ext.memory.window.name import Window
-from moevement_ext.memory.window.refused import RefusedWindow, UnreadableWindow
+from moevement_ext.memory.window.refusal import RefusedWindow, UnreadableWindow
 from moevement_ext.memory.window.slot import SlotHeader
 from moevement_ext.plan.strategy.choice import disk_only
 from moevement_ext.replicate.client import PeerLost, PeerRefused, ReplicaClient, TwinClient

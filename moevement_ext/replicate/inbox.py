@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from moevement_ext.cpu_cost import CpuCost
 from moevement_ext.logger import logger_of
 from moevement_ext.memory.mapped import Bytes
-from moevement_ext.memory.window.expected import Expected
 from moevement_ext.memory.window.file import WindowFile
+from moevement_ext.memory.window.format import Expected
 from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.memory.window.name import WindowName
-from moevement_ext.memory.window.refused import OtherBytes, RefusedWindow
+from moevement_ext.memory.window.refusal import OtherBytes, RefusedWindow
 from moevement_ext.memory.window.slot import SlotHeader, frame_checksum
 from moevement_ext.memory.window.twin import TwinWindow
 from moevement_ext.replicate.connection import Connection

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from moevement_ext.errors import SparseCheckpointError
-from moevement_ext.memory.dtypes import dtype_of
+from moevement_ext.memory.tensors import dtype_of
 from moevement_ext.memory.upstream_log.record import CorruptLog, Direction, LoggedTensor, LogKey
 from moevement_ext.replicate.client import PeerLost, PeerRefused, ReplicaClient
 from moevement_ext.replicate.connection import join_interrupted

@@ -8,19 +8,19 @@ from typing import NamedTuple
 import msgspec
 
 from moevement_ext.logger import logger_of
-from moevement_ext.memory.budget import HostMemoryPlan
-from moevement_ext.memory.disk import DiskWindows
-from moevement_ext.memory.sizing import (
+from moevement_ext.memory.budget import (
     NOTHING_LOGGED,
+    HostMemoryPlan,
     Logged,
     log_ring_bytes,
     rank_memory,
     window_lengths,
 )
+from moevement_ext.memory.disk import DiskWindows
 from moevement_ext.memory.window.name import RankIdentity
 from moevement_ext.memory.window.twin import OwnParts
-from moevement_ext.replicate.copies import Copies, place_copies
 from moevement_ext.replicate.domains import failure_domains
+from moevement_ext.replicate.placement import Copies, place_copies
 
 logger = logger_of(__name__)
 

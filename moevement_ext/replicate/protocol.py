@@ -26,9 +26,8 @@ import msgspec
 from moevement_ext.memory.ledger import LedgerEntry
 from moevement_ext.memory.shelf import Part
 from moevement_ext.memory.upstream_log.record import LoggedTensor, LogKey
-from moevement_ext.memory.window.agreed import Agreed
-from moevement_ext.memory.window.kept import Kept
-from moevement_ext.memory.window.name import Count, WindowName
+from moevement_ext.memory.window.name import Agreed, Count, WindowName
+from moevement_ext.memory.window.slot import Kept
 
 PROTOCOL_VERSION = 11
 MAX_MESSAGE_BYTES = 4 * 2**20

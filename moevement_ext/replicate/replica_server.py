@@ -23,10 +23,10 @@ from moevement_ext.memory.ledger import Ledger
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.shelf import Shelf
 from moevement_ext.memory.upstream_log.record import LogGap
-from moevement_ext.memory.window.expected import Expected
 from moevement_ext.memory.window.file import WindowFile
+from moevement_ext.memory.window.format import Expected
 from moevement_ext.memory.window.name import StoredWindow
-from moevement_ext.memory.window.refused import RefusedWindow, UnreadableWindow, joined
+from moevement_ext.memory.window.refusal import RefusedWindow, UnreadableWindow, joined
 from moevement_ext.memory.window.slot import SlotHeader, encode_frame
 from moevement_ext.memory.window.twin import TwinWindow, base_path, twin_windows
 from moevement_ext.replicate import greeting

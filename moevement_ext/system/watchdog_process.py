@@ -5,8 +5,8 @@
 
 Heartbeats are bytes on stdin. The watchdog runs as a file, without any package, and ends with the
 watched process. It records the death of that process in the directory of the run, for the next
-start of the job (see `memory/deaths.py`). With `say` 1 it also prints that the windows there, if
-any, stay, as a process that is terminated in the middle of a step cannot do this itself.
+start of the job (see `memory/node_store.py`). With `say` 1 it also prints that the windows there,
+if any, stay, as a process that is terminated in the middle of a step cannot do this itself.
 """
 
 import contextlib

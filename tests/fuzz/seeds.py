@@ -8,9 +8,9 @@ import msgspec
 from moevement_ext.membership import packing
 from moevement_ext.memory.ledger import LedgerEntry
 from moevement_ext.memory.upstream_log.record import Direction, LoggedTensor, LogKey
-from moevement_ext.memory.window.agreed import Agreed
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.format import Directory, Entry, encode_directory
+from moevement_ext.memory.window.name import Agreed
 from moevement_ext.memory.window.slot import encode_frame, frame_checksum
 from moevement_ext.replicate.protocol import (
     Ack,

@@ -18,9 +18,9 @@ from moevement_ext.memory.ledger import Ledger
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.upstream_log.record import CorruptLog, Direction, LogKey
 from moevement_ext.memory.window import format as window_format
-from moevement_ext.memory.window.expected import Expected
 from moevement_ext.memory.window.file import WindowFile
-from moevement_ext.memory.window.refused import RefusedWindow
+from moevement_ext.memory.window.format import Expected
+from moevement_ext.memory.window.refusal import RefusedWindow
 from moevement_ext.memory.window.slot import decode_frame
 from moevement_ext.replicate import greeting
 from moevement_ext.replicate.client import PeerLost, PeerRefused, ReplicaClient

@@ -15,8 +15,8 @@ import torch
 from moevement_ext.capture.copier import Copier
 from moevement_ext.capture.layout import PIECE_BYTES, _Copy, in_pieces
 from moevement_ext.errors import HostMemoryError
-from moevement_ext.memory.batches import copy_all
-from moevement_ext.memory.pinning import pin
+from moevement_ext.memory.device import pin
+from moevement_ext.memory.tensors import copy_all
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.name import WindowName
 from tests.unit.memory.samples import PLAN, named, tmpfs_directory

@@ -32,7 +32,7 @@ from moevement_ext.launch.link import ADDRESS_VARIABLE, Address
 from moevement_ext.launch.steps import AGENT, Step
 from moevement_ext.launch.supervisor import Supervisor
 from moevement_ext.memory.node_store import NodeStore
-from moevement_ext.memory.reserved_pages import ReservedPages
+from moevement_ext.memory.reservation import ReservedPages
 
 from ..lab.arguments import Parser
 from ..lab.benchmark import add_output_flags, exit_on_sigterm, prepare, run_benchmark

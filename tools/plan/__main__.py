@@ -23,7 +23,7 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from moevement_ext.config import AUTO
-from moevement_ext.memory.budget import gib
+from moevement_ext.memory.file_system import gib
 from moevement_ext.plan.byte_planner import (
     InfeasiblePlan,
     OperatorTable,

@@ -9,20 +9,20 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from moevement_ext.memory.budget import HostMemoryPlan
-from moevement_ext.memory.sizing import (
+from moevement_ext.memory.budget import (
     NOTHING_LOGGED,
     SLOT_ROOM_BYTES,
+    HostMemoryPlan,
     Logged,
     log_ring_bytes,
     rank_memory,
     stub_file_bytes,
     window_file_bytes,
 )
-from moevement_ext.memory.upstream_log.ring import region_bytes
+from moevement_ext.memory.upstream_log.record import region_bytes
 from moevement_ext.memory.window.format import window_capacity
 from moevement_ext.plan.byte_planner import OperatorTable, window_bytes_bound
-from moevement_ext.replicate.copies import place_copies
+from moevement_ext.replicate.placement import place_copies
 
 from .layout import Batch, Layout, Precision
 from .model import ModelShape

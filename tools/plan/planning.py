@@ -18,8 +18,7 @@ from moevement_ext.config import (
     ConfigurationError,
     SparseCheckpointConfig,
 )
-from moevement_ext.memory.budget import HostMemoryPlan
-from moevement_ext.memory.sizing import NOTHING_LOGGED, Logged, window_lengths
+from moevement_ext.memory.budget import NOTHING_LOGGED, HostMemoryPlan, Logged, window_lengths
 from moevement_ext.plan.auto_window import FIRST_WINDOW
 from moevement_ext.plan.byte_planner import (
     DEFAULT_HIDDEN_FRACTION,

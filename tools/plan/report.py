@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from moevement_ext.memory.budget import GIB, gib
+from moevement_ext.memory.file_system import GIB, gib
 
 from ..lab.tables import say, table
 from .planning import JobPlan, StageKind

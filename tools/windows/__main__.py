@@ -37,7 +37,7 @@ from rich.box import HEAVY_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from moevement_ext.memory.window.refused import UnreadableWindow
+from moevement_ext.memory.window.refusal import UnreadableWindow
 
 from ..lab.arguments import Parser, at_least, split_at_end
 from ..lab.errors import LabError

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from moevement_ext.memory.node_store import STUB
 from moevement_ext.memory.shelf import Copy, copy_at_twin, copy_in_file, read_any
-from moevement_ext.memory.window.refused import RefusedWindow
+from moevement_ext.memory.window.refusal import RefusedWindow
 from moevement_ext.memory.window.slot import Record
 from moevement_ext.memory.window.twin import base_path
 

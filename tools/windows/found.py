@@ -17,10 +17,10 @@ import msgspec
 
 from moevement_ext.memory.node_store import FORMER, STUB
 from moevement_ext.memory.private import REMEDY, ForeignFileError
-from moevement_ext.memory.window.expected import Expected
-from moevement_ext.memory.window.placed import Layout
+from moevement_ext.memory.window.format import Expected
 from moevement_ext.memory.window.reader import WindowReader
-from moevement_ext.memory.window.refused import RefusedWindow, TruncatedWindow, UnreadableWindow
+from moevement_ext.memory.window.refusal import RefusedWindow, TruncatedWindow, UnreadableWindow
+from moevement_ext.memory.window.settings import Layout
 from moevement_ext.memory.window.slot import SlotHeader
 
 MEMORY = 'memory'

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatron.moevement.seams import cpu_device, starting
 from moevement_ext.errors import UserError
-from moevement_ext.memory.window.refused import RefusedWindow
+from moevement_ext.memory.window.refusal import RefusedWindow
 
 from ..lab.errors import LabError
 from .copies import Copies

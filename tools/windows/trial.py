@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from moevement_ext.memory.window.expected import Expected
+from moevement_ext.memory.window.format import Expected
 from moevement_ext.memory.window.reader import WindowReader
 
 from ..lab.trainer_flags import prepare_megatron

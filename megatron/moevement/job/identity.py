@@ -36,8 +36,7 @@ from megatron.moevement.job import computing, named_files, placing
 from moevement_ext.config import MOEVEMENT, OFF, SparseCheckpointConfig, slurm_run_id
 from moevement_ext.memory.shelf import directory_of
 from moevement_ext.memory.window.name import RankIdentity
-from moevement_ext.memory.window.placed import Placed
-from moevement_ext.memory.window.settings import RunSettings, Table, bounded
+from moevement_ext.memory.window.settings import Placed, RunSettings, Table, bounded
 
 _DENSE_CHECKPOINTS = (
     'save load save_interval save_retain_interval non_persistent_save_interval '

@@ -31,7 +31,7 @@ from megatron.moevement.state.router_tokens import RouterTokenCounter
 from megatron.moevement.state.training_state import TrainingState
 from moevement_ext.membership.place import Place
 from moevement_ext.memory.ledger import LedgerEntry
-from moevement_ext.memory.window.placed import Layout, Placed, Seat
+from moevement_ext.memory.window.settings import Layout, Placed, Seat
 from moevement_ext.recover.reshard.index import Division
 from moevement_ext.recover.trainer import Committed, Resharding
 

@@ -9,8 +9,8 @@ stages come before data parallelism.
 from typing import Any
 
 from megatron.moevement.facts import Settings
-from moevement_ext.memory.window.placed import Layout, Seat
-from moevement_ext.memory.window.refused import RefusedWindow
+from moevement_ext.memory.window.refusal import RefusedWindow
+from moevement_ext.memory.window.settings import Layout, Seat
 
 _STAGES = (
     'pipeline_model_parallel_layout num_layers_in_first_pipeline_stage '

@@ -44,7 +44,7 @@ from megatron.moevement.state.resharded_state import Streams, resharded
 from megatron.moevement.state.training_state import TrainingState
 from moevement_ext.capture.trainer_state import state_tensor
 from moevement_ext.errors import UserError
-from moevement_ext.memory.window.placed import Layout, Placed
+from moevement_ext.memory.window.settings import Layout, Placed
 from moevement_ext.memory.window.slot import decode_context
 
 

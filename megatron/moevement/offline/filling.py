@@ -10,9 +10,9 @@ import torch
 from megatron.moevement.state.resharded_tensors import canonical_name, is_of_an_expert
 from megatron.moevement.state.training_state import TrainingState
 from moevement_ext.capture.layout import TensorSlice
-from moevement_ext.memory.dtypes import dtype_name
-from moevement_ext.memory.window.placed import Placed, Seat
-from moevement_ext.memory.window.refused import RefusedWindow
+from moevement_ext.memory.tensors import dtype_name
+from moevement_ext.memory.window.refusal import RefusedWindow
+from moevement_ext.memory.window.settings import Placed, Seat
 from moevement_ext.memory.window.slot import SlotHeader
 from moevement_ext.recover.reshard.index import NameOf, SlotIndex, Wanted
 

@@ -18,8 +18,8 @@ from megatron.moevement.offline.run_flags import (
 from megatron.moevement.state.resharded_tensors import refuse_scale
 from moevement_ext.config import RESTART
 from moevement_ext.errors import UserError
-from moevement_ext.memory.window.placed import Layout
-from moevement_ext.memory.window.refused import RefusedWindow
+from moevement_ext.memory.window.refusal import RefusedWindow
+from moevement_ext.memory.window.settings import Layout
 from moevement_ext.memory.window.slot import SlotHeader
 
 

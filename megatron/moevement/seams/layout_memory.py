@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Minimum memory of a layout on a device and on a node, computed before any allocation.
 
-Parameters are counted by upstream's own arithmetic, windows by that of `memory.sizing`. Activations
+Parameters are counted by upstream's own arithmetic, windows by that of `memory.budget`. Activations
 are not counted, nor windows of more than one iteration, which `auto` chooses only if there is
 space. The arithmetic assumes 16-bit weights and 32-bit optimizer state; no other job is refused.
 """
@@ -18,8 +18,8 @@ import torch
 from megatron.training.arguments import parse_args
 from megatron.training.theoretical_memory_usage import compute_weight_and_optimizer_memory
 
-from moevement_ext.memory.budget import GIB, gib
-from moevement_ext.memory.sizing import rank_memory, window_file_bytes
+from moevement_ext.memory.budget import rank_memory, window_file_bytes
+from moevement_ext.memory.file_system import GIB, gib
 
 AddArguments = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 

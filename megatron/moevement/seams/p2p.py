@@ -23,11 +23,10 @@ from megatron.moevement.facts import JobFacts
 from megatron.moevement.seams import upstream
 from moevement_ext import faults
 from moevement_ext.faults import Phase
+from moevement_ext.memory.budget import NOTHING_LOGGED, Logged
 from moevement_ext.memory.ledger import LedgerEntry
-from moevement_ext.memory.sizing import NOTHING_LOGGED, Logged
 from moevement_ext.memory.upstream_log.log import UpstreamLog
-from moevement_ext.memory.upstream_log.record import Direction
-from moevement_ext.memory.upstream_log.ring import region_bytes
+from moevement_ext.memory.upstream_log.record import Direction, region_bytes
 from moevement_ext.recover.trainer import Received
 
 

@@ -23,7 +23,7 @@ from megatron.training import global_vars
 
 from megatron.moevement.built import Chunks, DistributedDataParallel
 from megatron.moevement.state.model_operators import Operator
-from moevement_ext.memory.batches import copy_all
+from moevement_ext.memory.tensors import copy_all
 
 # Timer that upstream divides by all iterations since its last report; a survivor still counts them.
 _REPORTED = 'interval-time'

@@ -21,8 +21,8 @@ from megatron.moevement.state.iteration_state import (
     ScalerState,
     Setting,
 )
-from moevement_ext.memory.window.placed import Layout, Seat
-from moevement_ext.memory.window.refused import RefusedWindow
+from moevement_ext.memory.window.refusal import RefusedWindow
+from moevement_ext.memory.window.settings import Layout, Seat
 
 # Settings that identify a group in any layout; with several matches, also `is_expert_parallel`.
 _OF_A_GROUP = ('wd_mult', 'lr_mult', 'is_decoupled_lr', 'default_config', 'optimizer')

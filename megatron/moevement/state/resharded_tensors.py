@@ -16,7 +16,7 @@ import re
 from collections.abc import Mapping
 
 from megatron.moevement.state.model_operators import Operator
-from moevement_ext.memory.window.refused import RefusedWindow
+from moevement_ext.memory.window.refusal import RefusedWindow
 from moevement_ext.recover.reshard.index import Division
 
 _EXPERT = re.compile(r'^(.+)\.expert\d+$')

@@ -15,7 +15,7 @@ from moevement_ext.capture.trainer_state import (
 )
 from moevement_ext.config import ConfigurationError
 from moevement_ext.logger import logger_of
-from moevement_ext.memory.dtypes import dtype_name, dtype_of
+from moevement_ext.memory.tensors import dtype_name, dtype_of
 
 logger = logger_of(__name__)
 

@@ -25,12 +25,11 @@ import xxhash
 
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.logger import logger_of
-from moevement_ext.memory.budget import gib
 from moevement_ext.memory.device import bind_thread, side_stream, with_index
-from moevement_ext.memory.dtypes import dtype_name
+from moevement_ext.memory.file_system import gib
+from moevement_ext.memory.tensors import dtype_name
 from moevement_ext.memory.upstream_log.record import Direction, LogGap, LoggedTensor, LogKey
-from moevement_ext.memory.upstream_log.ring import Ring
-from moevement_ext.memory.upstream_log.ring_map import RingMap
+from moevement_ext.memory.upstream_log.ring import Ring, RingMap
 
 logger = logger_of(__name__)
 
@@ -72,7 +71,7 @@ class UpstreamLog:
 
     Args:
         path: file in a tmpfs, in a directory that no other process uses.
-        capacity_bytes: size of the ring; a record takes `ring.region_bytes` of it.
+        capacity_bytes: size of the ring; a record takes `record.region_bytes` of it.
         device: of the tensors.
         max_wait_s: longest time that one `append` blocks training because the ring is full.
         on_degraded: called with a reason, on the training or the worker thread, when localized

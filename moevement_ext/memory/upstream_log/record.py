@@ -8,6 +8,7 @@ import msgspec
 
 from moevement_ext.errors import SparseCheckpointError
 from moevement_ext.memory.window.name import Count
+from moevement_ext.memory.window.slot import ALIGNMENT, align_up
 
 
 class Direction(StrEnum):
@@ -52,3 +53,8 @@ class LogGap(SparseCheckpointError):
 
 class CorruptLog(SparseCheckpointError):
     """A received record differs from the logged one; the message names the record."""
+
+
+def region_bytes(nbytes: int) -> int:
+    """Bytes that a record of `nbytes` takes in the ring."""
+    return max(align_up(nbytes), ALIGNMENT)

@@ -29,25 +29,24 @@ from moevement_ext.memory.mapped import (
     reserve_range,
 )
 from moevement_ext.memory.private import ForeignFileError
-from moevement_ext.memory.window.expected import Expected, check_whole, damaged, verified_header
 from moevement_ext.memory.window.format import (
     MAX_SLOTS,
     PREAMBLE_BYTES,
     Directory,
     Entry,
+    Expected,
     check_layout,
+    check_whole,
+    damaged,
     encode_directory,
     read_directory,
+    verified_header,
 )
-from moevement_ext.memory.window.kept import Kept
 from moevement_ext.memory.window.name import WindowName
-from moevement_ext.memory.window.refused import (
-    CorruptWindow,
-    TruncatedWindow,
-    unopened,
-)
+from moevement_ext.memory.window.refusal import CorruptWindow, TruncatedWindow, unopened
 from moevement_ext.memory.window.slot import (
     ALIGNMENT,
+    Kept,
     Record,
     SlotHeader,
     align_up,

@@ -9,19 +9,18 @@ from typing import NamedTuple
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.logger import logger_of
 from moevement_ext.memory import private
+from moevement_ext.memory.device import pin_like, pinned_as_far_as
 from moevement_ext.memory.node_store import NodeStore
-from moevement_ext.memory.pinning import pin_like, pinned_as_far_as
-from moevement_ext.memory.sizing import GENERATIONS
-from moevement_ext.memory.window.agreed import Agreed
-from moevement_ext.memory.window.file import FileState, WindowFile
-from moevement_ext.memory.window.file_names import (
+from moevement_ext.memory.window.directory import (
     committed_in,
     committed_name,
     free_name,
     writing_name,
 )
-from moevement_ext.memory.window.name import StoredWindow, WindowName
-from moevement_ext.memory.window.refused import RefusedWindow, TruncatedWindow, UnreadableWindow
+from moevement_ext.memory.window.file import FileState, WindowFile
+from moevement_ext.memory.window.format import GENERATIONS
+from moevement_ext.memory.window.name import Agreed, StoredWindow, WindowName
+from moevement_ext.memory.window.refusal import RefusedWindow, TruncatedWindow, UnreadableWindow
 from moevement_ext.memory.window.slot import SlotHeader
 
 logger = logger_of(__name__)

@@ -15,15 +15,18 @@ import xxhash
 
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory import private
-from moevement_ext.memory.window.expected import Expected, check_whole, damaged, verified_header
 from moevement_ext.memory.window.file import WindowFile
-from moevement_ext.memory.window.format import PREAMBLE_BYTES, Entry, read_directory
-from moevement_ext.memory.window.name import WindowName
-from moevement_ext.memory.window.refused import (
-    TruncatedWindow,
-    UnreadableWindow,
-    unopened,
+from moevement_ext.memory.window.format import (
+    PREAMBLE_BYTES,
+    Entry,
+    Expected,
+    check_whole,
+    damaged,
+    read_directory,
+    verified_header,
 )
+from moevement_ext.memory.window.name import WindowName
+from moevement_ext.memory.window.refusal import TruncatedWindow, UnreadableWindow, unopened
 from moevement_ext.memory.window.slot import Record, SlotHeader
 
 CHUNK_BYTES = 4 * 2**20

@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of a job by name, so that messages about a difference can show both values.
+"""Settings of a job by name, and its parallel layout in numbers, as windows carry them.
 
-The first slot of every window carries them. Digests of run and layout show *that* two jobs differ;
-settings show which values differ. They include values that no digest covers: a rank may be unable
-to read them (a file that its node has not mounted), or a difference need not change a bit (a
-version, the environment).
+The first slot of every window carries the settings, so that messages about a difference can show
+both values. Digests of run and layout show *that* two jobs differ; settings show which values
+differ. They include values that no digest covers: a rank may be unable to read them (a file that
+its node has not mounted), or a difference need not change a bit (a version, the environment).
+
+A job in another layout can load a window with the layout and the owner's place in it: operators
+have the same names on all ranks of all jobs, ranges of tensors refer to the whole (tensor-parallel)
+shard, and the place tells which tensor-parallel shard it is.
 """
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 import xxhash
@@ -19,7 +23,7 @@ Table = dict[str, str]
 """Values as text, by names known to users: flags, files, packages, variables."""
 
 MAX_BYTES = 16 * 1024
-"""Largest encoded size; fits beside the header of a slot (`sizing.SLOT_ROOM_BYTES`)."""
+"""Largest encoded size; fits beside the header of a slot (`budget.SLOT_ROOM_BYTES`)."""
 
 # Characters of a value; a longer value is cut and gets a digest of the whole.
 _SHOWN = 80
@@ -28,6 +32,9 @@ _MAX_LINES = 6
 _LENGTH_BYTES = 8
 _MAX_DECODED = 4 * 2**20
 _ABSENT = 'absent'
+
+Size = Annotated[int, msgspec.Meta(ge=1)]
+Index = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class RunSettings(msgspec.Struct, frozen=True):
@@ -164,3 +171,67 @@ def _shown(value: str) -> str:
 
 def _hashed(value: str) -> str:
     return value if len(value) <= 9 else f'#{xxhash.xxh3_64_hexdigest(value.encode())[:8]}'
+
+
+class Layout(msgspec.Struct, frozen=True, array_like=True):
+    """Sizes of the parallel groups of a job."""
+
+    ranks: Size
+    tensor: Size = 1
+    context: Size = 1
+    pipeline: Size = 1
+    chunks: Size = 1
+    """Model chunks of a rank: more than 1 with interleaved stages."""
+    data: Size = 1
+    """Data-parallel ranks, without context parallelism."""
+    expert: Size = 1
+    expert_tensor: Size = 1
+    instances: Size = 1
+    """Instances of the sharded optimizer."""
+    sharded: bool = False
+    """The optimizer state is sharded over the data-parallel ranks."""
+    stages: str = ''
+    """How layers are divided among stages, if not evenly."""
+
+    def __str__(self) -> str:
+        sizes = {
+            'TP': self.tensor,
+            'CP': self.context,
+            'PP': self.pipeline,
+            'VPP': self.chunks,
+            'DP': self.data,
+            'EP': self.expert,
+            'ETP': self.expert_tensor,
+            'optimizer instances': self.instances,
+        }
+        told = [f'{name} {size}' for name, size in sizes.items() if size > 1]
+        told += ['sharded optimizer'] if self.sharded else []
+        told += [self.stages] if self.stages else []
+        count = f'{self.ranks} rank{"s" if self.ranks > 1 else ""}'
+        return count + (f' ({", ".join(told)})' if told else '')
+
+
+class Seat(msgspec.Struct, frozen=True, array_like=True):
+    """Place of one rank: its index in each of its parallel groups."""
+
+    tensor: Index = 0
+    context: Index = 0
+    pipeline: Index = 0
+    data: Index = 0
+    expert: Index = 0
+    expert_tensor: Index = 0
+    expert_data: Index = 0
+
+
+class Placed(msgspec.Struct, frozen=True, array_like=True):
+    """Stamp of a slot for readers in another layout."""
+
+    training: str
+    """Digest of all settings that must not change, whatever the layout."""
+    layout: Layout
+    seat: Seat
+
+
+def of_same_training(one: Placed | None, other: Placed | None) -> bool:
+    """True if both are stamped, with the same training."""
+    return one is not None and other is not None and one.training == other.training

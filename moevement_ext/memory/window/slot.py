@@ -9,14 +9,16 @@ identifies the content of a whole slot.
 """
 
 import struct
+from collections.abc import Iterable
 from typing import Annotated, NamedTuple
 
 import msgspec
 import xxhash
 
+from moevement_ext.memory.mapped import Bytes
 from moevement_ext.memory.window import settings
 from moevement_ext.memory.window.name import Count, WindowName
-from moevement_ext.memory.window.placed import Placed
+from moevement_ext.memory.window.settings import Placed
 
 FORMAT_VERSION = 5
 ALIGNMENT = 64
@@ -25,6 +27,10 @@ LOSS_BYTES = 16
 """At least the bytes that a loss adds to an encoded context."""
 
 _CHECKSUM = struct.Struct('<Q')
+
+_ENCODER = msgspec.msgpack.Encoder()
+Range = tuple[Count, Count, Count]
+"""First byte in the payload, first byte in the earlier one, and number of bytes."""
 
 
 class RangeKey(NamedTuple):
@@ -100,7 +106,6 @@ class SlotHeader(msgspec.Struct):
         return WindowName(self.start, self.plan)
 
 
-_ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(SlotHeader)
 
 
@@ -213,3 +218,43 @@ def older_experts(header: SlotHeader) -> frozenset[str]:
 def decode_context(encoded: bytes) -> SlotContext:
     """Decode the context of a verified slot header; `msgspec.MsgspecError` for other bytes."""
     return _CONTEXT.decode(encoded)
+
+
+class Kept(msgspec.Struct, frozen=True, array_like=True):
+    """Ranges of the payload of a window of one slot."""
+
+    window: WindowName
+    """The earlier window of the same owner that contains the ranges."""
+    ranges: list[Range]
+    """In the order of the payload; they do not overlap."""
+
+    def rest(self, nbytes: int, earlier: int | None = None) -> list[tuple[int, int]]:
+        """Begin and end of the gaps between the ranges, in a payload of `nbytes`.
+
+        Raises `ValueError` if the ranges are not in order, or not within this payload and
+        the earlier one of `earlier` bytes (None: not checked).
+        """
+        found, end = [], 0
+        for begin, there, count in self.ranges:
+            if begin < end or begin + count > nbytes or there + count > (earlier or there + count):
+                raise ValueError(f'bytes {begin} to {begin + count} of {nbytes} are out of order')
+            found += [(end, begin)] if begin > end else []
+            end = begin + count
+        return found + ([(end, nbytes)] if nbytes > end else [])
+
+    def copy(self, base: Bytes, payload: Bytes) -> None:
+        """Copy the ranges from the earlier payload; `rest` has checked them."""
+        for here, there, count in self.ranges:
+            payload[here : here + count] = base[there : there + count]
+
+
+def merged(ranges: Iterable[Range]) -> list[Range]:
+    """Merge adjacent ranges."""
+    found: list[Range] = []
+    for here, there, count in ranges:
+        begin, from_, before = found[-1] if found else (-1, -1, 0)
+        if (begin + before, from_ + before) == (here, there):
+            found[-1] = begin, from_, before + count
+        else:
+            found.append((here, there, count))
+    return found

@@ -14,12 +14,11 @@ from pathlib import Path
 
 import msgspec
 
-from moevement_ext.memory.window.expected import Expected, check_whole
+from moevement_ext.memory.window.directory import names_in
 from moevement_ext.memory.window.file import SlotBlob, WindowFile
-from moevement_ext.memory.window.format import window_capacity
-from moevement_ext.memory.window.listing import names_in
+from moevement_ext.memory.window.format import Expected, check_whole, window_capacity
 from moevement_ext.memory.window.name import StoredWindow
-from moevement_ext.memory.window.refused import CorruptWindow, OtherBytes, RefusedWindow
+from moevement_ext.memory.window.refusal import CorruptWindow, OtherBytes, RefusedWindow
 from moevement_ext.memory.window.slot import (
     RangeKey,
     Record,

@@ -9,9 +9,9 @@ from moevement_ext.events import Resharded
 from moevement_ext.logger import logger_of
 from moevement_ext.membership.rank import Rank
 from moevement_ext.memory.shelf import Shelf
+from moevement_ext.memory.window.directory import patiently
 from moevement_ext.memory.window.file import WindowFile
-from moevement_ext.memory.window.listing import patiently
-from moevement_ext.memory.window.refused import CorruptWindow, RefusedWindow, UnreadableWindow
+from moevement_ext.memory.window.refusal import CorruptWindow, RefusedWindow, UnreadableWindow
 from moevement_ext.recover.conversion import Conversion
 from moevement_ext.recover.reshard import surplus
 from moevement_ext.recover.reshard.found import (

@@ -11,8 +11,7 @@ from moevement_ext.logger import logger_of
 from moevement_ext.membership.rank import Rank
 from moevement_ext.memory.shelf import Part, Shelf
 from moevement_ext.memory.window.name import Window
-from moevement_ext.memory.window.placed import Layout, Seat
-from moevement_ext.memory.window.settings import told
+from moevement_ext.memory.window.settings import Layout, Seat, told
 from moevement_ext.recover.absence import some
 from moevement_ext.recover.reshard import surplus
 from moevement_ext.recover.reshard.stock import Stock, take_stock

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter
 from typing import NamedTuple
 
-from moevement_ext.memory.window.refused import RefusedWindow
+from moevement_ext.memory.window.refusal import RefusedWindow
 from moevement_ext.memory.window.slot import Record, SlotHeader
 
 

@@ -22,9 +22,8 @@ from moevement_ext.logger import logger_of
 from moevement_ext.memory.shelf import Part, Shelf
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.name import History, RankIdentity, Window
-from moevement_ext.memory.window.placed import Seat
-from moevement_ext.memory.window.refused import CorruptWindow, RefusedWindow, UnreadableWindow
-from moevement_ext.memory.window.settings import encode
+from moevement_ext.memory.window.refusal import CorruptWindow, RefusedWindow, UnreadableWindow
+from moevement_ext.memory.window.settings import Seat, encode
 from moevement_ext.memory.window.slot import (
     FORMAT_VERSION,
     Record,

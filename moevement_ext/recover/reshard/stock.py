@@ -9,9 +9,15 @@ from moevement_ext.config import SparseCheckpointConfig, node_name
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.shelf import Part, Shelf
 from moevement_ext.memory.window.name import RankIdentity
-from moevement_ext.memory.window.placed import Placed, of_same_training
-from moevement_ext.memory.window.refused import UnreadableWindow, not_read
-from moevement_ext.memory.window.settings import RunSettings, decode, differences, told
+from moevement_ext.memory.window.refusal import UnreadableWindow, not_read
+from moevement_ext.memory.window.settings import (
+    Placed,
+    RunSettings,
+    decode,
+    differences,
+    of_same_training,
+    told,
+)
 from moevement_ext.memory.window.slot import SlotHeader
 from moevement_ext.plan.strategy.choice import disk_only
 from moevement_ext.replicate.own_address import host_identity

@@ -15,7 +15,7 @@ from moevement_ext.capture.layout import (
     in_pieces,
     operator_table,
 )
-from moevement_ext.memory.batches import copy_all
+from moevement_ext.memory.tensors import copy_all
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.format import Directory
 from moevement_ext.memory.window.slot import ALIGNMENT

@@ -14,7 +14,7 @@ from moevement_ext.job import surplus_rank
 from moevement_ext.job.surplus_rank import SurplusRank
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.name import RankIdentity
-from moevement_ext.memory.window.placed import Layout, Placed, Seat
+from moevement_ext.memory.window.settings import Layout, Placed, Seat
 from moevement_ext.recover.reshard import surplus
 from moevement_ext.recover.reshard.surplus import Call, Dismissed, LetGo, SurplusAnswer
 from moevement_ext.replicate.secret import VARIABLE

@@ -27,9 +27,9 @@ from moevement_ext.launch.launcher_events import (
 from moevement_ext.launch.link import Address, Link
 from moevement_ext.launch.steps import Step
 from moevement_ext.membership.eviction import evict
-from moevement_ext.memory import early
+from moevement_ext.memory import reservation
 from moevement_ext.memory.node_store import NodeStore
-from moevement_ext.memory.reserved_pages import ReservedPages
+from moevement_ext.memory.reservation import ReservedPages
 from moevement_ext.system import exit_signal
 from tests.unit.launch.conftest import ended, failure, starts_a_thread, unkillable
 from tests.unit.launch.on_hosts import SlurmJob
@@ -178,7 +178,7 @@ def test_spare_host_reserves_the_files_of_the_largest_seat(
         job.said.set('memory', str(root / 'run'))
         for rank, pages in enumerate(kept):
             sizes = [number * mmap.PAGESIZE for number in pages]
-            files = early.encode([early._KeptFile('0', size, size) for size in sizes])
+            files = reservation.encode([reservation._KeptFile('0', size, size) for size in sizes])
             job.said.set(f'files/{rank}', files)
         job.said.add('files', 4)
         waiting = threading.Thread(target=finish_when_reserved)

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moevement_ext.memory.batches import copy_all, in_batches
+from moevement_ext.memory.tensors import copy_all, in_batches
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool, torch.uint8)
 

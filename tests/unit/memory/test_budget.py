@@ -8,7 +8,8 @@ import pytest
 
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory import budget
-from moevement_ext.memory.budget import GIB, HostMemoryPlan, RankMemory, reserved_bytes
+from moevement_ext.memory.budget import HostMemoryPlan, RankMemory
+from moevement_ext.memory.file_system import GIB, reserved_bytes
 from moevement_ext.memory.mapped import in_pages
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.generations import OwnerWindows

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from moevement_ext.errors import HostMemoryError
-from moevement_ext.memory.budget import GIB, SPARES, HostMemoryPlan, RankMemory
-from moevement_ext.memory.cgroup import _MemoryLeft, cores_left, memory_left
+from moevement_ext.memory.budget import SPARES, HostMemoryPlan, RankMemory
+from moevement_ext.memory.file_system import GIB
+from moevement_ext.memory.limits import _MemoryLeft, cores_left, memory_left
 
 UNLIMITED = 9223372036854771712
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from moevement_ext.capture.copier import Copier
-from moevement_ext.memory import device, pinning
+from moevement_ext.memory import device
 from moevement_ext.memory.upstream_log import log as upstream_log
-from moevement_ext.memory.upstream_log import ring_map
+from moevement_ext.memory.upstream_log import ring as ring_module
 from tests.stand_ins.capture_mode import Driver
 
 SECOND = torch.device('cuda', 1)
@@ -47,8 +47,8 @@ def test_copier_threads_use_the_device_of_the_rank(
 def test_log_thread_uses_the_device_of_the_rank(
     bound: dict[str, list[torch.device]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    pinned: list[pinning._MappedFile] = []
-    monkeypatch.setattr(ring_map, 'pin', pinned.append)
+    pinned: list[device._MappedFile] = []
+    monkeypatch.setattr(ring_module, 'pin', pinned.append)
     log = upstream_log.UpstreamLog(tmp_path / 'log', 4096, torch.device('cuda'), 0.0, print)
     log.close()
     assert bound == {'upstream-log': [SECOND]}

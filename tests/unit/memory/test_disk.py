@@ -14,11 +14,11 @@ import pytest
 from moevement_ext.errors import UserError
 from moevement_ext.memory import disk as module
 from moevement_ext.memory.disk import DiskWindows, require_writable
-from moevement_ext.memory.window.expected import Expected
 from moevement_ext.memory.window.file import WindowFile
+from moevement_ext.memory.window.format import Expected
 from moevement_ext.memory.window.name import RankIdentity
 from moevement_ext.memory.window.reader import WindowReader
-from moevement_ext.memory.window.refused import (
+from moevement_ext.memory.window.refusal import (
     CorruptWindow,
     RefusedWindow,
     TruncatedWindow,

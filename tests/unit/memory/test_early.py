@@ -12,12 +12,11 @@ import pytest
 import torch
 
 from moevement_ext.errors import HostMemoryError
-from moevement_ext.memory import budget, early, mapped, reserved_pages
+from moevement_ext.memory import budget, mapped, reservation
 from moevement_ext.memory.budget import HostMemoryPlan, RankMemory
-from moevement_ext.memory.early import EarlyReservation, _KeptFile, kept_by
 from moevement_ext.memory.mapped import map_anew
 from moevement_ext.memory.node_store import NodeStore
-from moevement_ext.memory.reserved_pages import ReservedPages
+from moevement_ext.memory.reservation import EarlyReservation, ReservedPages, _KeptFile, kept_by
 from moevement_ext.memory.upstream_log.log import UpstreamLog
 from moevement_ext.memory.window.generations import FileSize, OwnerWindows
 from tests.unit.memory.samples import capacity, named, tmpfs_directory, write_window
@@ -92,12 +91,12 @@ def test_reservation_does_not_delay_the_end_of_its_process(
 ) -> None:
     """The set-up may fail meanwhile: nothing waits for the threads then."""
     hold = threading.Event()
-    monkeypatch.setattr(early, 'prepare_map', lambda *file: hold.wait())
-    reservation = EarlyReservation(on(root, 'spare'), 2, files)
+    monkeypatch.setattr(reservation, 'prepare_map', lambda *file: hold.wait())
+    early = EarlyReservation(on(root, 'spare'), 2, files)
     threads = [item for item in threading.enumerate() if item.name == 'sparse-ckpt-reserve']
     assert threads and all(item.daemon for item in threads)
     hold.set()
-    reservation.wait()
+    early.wait()
 
 
 def test_existing_windows_prevent_a_reservation(root: Path, files: list[_KeptFile]) -> None:
@@ -112,7 +111,7 @@ def test_existing_windows_prevent_a_reservation(root: Path, files: list[_KeptFil
 def test_insufficient_space_prevents_a_reservation(
     root: Path, files: list[_KeptFile], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(early, 'free_bytes', lambda path: 5 * NBYTES - 1)
+    monkeypatch.setattr(reservation, 'free_bytes', lambda path: 5 * NBYTES - 1)
     EarlyReservation(on(root, 'spare'), 2, files).wait()
     assert whole(on(root, 'spare')) == {}
 
@@ -141,7 +140,7 @@ def test_failed_reservation_leaves_no_files(
     root: Path, files: list[_KeptFile], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For example, other ranks of the node take the space at the same time."""
-    monkeypatch.setattr(early, 'prepare_map', full_at_the_second())
+    monkeypatch.setattr(reservation, 'prepare_map', full_at_the_second())
     EarlyReservation(on(root, 'spare'), 2, files).wait()
     assert whole(on(root, 'spare')) == {}
     monkeypatch.undo()
@@ -153,7 +152,7 @@ def test_successor_recovers_from_a_death_while_reserving(
     root: Path, files: list[_KeptFile], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if (pid := os.fork()) == 0:
-        early.prepare_map = die
+        reservation.prepare_map = die
         EarlyReservation(on(root, 'spare'), 2, files).wait()
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
@@ -256,7 +255,7 @@ def test_reserved_pages_count_as_free_space(
 ) -> None:
     spare = on(root, 'spare')
     ReservedPages(spare).reserve([file.reserved for file in files])
-    monkeypatch.setattr(early, 'free_bytes', lambda path: 0)
+    monkeypatch.setattr(reservation, 'free_bytes', lambda path: 0)
     monkeypatch.setattr(budget, 'free_bytes', lambda path: 0)
     plan = HostMemoryPlan({2: RankMemory(own_windows=5 * NBYTES, replicas=0, ledger=0)})
     plan.check(None, spare.path)
@@ -269,7 +268,7 @@ def test_spare_node_without_space_reserves_nothing(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spare = on(root, 'spare')
-    monkeypatch.setattr(reserved_pages, 'map_anew', full_at_the_second())
+    monkeypatch.setattr(reservation, 'map_anew', full_at_the_second())
     ReservedPages(spare).reserve([NBYTES, NBYTES, NBYTES])
     assert not spare.path.exists()
 
@@ -278,7 +277,7 @@ def test_set_up_recovers_from_a_spare_agent_killed_while_reserving(
     root: Path, files: list[_KeptFile]
 ) -> None:
     if (pid := os.fork()) == 0:
-        reserved_pages.map_anew = die
+        reservation.map_anew = die
         ReservedPages(on(root, 'spare')).reserve([file.reserved for file in files])
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from moevement_ext.memory import cgroup, limits
+from moevement_ext.memory import limits
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -108,7 +108,7 @@ def test_threads_left_are_those_of_the_tightest_group(tmp_path: Path, version: i
         (mount / path).mkdir(parents=True, exist_ok=True)
         (mount / path / 'pids.max').write_text(f'{limit}\n')
         (mount / path / 'pids.current').write_text('20\n')
-    assert cgroup.processes_left(process) == 30
+    assert limits.processes_left(process) == 30
     (mount / 'pod' / 'pids.max').write_text('max\n')
     (mount / 'pids.max').write_text('max\n')
-    assert cgroup.processes_left(process) is None
+    assert limits.processes_left(process) is None

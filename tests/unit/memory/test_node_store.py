@@ -8,8 +8,8 @@ from moevement_ext.config import ConfigurationError
 from moevement_ext.memory import holder_lock
 from moevement_ext.memory.holder_lock import StoreInUseError
 from moevement_ext.memory.node_store import NodeStore
-from moevement_ext.memory.window.expected import Expected
 from moevement_ext.memory.window.file import WindowFile
+from moevement_ext.memory.window.format import Expected
 from moevement_ext.memory.window.generations import OwnerWindows
 from tests.unit.memory.samples import (
     RUN,

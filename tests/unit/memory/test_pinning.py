@@ -13,10 +13,10 @@ import torch
 
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory import device
+from moevement_ext.memory.device import pin
 from moevement_ext.memory.mapped import in_pages
 from moevement_ext.memory.node_store import NodeStore
-from moevement_ext.memory.pinning import pin
-from moevement_ext.memory.upstream_log.ring_map import RingMap
+from moevement_ext.memory.upstream_log.ring import RingMap
 from moevement_ext.memory.window import file as file_module
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.generations import FileSize, OwnerWindows

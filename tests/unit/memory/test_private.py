@@ -16,9 +16,9 @@ from moevement_ext.memory import private
 from moevement_ext.memory.ledger import Ledger
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.private import ForeignFileError
-from moevement_ext.memory.sizing import GENERATIONS
 from moevement_ext.memory.upstream_log.log import UpstreamLog
 from moevement_ext.memory.window.file import WindowFile
+from moevement_ext.memory.window.format import GENERATIONS
 from moevement_ext.memory.window.generations import OwnerWindows
 from tests.unit.memory.samples import (
     PLAN,

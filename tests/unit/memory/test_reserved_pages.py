@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from moevement_ext.memory import reserved_pages
-from moevement_ext.memory.cgroup import _MemoryLeft
+from moevement_ext.memory import reservation
+from moevement_ext.memory.limits import _MemoryLeft
 from moevement_ext.memory.mapped import map_anew
 from moevement_ext.memory.node_store import NodeStore
-from moevement_ext.memory.reserved_pages import ReservedPages
+from moevement_ext.memory.reservation import ReservedPages
 from tests.unit.memory.samples import tmpfs_directory
 
 
@@ -23,7 +23,7 @@ def test_no_file_follows_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
         assert go_on.wait(60)
         return made
 
-    monkeypatch.setattr(reserved_pages, 'map_anew', slowly)
+    monkeypatch.setattr(reservation, 'map_anew', slowly)
     with tmpfs_directory() as root:
         pages = ReservedPages(NodeStore(root, 'run', 'c'))
         reserving = threading.Thread(target=pages.reserve, args=([mmap.PAGESIZE] * 3,))
@@ -40,7 +40,7 @@ def test_pages_beyond_the_memory_limit_are_not_reserved(
 ) -> None:
     """Else the kernel ends the agent of the spare node."""
     left = _MemoryLeft(2 * mmap.PAGESIZE, tmp_path)
-    monkeypatch.setattr(reserved_pages, 'memory_left', lambda: left)
+    monkeypatch.setattr(reservation, 'memory_left', lambda: left)
     pages = ReservedPages(NodeStore(tmp_path, 'run', 'c'))
     pages.reserve([mmap.PAGESIZE] * 3)
     assert pages.nbytes() == 0 and f'the memory limit ({tmp_path}) leaves' in caplog.text

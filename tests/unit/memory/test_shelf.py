@@ -8,7 +8,7 @@ import pytest
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.shelf import Shelf, copy_in_file
 from moevement_ext.memory.window.generations import OwnerWindows
-from moevement_ext.memory.window.refused import CorruptWindow
+from moevement_ext.memory.window.refusal import CorruptWindow
 from tests.unit.memory.samples import capacity, commit, make_file, tmpfs_directory
 
 

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from moevement_ext.events import Event, WindowCommitted
-from moevement_ext.memory.window import expected
+from moevement_ext.memory.window import format
 from moevement_ext.memory.window.name import WindowName
 from moevement_ext.memory.window.slot import SlotHeader, decode_context, decode_frame
 from moevement_ext.plan.byte_planner import WindowPlan
@@ -81,7 +81,7 @@ def test_a_rank_decodes_no_header_of_its_own(
         decoded.append(len(frame))
         return decode_frame(frame)
 
-    monkeypatch.setattr(expected, 'decode_frame', counted)
+    monkeypatch.setattr(format, 'decode_frame', counted)
     training.lifecycle.replicator.spreads = True
     training.run_until(3 * W + 1)
     assert len(training.heard) == 3 and not decoded

@@ -8,9 +8,8 @@ import pytest
 
 from moevement_ext.events import EventLog
 from moevement_ext.memory.node_store import NodeStore
-from moevement_ext.memory.window.agreed import Agreed
 from moevement_ext.memory.window.generations import OwnerWindows
-from moevement_ext.memory.window.name import WindowName
+from moevement_ext.memory.window.name import Agreed, WindowName
 from moevement_ext.protect.lifecycle import WindowLifecycle
 from moevement_ext.protect.statistics import CaptureStatistics
 from tests.unit.memory.samples import WINDOW, capacity, commit, named, tmpfs_directory

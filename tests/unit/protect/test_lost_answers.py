@@ -7,8 +7,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import DistNetworkError, Store, TCPStore
 
-from moevement_ext.memory.window.agreed import Agreed
-from moevement_ext.memory.window.name import WindowName
+from moevement_ext.memory.window.name import Agreed, WindowName
 from moevement_ext.protect import store_connection
 from moevement_ext.protect.persistence import PersistenceTracker
 from tests.unit.replicate.peers import wait_for

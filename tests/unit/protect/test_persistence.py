@@ -9,8 +9,7 @@ from functools import partial
 import pytest
 from torch.distributed import TCPStore
 
-from moevement_ext.memory.window.agreed import MAX_GIVEN_UP, Agreed
-from moevement_ext.memory.window.name import WindowName
+from moevement_ext.memory.window.name import MAX_GIVEN_UP, Agreed, WindowName
 from moevement_ext.protect import store_connection
 from moevement_ext.protect.persistence import PersistenceTracker
 from tests.unit.membership.counted_store import CountedStore, Tally

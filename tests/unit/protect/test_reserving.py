@@ -12,15 +12,15 @@ import torch
 
 from moevement_ext.config import SparseCheckpointConfig, node_name
 from moevement_ext.memory import budget, holder_lock
-from moevement_ext.memory.budget import GIB, reserved_bytes
+from moevement_ext.memory.budget import Logged, window_lengths
+from moevement_ext.memory.file_system import GIB, reserved_bytes
 from moevement_ext.memory.holder_lock import StoreInUseError
 from moevement_ext.memory.node_store import NodeStore
-from moevement_ext.memory.sizing import Logged, window_lengths
 from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.protect.reserving import longest_window, reserve
 from moevement_ext.replicate import secret
-from moevement_ext.replicate.copies import Copies
 from moevement_ext.replicate.node_plan import ALONE, Member, node_plan
+from moevement_ext.replicate.placement import Copies
 from tests.unit.memory.samples import commit, tmpfs_directory
 
 LOGGED = Logged(2**15, 2**14)

@@ -9,13 +9,12 @@ import torch
 
 from moevement_ext.capture.layout import OperatorSlices, TensorSlice
 from moevement_ext.events import EventLog
+from moevement_ext.memory.device import pin
 from moevement_ext.memory.node_store import NodeStore
-from moevement_ext.memory.pinning import pin
-from moevement_ext.memory.window.agreed import Agreed
-from moevement_ext.memory.window.expected import Expected
 from moevement_ext.memory.window.file import WindowFile
+from moevement_ext.memory.window.format import Expected
 from moevement_ext.memory.window.generations import OwnerWindows
-from moevement_ext.memory.window.name import RankIdentity, WindowName
+from moevement_ext.memory.window.name import Agreed, RankIdentity, WindowName
 from moevement_ext.memory.window.slot import SlotHeader, decode_context
 from moevement_ext.plan.byte_planner import WindowPlan
 from moevement_ext.plan.strategy.cycle import Cycle

@@ -17,12 +17,11 @@ from moevement_ext import faults
 from moevement_ext.capture.layout import OperatorSlices, TensorSlice
 from moevement_ext.faults import Phase
 from moevement_ext.membership.place import Place
+from moevement_ext.memory.budget import Logged
 from moevement_ext.memory.ledger import LedgerEntry
 from moevement_ext.memory.mapped import Bytes
-from moevement_ext.memory.sizing import Logged
 from moevement_ext.memory.upstream_log.log import UpstreamLog
-from moevement_ext.memory.upstream_log.record import Direction
-from moevement_ext.memory.upstream_log.ring import region_bytes
+from moevement_ext.memory.upstream_log.record import Direction, region_bytes
 from moevement_ext.memory.window.slot import SlotContext, SlotHeader
 from moevement_ext.plan.replanning import TokenCounter
 from moevement_ext.recover.trainer import Committed, Received

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from moevement_ext.memory.window.name import RankIdentity, Window
-from moevement_ext.memory.window.refused import RefusedWindow
+from moevement_ext.memory.window.refusal import RefusedWindow
 from moevement_ext.recover.sources import verified_window
 from moevement_ext.recover.whole_job import Predecessor, obtain
 from tests.unit.memory.samples import RUN, TOPOLOGY, WINDOW, digest, named, tmpfs_directory

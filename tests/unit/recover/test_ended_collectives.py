@@ -16,7 +16,7 @@ from moevement_ext.job import ending
 from moevement_ext.job.job import Job
 from moevement_ext.membership.rendezvous import RoundEnded
 from moevement_ext.membership.report import NOWHERE, Report
-from moevement_ext.memory.window.listing import TRIES
+from moevement_ext.memory.window.directory import TRIES
 from moevement_ext.memory.window.name import Window, WindowName
 from moevement_ext.recover.localized import LocalizedRecovery
 from moevement_ext.recover.outage import Phases

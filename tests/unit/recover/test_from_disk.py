@@ -12,7 +12,7 @@ from moevement_ext.memory.disk import DiskWindows
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.name import HeldWindow, RankIdentity, Window
 from moevement_ext.memory.window.reader import WindowReader
-from moevement_ext.memory.window.refused import RefusedWindow
+from moevement_ext.memory.window.refusal import RefusedWindow
 from moevement_ext.recover.inventory import held_windows
 from moevement_ext.recover.sources import ArrivingWindow, make_room, verified_window
 from moevement_ext.replicate import connection

@@ -9,8 +9,7 @@ import pytest
 
 from moevement_ext.faults import Phase
 from moevement_ext.memory import private
-from moevement_ext.memory.sizing import GENERATIONS
-from moevement_ext.memory.window.format import PREAMBLE_BYTES
+from moevement_ext.memory.window.format import GENERATIONS, PREAMBLE_BYTES
 from tests.unit.memory.samples import tmpfs_directory
 from tests.unit.recover.fake_trainer import FakeTrainer
 from tests.unit.recover.threaded_job import (

@@ -12,10 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moevement_ext.membership.report import Report
-from moevement_ext.memory.sizing import Logged, log_ring_bytes
+from moevement_ext.memory.budget import Logged, log_ring_bytes
 from moevement_ext.memory.upstream_log.log import UpstreamLog
-from moevement_ext.memory.upstream_log.record import Direction, LogGap, LogKey
-from moevement_ext.memory.upstream_log.ring import region_bytes
+from moevement_ext.memory.upstream_log.record import Direction, LogGap, LogKey, region_bytes
 from moevement_ext.memory.window.name import HeldWindow, Window, WindowName
 from moevement_ext.recover.verdict import Localized, decide_recovery
 from tests.unit.memory.samples import tmpfs_directory

@@ -9,8 +9,8 @@ import pytest
 
 from moevement_ext.faults import Phase
 from moevement_ext.membership.membership import Membership
+from moevement_ext.memory.window.directory import TRIES
 from moevement_ext.memory.window.file import WindowFile
-from moevement_ext.memory.window.listing import TRIES
 from moevement_ext.memory.window.name import Window
 from moevement_ext.replicate.host_memory import HostMemory
 from tests.unit.memory.samples import tmpfs_directory

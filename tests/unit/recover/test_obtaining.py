@@ -13,11 +13,11 @@ import pytest
 from moevement_ext.config import SparseCheckpointConfig
 from moevement_ext.errors import UserError
 from moevement_ext.memory.disk import DiskWindows
-from moevement_ext.memory.window import listing
+from moevement_ext.memory.window import directory
+from moevement_ext.memory.window.directory import TRIES
 from moevement_ext.memory.window.file import WindowFile
-from moevement_ext.memory.window.listing import TRIES
 from moevement_ext.memory.window.name import RankIdentity, Window
-from moevement_ext.memory.window.refused import RefusedWindow
+from moevement_ext.memory.window.refusal import RefusedWindow
 from moevement_ext.recover import whole_job
 from moevement_ext.recover.conversion import Conversion
 from moevement_ext.recover.whole_job import Predecessor, obtain
@@ -113,7 +113,7 @@ def test_a_lost_connection_costs_no_window(obtaining: Obtaining) -> None:
 def test_window_of_a_silent_holder_is_given_up_only_when_told(
     obtaining: Obtaining, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listing, 'READ_AGAIN_S', 0.0)
+    monkeypatch.setattr(directory, 'READ_AGAIN_S', 0.0)
     obtaining.lost = 10 * TRIES
     with pytest.raises(UserError, match='rank 1: the connection is lost.*--sparse-ckpt-forget'):
         obtaining.obtain()
@@ -132,7 +132,7 @@ def test_failing_reads_of_a_disk_do_not_start_the_job_over(
     failing: int, obtaining: Obtaining, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As when all ranks read one network file system at once."""
-    monkeypatch.setattr(listing, 'READ_AGAIN_S', 0.0)
+    monkeypatch.setattr(directory, 'READ_AGAIN_S', 0.0)
     job, memory = obtaining.job, obtaining.memory
     obtaining.lost = 100
     memory.disk = DiskWindows(tmp_path, 'run1', 0)

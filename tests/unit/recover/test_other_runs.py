@@ -14,8 +14,8 @@ from moevement_ext.config import SparseCheckpointConfig
 from moevement_ext.errors import UserError
 from moevement_ext.memory.holder_lock import HolderLock
 from moevement_ext.memory.node_store import NodeStore
+from moevement_ext.memory.window.directory import committed_name
 from moevement_ext.memory.window.file import WindowFile
-from moevement_ext.memory.window.file_names import committed_name
 from moevement_ext.memory.window.name import RankIdentity
 from moevement_ext.memory.window.settings import RunSettings, encode
 from moevement_ext.recover.absence import name_other_runs

@@ -13,7 +13,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 from moevement_ext.membership import failures
 from moevement_ext.membership.launch import of_launch
 from moevement_ext.membership.report import Report
-from moevement_ext.memory.deaths import Death, forget, noted
+from moevement_ext.memory.node_store import Death, forget_deaths, noted_deaths
 from moevement_ext.memory.window.name import Window, WindowName
 from moevement_ext.recover.outage import Outage, Summary, of_the_whole_job
 from moevement_ext.recover.verdict import Localized
@@ -162,11 +162,11 @@ def test_else_the_process_that_ended_first_is_named(
 
 def test_newest_death_of_each_rank_is_read(tmp_path: Path) -> None:
     """The newest of each rank; what a kill cut off is passed over."""
-    assert noted(tmp_path) == []
+    assert noted_deaths(tmp_path) == []
     lines = ['{"time": 2.0, "rank": 1, "pid": 5}', '{"time": 9.0, "rank": 0, "pid": 4}']
     lines += ['{"time": 8.5, "rank": 1, "pid": 6}', 'nonsense', '{"time": 1']
     (tmp_path / 'deaths.jsonl').write_text('\n'.join(lines))
-    assert min(noted(tmp_path)) == Death(8.5, 1, 6)
-    forget(tmp_path)
+    assert min(noted_deaths(tmp_path)) == Death(8.5, 1, 6)
+    forget_deaths(tmp_path)
     assert os.listdir(tmp_path) == []
-    forget(tmp_path)
+    forget_deaths(tmp_path)

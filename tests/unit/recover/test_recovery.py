@@ -15,10 +15,10 @@ import pytest
 
 from moevement_ext.faults import Phase
 from moevement_ext.membership.membership import Membership
-from moevement_ext.memory.early import EarlyReservation, _KeptFile
+from moevement_ext.memory.budget import Logged
 from moevement_ext.memory.ledger import LedgerEntry
 from moevement_ext.memory.limits import CONNECTIONS_OF_A_RANK
-from moevement_ext.memory.sizing import Logged
+from moevement_ext.memory.reservation import EarlyReservation, _KeptFile
 from moevement_ext.memory.window.name import WindowName
 from moevement_ext.protect.lifecycle import WindowLifecycle
 from moevement_ext.protect.protection import Protection

@@ -20,12 +20,12 @@ from moevement_ext.memory.disk import DiskWindows
 from moevement_ext.memory.ledger import Ledger
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.shelf import Shelf
-from moevement_ext.memory.window import listing
+from moevement_ext.memory.window import directory
+from moevement_ext.memory.window.directory import TRIES
 from moevement_ext.memory.window.generations import OwnerWindows
-from moevement_ext.memory.window.listing import TRIES
 from moevement_ext.memory.window.name import RankIdentity
-from moevement_ext.memory.window.placed import Layout
-from moevement_ext.memory.window.refused import UnreadableWindow
+from moevement_ext.memory.window.refusal import UnreadableWindow
+from moevement_ext.memory.window.settings import Layout
 from moevement_ext.recover import inventory, whole_job
 from moevement_ext.recover.absence import refuse_to_forget
 from moevement_ext.recover.reshard import stock
@@ -61,7 +61,7 @@ class Failing:
         self.below, self.call, self.number, self.left = Path('/none'), '', 0, 0
         for call in ('listdir', 'open'):
             monkeypatch.setattr(os, call, self._instead(call, getattr(os, call)))
-        monkeypatch.setattr(listing, 'READ_AGAIN_S', 0.0)
+        monkeypatch.setattr(directory, 'READ_AGAIN_S', 0.0)
 
     def _instead(self, call: str, really: Callable[..., Any]) -> Callable[..., Any]:
         def instead(path: Any = '.', *others: Any, **named: Any) -> Any:

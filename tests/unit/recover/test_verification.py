@@ -11,8 +11,8 @@ import torch
 
 from moevement_ext.capture.layout import OperatorSlices, SlotLayout, TensorSlice
 from moevement_ext.config import REPORT, STOP
-from moevement_ext.memory.batches import copy_all
 from moevement_ext.memory.ledger import LedgerEntry
+from moevement_ext.memory.tensors import copy_all
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.slot import FORMAT_VERSION, SlotContext, SlotHeader
 from moevement_ext.plan.byte_planner import WindowPlan

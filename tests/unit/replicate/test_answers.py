@@ -12,7 +12,7 @@ import xxhash
 from moevement_ext.memory.shelf import Part
 from moevement_ext.memory.upstream_log.record import CorruptLog, Direction, LoggedTensor, LogKey
 from moevement_ext.memory.window.name import Window
-from moevement_ext.memory.window.refused import RefusedWindow
+from moevement_ext.memory.window.refusal import RefusedWindow
 from moevement_ext.memory.window.slot import encode_frame
 from moevement_ext.replicate import greeting
 from moevement_ext.replicate.client import ReplicaClient

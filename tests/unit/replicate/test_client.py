@@ -4,9 +4,9 @@ from pathlib import Path
 import pytest
 
 from moevement_ext.errors import HostMemoryError
-from moevement_ext.memory.window.agreed import Agreed
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.generations import OwnerWindows
+from moevement_ext.memory.window.name import Agreed
 from moevement_ext.replicate.client import PeerRefused, ReplicaClient
 from moevement_ext.replicate.replica_server import ReplicaServer
 from tests.unit.memory.samples import (

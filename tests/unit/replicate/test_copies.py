@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moevement_ext.replicate import copies as module
-from moevement_ext.replicate.copies import Copies, place_copies
-from moevement_ext.replicate.placement import place_replicas
+from moevement_ext.replicate import placement as module
+from moevement_ext.replicate.placement import Copies, place_copies, place_replicas
 
 names = st.sampled_from('abcde')
 levelled = st.tuples(st.sampled_from('pq'), st.sampled_from('abc')).map('/'.join)

@@ -10,11 +10,10 @@ import pytest
 
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory.node_store import NodeStore
-from moevement_ext.memory.window.expected import Expected
 from moevement_ext.memory.window.file import WindowFile
-from moevement_ext.memory.window.format import PREAMBLE_BYTES
+from moevement_ext.memory.window.format import PREAMBLE_BYTES, Expected
 from moevement_ext.memory.window.generations import OwnerWindows
-from moevement_ext.memory.window.refused import CorruptWindow
+from moevement_ext.memory.window.refusal import CorruptWindow
 from moevement_ext.replicate import greeting
 from moevement_ext.replicate.client import PeerRefused, ReplicaClient
 from moevement_ext.replicate.connection import Connection

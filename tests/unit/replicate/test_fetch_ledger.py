@@ -7,8 +7,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from moevement_ext.memory.budget import LEDGER_RECORDS
 from moevement_ext.memory.ledger import MAX_SCALARS, Ledger, LedgerEntry
-from moevement_ext.memory.sizing import LEDGER_RECORDS
 from moevement_ext.replicate.client import PeerLost, PeerRefused, ReplicaClient
 from moevement_ext.replicate.protocol import LedgerEntries
 from moevement_ext.replicate.replica_server import ReplicaServer

@@ -6,8 +6,7 @@ import pytest
 from moevement_ext.memory.window import file as window_file
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.generations import OwnerWindows
-from moevement_ext.memory.window.kept import Kept, Range, merged
-from moevement_ext.memory.window.slot import encode_frame
+from moevement_ext.memory.window.slot import Kept, Range, encode_frame, merged
 from moevement_ext.replicate.client import PeerRefused, ReplicaClient
 from moevement_ext.replicate.replica_server import ReplicaServer
 from tests.unit.memory.samples import content, digest, make_header, named

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from moevement_ext.memory.node_store import NodeStore
-from moevement_ext.memory.window.agreed import Agreed
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.generations import OwnerWindows
+from moevement_ext.memory.window.name import Agreed
 from moevement_ext.replicate.client import PeerLost, ReplicaClient
 from moevement_ext.replicate.protocol import Proceed, PutSlot
 from moevement_ext.replicate.replica_server import ReplicaServer

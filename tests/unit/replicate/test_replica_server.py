@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moevement_ext.memory.window.agreed import Agreed
+from moevement_ext.memory.window.name import Agreed
 from moevement_ext.replicate.client import PeerLost, ReplicaClient
 from moevement_ext.replicate.protocol import MAX_MESSAGE_BYTES, FetchHeaders, PutSlot, Refused
 from moevement_ext.replicate.replica_server import ReplicaServer

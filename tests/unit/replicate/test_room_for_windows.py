@@ -9,8 +9,8 @@ import torch
 
 from moevement_ext.config import SparseCheckpointConfig
 from moevement_ext.errors import HostMemoryError
+from moevement_ext.memory.budget import Logged
 from moevement_ext.memory.mapped import in_pages
-from moevement_ext.memory.sizing import Logged
 from moevement_ext.memory.upstream_log.record import Direction
 from moevement_ext.replicate.node_plan import Share
 from tests.unit.memory.samples import capacity, identity_of, tmpfs_directory

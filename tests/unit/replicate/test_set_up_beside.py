@@ -13,7 +13,7 @@ import torch
 from moevement_ext.config import SparseCheckpointConfig
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory import device as device_module
-from moevement_ext.memory.sizing import NOTHING_LOGGED, Logged
+from moevement_ext.memory.budget import NOTHING_LOGGED, Logged
 from moevement_ext.replicate import host_memory
 from moevement_ext.replicate.host_memory import HostMemory
 from moevement_ext.replicate.node_plan import Share

@@ -12,12 +12,11 @@ import pytest
 
 from moevement_ext.config import SparseCheckpointConfig
 from moevement_ext.memory.mapped import in_pages
-from moevement_ext.memory.sizing import GENERATIONS
 from moevement_ext.memory.window import twin
-from moevement_ext.memory.window.agreed import Agreed
 from moevement_ext.memory.window.file import WindowFile
-from moevement_ext.memory.window.name import HeldWindow, WindowName
-from moevement_ext.memory.window.refused import OtherBytes
+from moevement_ext.memory.window.format import GENERATIONS
+from moevement_ext.memory.window.name import Agreed, HeldWindow, WindowName
+from moevement_ext.memory.window.refusal import OtherBytes
 from moevement_ext.recover.inventory import held_windows
 from moevement_ext.recover.sources import verified_window
 from moevement_ext.replicate.client import PeerRefused

@@ -15,7 +15,7 @@ import psutil
 import pytest
 from torch.distributed import TCPStore
 
-from moevement_ext.memory.deaths import noted
+from moevement_ext.memory.node_store import noted_deaths
 from moevement_ext.system import watchdog, watchdog_process
 from moevement_ext.system.watchdog import Watchdog, under_torchrun
 from moevement_ext.system.watchdog_process import DEATH, NOTHING, SIGN, falls_silent, looks
@@ -203,7 +203,7 @@ def test_windows_of_a_dead_process_are_reported(
         said = process.communicate(timeout=WAIT_S)[1].splitlines()[-1]
         assert f'this run was cut off; windows of this run stay in {tmp_path}: ' in said
         assert 'rank 3' not in said  # the rank need not have died first
-        (death,) = noted(tmp_path / 'shared')
+        (death,) = noted_deaths(tmp_path / 'shared')
         assert (death.rank, death.pid) == (3, process.pid) and before < death.time < time.time()
 
 

@@ -10,7 +10,7 @@ from torch import nn, optim
 from moevement_ext.capture.layout import SlotLayout
 from moevement_ext.config import ConfigurationError
 from moevement_ext.job.torch_loop.module_operators import ModuleOperators
-from moevement_ext.memory.window.refused import RefusedWindow
+from moevement_ext.memory.window.refusal import RefusedWindow
 from moevement_ext.memory.window.slot import FORMAT_VERSION, SlotContext, SlotHeader
 from moevement_ext.plan.byte_planner import WindowPlan
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from moevement_ext.errors import HostMemoryError
-from moevement_ext.memory.upstream_log import ring_map as map_module
+from moevement_ext.memory.upstream_log import ring as map_module
 from moevement_ext.memory.upstream_log.log import UpstreamLog
-from moevement_ext.memory.upstream_log.ring_map import RingMap
+from moevement_ext.memory.upstream_log.ring import RingMap
 from tests.unit.memory.upstream_log.logs import (
     DEADLINE_S,
     DOWN,

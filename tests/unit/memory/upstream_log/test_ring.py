@@ -4,7 +4,8 @@ from collections import deque
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moevement_ext.memory.upstream_log.ring import Ring, region_bytes
+from moevement_ext.memory.upstream_log.record import region_bytes
+from moevement_ext.memory.upstream_log.ring import Ring
 from moevement_ext.memory.window.slot import ALIGNMENT
 
 CAPACITY = 12 * ALIGNMENT + 7

@@ -15,12 +15,10 @@ from hypothesis import strategies as st
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory.window import file as window_file
 from moevement_ext.memory.window import format as window_format
-from moevement_ext.memory.window.expected import Expected
 from moevement_ext.memory.window.file import WindowFile
-from moevement_ext.memory.window.format import PREAMBLE_BYTES, window_capacity
+from moevement_ext.memory.window.format import PREAMBLE_BYTES, Expected, window_capacity
 from moevement_ext.memory.window.name import RankIdentity
-from moevement_ext.memory.window.placed import Layout, Placed, Seat
-from moevement_ext.memory.window.refused import (
+from moevement_ext.memory.window.refusal import (
     CorruptWindow,
     OtherSettings,
     RefusedWindow,
@@ -28,7 +26,7 @@ from moevement_ext.memory.window.refused import (
     UnknownVersion,
     WrongWindow,
 )
-from moevement_ext.memory.window.settings import RunSettings, encode
+from moevement_ext.memory.window.settings import Layout, Placed, RunSettings, Seat, encode
 from moevement_ext.memory.window.slot import FORMAT_VERSION, frame_bytes_bound
 from tests.unit.memory.samples import (
     PLAN,

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window import format as window_format
-from moevement_ext.memory.window.expected import Expected
+from moevement_ext.memory.window.directory import committed_name
 from moevement_ext.memory.window.file import WindowFile
-from moevement_ext.memory.window.file_names import committed_name
+from moevement_ext.memory.window.format import Expected
 from moevement_ext.memory.window.generations import OwnerWindows
-from moevement_ext.memory.window.refused import CorruptWindow, RefusedWindow
+from moevement_ext.memory.window.refusal import CorruptWindow, RefusedWindow
 from moevement_ext.memory.window.slot import SlotHeader, encode_frame
 from tests.unit.memory.samples import (
     RUN,

@@ -15,12 +15,11 @@ from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory import holder_lock
 from moevement_ext.memory.holder_lock import StoreInUseError
 from moevement_ext.memory.node_store import NodeStore
-from moevement_ext.memory.window.agreed import Agreed
-from moevement_ext.memory.window.expected import Expected
 from moevement_ext.memory.window.file import WindowFile
+from moevement_ext.memory.window.format import Expected
 from moevement_ext.memory.window.generations import FileSize, OwnerWindows
-from moevement_ext.memory.window.name import WindowName
-from moevement_ext.memory.window.refused import RefusedWindow, TruncatedWindow
+from moevement_ext.memory.window.name import Agreed, WindowName
+from moevement_ext.memory.window.refusal import RefusedWindow, TruncatedWindow
 from tests.unit.memory.samples import (
     RUN,
     TOPOLOGY,

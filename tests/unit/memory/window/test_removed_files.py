@@ -12,7 +12,7 @@ import pytest
 
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory.node_store import NodeStore
-from moevement_ext.memory.window.expected import Expected
+from moevement_ext.memory.window.format import Expected
 from moevement_ext.memory.window.generations import OwnerWindows
 from tests.distributed.conftest import mounted_tmpfs
 from tests.unit.memory.samples import (

@@ -17,10 +17,10 @@ from moevement_ext.memory import mapped
 from moevement_ext.memory.mapped import in_pages
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window import file as file_module
-from moevement_ext.memory.window.expected import Expected
 from moevement_ext.memory.window.file import FileState, WindowFile
+from moevement_ext.memory.window.format import Expected
 from moevement_ext.memory.window.generations import FileSize, OwnerWindows
-from moevement_ext.memory.window.refused import RefusedWindow
+from moevement_ext.memory.window.refusal import RefusedWindow
 from tests.unit.forks import Forked
 from tests.unit.memory.samples import (
     RUN,

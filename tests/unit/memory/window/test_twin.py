@@ -10,9 +10,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from moevement_ext.memory.window.expected import Expected
 from moevement_ext.memory.window.file import WindowFile
-from moevement_ext.memory.window.refused import CorruptWindow, OtherBytes, RefusedWindow
+from moevement_ext.memory.window.format import Expected
+from moevement_ext.memory.window.refusal import CorruptWindow, OtherBytes, RefusedWindow
 from moevement_ext.memory.window.slot import Record, SlotHeader, align_up, encode_frame
 from moevement_ext.memory.window.twin import TwinWindow, owner_header, stub_of
 from tests.unit.memory.samples import (

@@ -13,7 +13,7 @@ from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.shelf import Part, Shelf
 from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.memory.window.name import RankIdentity, Window, WindowName
-from moevement_ext.memory.window.placed import Layout, Placed, Seat
+from moevement_ext.memory.window.settings import Layout, Placed, Seat
 from moevement_ext.memory.window.slot import FORMAT_VERSION, SlotHeader
 from moevement_ext.recover.reshard import found
 from moevement_ext.recover.reshard.found import (

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moevement_ext.memory.window.refused import RefusedWindow
+from moevement_ext.memory.window.refusal import RefusedWindow
 from moevement_ext.memory.window.slot import Record, SlotHeader
 from moevement_ext.recover.reshard.index import Division, Portion, SlotIndex, Wanted
 

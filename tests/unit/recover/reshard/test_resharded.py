@@ -22,13 +22,13 @@ from moevement_ext.job.other_layouts import OtherLayouts
 from moevement_ext.memory.holder_lock import StoreInUseError
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.shelf import Shelf, base_of, directories_of, left_by_elastic, read_any
-from moevement_ext.memory.window import listing
-from moevement_ext.memory.window.expected import Expected
+from moevement_ext.memory.window import directory
 from moevement_ext.memory.window.file import FileTooSmall, WindowFile
+from moevement_ext.memory.window.format import Expected
 from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.memory.window.name import RankIdentity, Window, WindowName
-from moevement_ext.memory.window.placed import Layout, Placed, Seat
-from moevement_ext.memory.window.refused import CorruptWindow, RefusedWindow, UnreadableWindow
+from moevement_ext.memory.window.refusal import CorruptWindow, RefusedWindow, UnreadableWindow
+from moevement_ext.memory.window.settings import Layout, Placed, Seat
 from moevement_ext.memory.window.slot import (
     FORMAT_VERSION,
     SlotContext,
@@ -312,7 +312,7 @@ def test_a_whole_window_that_this_start_cannot_take_is_not_given_up(
     failure: Exception, job: Callable[..., Job], shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A job that starts over would delete it."""
-    monkeypatch.setattr(listing, 'READ_AGAIN_S', 0.0)
+    monkeypatch.setattr(directory, 'READ_AGAIN_S', 0.0)
 
     def fail() -> None:
         raise failure
@@ -350,7 +350,7 @@ def test_copy_that_cannot_be_opened_now_is_not_damaged(
     passes: bool, node: str, job: Callable[..., Job], shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 0 itself cannot open it, or rank 1, which it asks."""
-    monkeypatch.setattr(listing, 'READ_AGAIN_S', 0.0)
+    monkeypatch.setattr(directory, 'READ_AGAIN_S', 0.0)
     made, really, failures = job(), os.open, iter(range(1 if passes else 10**6))
 
     def opened(path: Any, *others: Any, **named: Any) -> int:
@@ -370,7 +370,7 @@ def test_copy_that_cannot_be_opened_now_is_not_damaged(
 def test_lost_connection_is_tried_again(
     job: Callable[..., Job], shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listing, 'READ_AGAIN_S', 0.0)
+    monkeypatch.setattr(directory, 'READ_AGAIN_S', 0.0)
     failures = [PeerLost('no answer')] * 2
 
     def fail() -> None:

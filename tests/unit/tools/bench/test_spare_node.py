@@ -11,7 +11,7 @@ from moevement_ext.launch.hosts import SlurmStarter
 from moevement_ext.launch.launch_config import LaunchConfig
 from moevement_ext.launch.loop import FdLoop
 from moevement_ext.memory.node_store import NodeStore
-from moevement_ext.memory.reserved_pages import ReservedPages
+from moevement_ext.memory.reservation import ReservedPages
 from tests.unit.memory.samples import tmpfs_directory
 from tools.bench import spare_node
 from tools.bench.spare_node import IN_ADVANCE, LATER, Loss, SpareNodeReport

@@ -12,7 +12,7 @@ import torch
 from megatron.moevement.facts import JobFacts
 from megatron.moevement.seams import p2p
 from moevement_ext.config import SparseCheckpointConfig
-from moevement_ext.memory.sizing import NOTHING_LOGGED, SLOT_ROOM_BYTES, window_file_bytes
+from moevement_ext.memory.budget import NOTHING_LOGGED, SLOT_ROOM_BYTES, window_file_bytes
 from moevement_ext.memory.window.format import PREAMBLE_BYTES
 from tests.unit.plan.test_byte_planner import table
 from tools.plan import memory

@@ -7,8 +7,8 @@ import msgspec
 import pytest
 
 from moevement_ext.memory.window.file import WindowFile
-from moevement_ext.memory.window.placed import Layout, Placed, Seat
-from moevement_ext.memory.window.refused import RefusedWindow
+from moevement_ext.memory.window.refusal import RefusedWindow
+from moevement_ext.memory.window.settings import Layout, Placed, Seat
 from tests.unit.memory.samples import capacity, content, make_header, named
 from tools.lab.errors import LabError
 from tools.windows.__main__ import main

@@ -22,11 +22,10 @@ from megatron.moevement.job import identity
 from megatron.moevement.seams import cpu_device
 from moevement_ext.config import SparseCheckpointConfig
 from moevement_ext.membership.report import Report
-from moevement_ext.memory.window.expected import Expected
+from moevement_ext.memory.window.format import Expected
 from moevement_ext.memory.window.name import RankIdentity
-from moevement_ext.memory.window.placed import Layout, Placed
-from moevement_ext.memory.window.refused import OtherSettings
-from moevement_ext.memory.window.settings import differences, encode
+from moevement_ext.memory.window.refusal import OtherSettings
+from moevement_ext.memory.window.settings import Layout, Placed, differences, encode
 from moevement_ext.memory.window.slot import FORMAT_VERSION, SlotHeader
 from moevement_ext.recover import launched_alike
 from moevement_ext.recover.inventory import launch_of

@@ -9,8 +9,8 @@ from megatron.core.parallel_state import RankGenerator
 from megatron.training.datasets.data_samplers import MegatronPretrainingRandomSampler
 
 from megatron.moevement.job.placing import layout_of, refuse, seat_of
-from moevement_ext.memory.window.placed import Layout
-from moevement_ext.memory.window.refused import RefusedWindow
+from moevement_ext.memory.window.refusal import RefusedWindow
+from moevement_ext.memory.window.settings import Layout
 
 AXES = {'tp': 'tensor', 'cp': 'context', 'dp': 'data', 'pp': 'pipeline'}
 EXPERT_AXES = {'tp': 'expert_tensor', 'ep': 'expert', 'dp': 'expert_data', 'pp': 'pipeline'}

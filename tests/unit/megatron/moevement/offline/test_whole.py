@@ -6,8 +6,8 @@ import torch
 from megatron.core.tensor_parallel.layers import _initialize_affine_weight_cpu
 
 from megatron.moevement.offline.filling import merged, names_of_shards, whole_name
-from moevement_ext.memory.window.placed import Layout, Placed, Seat
-from moevement_ext.memory.window.refused import RefusedWindow
+from moevement_ext.memory.window.refusal import RefusedWindow
+from moevement_ext.memory.window.settings import Layout, Placed, Seat
 
 EXPERTS = 'decoder.layers.2.mlp.experts.local_experts'
 

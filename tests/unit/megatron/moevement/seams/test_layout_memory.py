@@ -13,7 +13,7 @@ from megatron.moevement.arguments import add_arguments
 from megatron.moevement.job.layout_choice import FLAG, fitted
 from megatron.moevement.seams.layout_memory import NodeCapacity, too_little
 from moevement_ext.config import ConfigurationError
-from moevement_ext.memory.budget import GIB
+from moevement_ext.memory.file_system import GIB
 from tools.plan.flags import parse_megatron_flags
 from tools.plan.layout import Precision
 from tools.plan.sizes import held_elements, operator_sizes

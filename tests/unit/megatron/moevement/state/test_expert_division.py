@@ -6,7 +6,7 @@ import torch
 
 from megatron.moevement.state.model_operators import Operator
 from megatron.moevement.state.resharded_tensors import ExpertDivision
-from moevement_ext.memory.window.refused import RefusedWindow
+from moevement_ext.memory.window.refusal import RefusedWindow
 
 HIDDEN, UNITS, SHARDS = 3, 8, 4
 FC1 = 'chunk0.decoder.layers.0.mlp.experts.local_experts.0.linear_fc1.'

@@ -10,8 +10,8 @@ import pytest
 from megatron.moevement.state.global_scalars import GlobalScalars, Reduced
 from megatron.moevement.state.iteration_state import IterationState, RngState, ScalerState
 from megatron.moevement.state.resharded_state import Streams, resharded, streams_of, told_streams
-from moevement_ext.memory.window.placed import Layout, Seat
-from moevement_ext.memory.window.refused import RefusedWindow
+from moevement_ext.memory.window.refusal import RefusedWindow
+from moevement_ext.memory.window.settings import Layout, Seat
 
 EXPERTS = 'experts'
 

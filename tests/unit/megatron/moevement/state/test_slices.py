@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moevement_ext.capture.layout import OperatorSlices, SlotLayout, TensorSlice, check_fits
-from moevement_ext.memory.window.refused import RefusedWindow
+from moevement_ext.memory.window.refusal import RefusedWindow
 from moevement_ext.memory.window.slot import FORMAT_VERSION, SlotContext, SlotHeader
 from moevement_ext.plan.byte_planner import WindowPlan
 
