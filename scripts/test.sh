@@ -5,7 +5,6 @@
 #
 #   scripts/test.sh                               # all, as CI
 #   scripts/test.sh --thorough [--shard 1/3]      # also nearly redundant cases, and campaigns
-#   scripts/test.sh --since HEAD~1                # tests that changes since then can affect
 #   scripts/test.sh recover -k torn               # tests of a folder or file; options are pytest's
 #
 # --record writes the durations of test files, which balance the shards. With names or options of

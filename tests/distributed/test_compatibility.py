@@ -12,7 +12,7 @@ from tests.distributed.conftest import ON_BOTH_BACKENDS, differences, read_diges
 from tests.distributed.harness.cluster import NCCL_LIKE, Cluster
 from tests.distributed.harness.judged import judged
 from tests.distributed.test_localized_recovery import BASE, BF16, PP_EP, check_localized, victims
-from tests.quick import with_quick
+from tests.support.quick import with_quick
 
 pytestmark = ON_BOTH_BACKENDS
 

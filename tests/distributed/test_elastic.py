@@ -18,7 +18,7 @@ from moevement_ext.errors import EXIT_WHOLE_JOB
 from moevement_ext.events import Resharded
 from tests.distributed.conftest import read_digest
 from tests.distributed.harness.cluster import Cluster
-from tests.quick import with_quick
+from tests.support.quick import with_quick
 
 pytestmark = pytest.mark.timeout(900)
 

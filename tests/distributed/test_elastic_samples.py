@@ -13,7 +13,7 @@ import pytest
 
 from tests.distributed.harness.cluster import Cluster
 from tests.distributed.test_elastic import MODEL, ONE, RESTART, THREE, Layout, again, resharded
-from tests.quick import with_quick
+from tests.support.quick import with_quick
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.thorough]
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.distributed.harness.cluster import Cluster
 from tests.distributed.probes import training as probes
-from tests.quick import with_quick
+from tests.support.quick import with_quick
 
 BF16 = '--bf16 --use-distributed-optimizer'
 PP2 = '--pipeline-model-parallel-size 2'

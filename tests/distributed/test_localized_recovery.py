@@ -17,7 +17,7 @@ from tests.distributed.test_whole_job_recovery import (
     PP_EP,
     UNTIED,
 )
-from tests.quick import with_quick
+from tests.support.quick import with_quick
 
 pytestmark = ON_BOTH_BACKENDS
 

@@ -22,8 +22,8 @@ from tests.distributed.harness.faults import SETTLED, Fault, InTurn, deaths, fau
 from tests.distributed.harness.output import scraped, upstream_lines
 from tests.distributed.probes import holding
 from tests.distributed.test_whole_job_recovery import skipped_by
-from tests.quick import with_quick
-from tests.unit.readable import dies
+from tests.support.quick import with_quick
+from tests.support.readable import dies
 
 pytestmark = pytest.mark.timeout(900)
 

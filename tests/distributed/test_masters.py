@@ -14,7 +14,7 @@ from moevement_ext.events import Recovered
 from tests.distributed.conftest import differences, read_digest
 from tests.distributed.harness.cluster import Cluster
 from tests.distributed.test_localized_recovery import check_localized
-from tests.quick import with_quick
+from tests.support.quick import with_quick
 from tools.lab import precisions
 
 VARIANT = 'mutations.masters'

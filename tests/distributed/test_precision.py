@@ -16,7 +16,7 @@ from moevement_ext.events import Recovered
 from tests.distributed.conftest import differences, read_digest
 from tests.distributed.harness.cluster import Cluster
 from tests.distributed.test_localized_recovery import check_localized
-from tests.quick import with_quick
+from tests.support.quick import with_quick
 
 LAYOUT = """--use-distributed-optimizer --pipeline-model-parallel-size 2
  --expert-model-parallel-size 2 --untie-embeddings-and-output-weights

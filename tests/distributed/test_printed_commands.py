@@ -19,7 +19,7 @@ import msgspec
 import pytest
 
 from tests.distributed.harness.cluster import ROOT
-from tests.unit.printed_commands import printed
+from tests.support.printed_commands import printed
 from tests.unit.tools.runs import localized_run, write
 from tests.unit.tools.samples import CONVERTED, iteration_line, slot_line
 from tools.lab import models
@@ -87,7 +87,7 @@ ELSEWHERE = {
     rf'{_PYTHON}tools\.chaos --elastic ': 'long; tests/unit/tools/chaos/test_elastic.py',
     rf'{_PYTHON}tools\.compatibility --write':
         'a file of the repository; tests/unit/megatron/moevement/job/test_compatibility.py',
-    rf'{_PYTHON}tools\.flags --write': 'a file of the repository; tests/unit/test_readme.py',
+    rf'{_PYTHON}tools\.flags --write': 'a file of the repository; tests/rules/test_readme.py',
     rf'{_PYTHON}tools\.prepare_data .*GPT2': 'a vocabulary; tests/unit/tools/test_prepare_data.py',
     rf'{_PYTHON}tools\.windows export': 'windows of a job; tests/distributed/test_export.py',
     rf'{_PYTHON}tools\.windows check': 'windows of a job; tests/distributed/test_export_offline.py',

@@ -22,7 +22,7 @@ from tests.distributed.harness.cluster import Cluster
 from tests.distributed.harness.faults import PERSISTED, SETTLED
 from tests.distributed.harness.judged import judged
 from tests.distributed.test_whole_job_recovery import BASE, BF16, UNTIED
-from tests.quick import with_quick
+from tests.support.quick import with_quick
 
 Make = Callable[..., Cluster]
 TWO_STAGES = f'{BF16} --pipeline-model-parallel-size 2 {UNTIED} --train-iters 12'.split()

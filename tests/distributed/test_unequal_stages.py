@@ -8,7 +8,7 @@ import pytest
 from tests.distributed.conftest import ON_BOTH_BACKENDS, differences, read_digest
 from tests.distributed.harness.cluster import Cluster
 from tests.distributed.test_localized_recovery import check_localized, victims
-from tests.quick import with_quick
+from tests.support.quick import with_quick
 
 pytestmark = ON_BOTH_BACKENDS
 

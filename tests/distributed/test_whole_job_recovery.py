@@ -9,7 +9,7 @@ import pytest
 from moevement_ext.events import Recovered
 from tests.distributed.conftest import LINES, differences, read_digest
 from tests.distributed.harness.cluster import Cluster
-from tests.quick import with_quick
+from tests.support.quick import with_quick
 
 BF16 = '--bf16 --use-distributed-optimizer'
 PP_EP = '--pipeline-model-parallel-size 2 --expert-model-parallel-size 2'

@@ -20,13 +20,10 @@ def main(argv: list[str]) -> int:
         '--thorough', action='store_true', help='also nearly redundant cases, and campaigns'
     )
     parser.add_argument('--shard', type=shards.Shard.parse, metavar='I/N', help='one of N parts')
-    parser.add_argument('--since', metavar='REV', help='tests that changes since then can affect')
     parser.add_argument('--record', action='store_true', help='write the durations of test files')
     args, names = parser.parse_known_args(argv)
     if not names:
-        return phases.run_all(phases.Plan(args.thorough, args.shard, args.since, args.record))
-    if args.since:
-        parser.error('--since goes with all phases: leave out the names')
+        return phases.run_all(phases.Plan(args.thorough, args.shard, args.record))
     options = ['--thorough'] * args.thorough
     options += [f'--shard={args.shard}'] * (args.shard is not None)
     options += selection.with_paths(names)

@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from tests.suite import selection, shards
 from tests.suite.sessions import FLAKY, Result, keep, session, tried_again
@@ -36,8 +35,6 @@ class Plan:
     """Also cases that others nearly cover, and cases that need root or a cluster."""
     shard: shards.Shard | None = None
     """Only this part of each phase."""
-    since: str | None = None
-    """Only tests that a change since this revision can affect."""
     record: bool = False
     """Write the durations of the test files to `shards.DURATIONS`."""
 
@@ -54,22 +51,20 @@ class Phase:
     retried: bool = False
     """True if a failed case is run once more, alone. Never where bits are compared."""
 
-    def files(self, touched: set[Path] | None) -> list[str]:
+    def files(self) -> list[str]:
         """Paths for pytest, relative to the root."""
-        if self.mark is None and touched is None:
+        if self.mark is None:
             return list(self.folders)
         found = [path for folder in self.folders for path in (ROOT / folder).rglob('test_*.py')]
-        if self.mark is not None:
-            found = [path for path in found if f'mark.{self.mark}' in path.read_text('utf-8')]
-        chosen = found if touched is None else touched.intersection(found)
-        return sorted(str(path.relative_to(ROOT)) for path in chosen)
+        marked = [path for path in found if f'mark.{self.mark}' in path.read_text('utf-8')]
+        return sorted(str(path.relative_to(ROOT)) for path in marked)
 
 
 def phases(thorough: bool) -> list[Phase]:
     """All sessions of pytest, in order."""
     # Timed cases mostly wait, so many can run at a time.
     many, few, two = str(min(12, max(4, 3 * _CPUS))), str(max(2, _CPUS)), str(min(2, _CPUS))
-    unit = ('tests/unit', 'tests/fuzz')
+    unit = ('tests/unit', 'tests/rules', 'tests/fuzz')
     train = ('tests/distributed',)
     found = [
         Phase('timed', unit, ('-m', 'timed', '-n', many, '--dist', 'worksteal'), 'timed', True),
@@ -88,14 +83,11 @@ def phases(thorough: bool) -> list[Phase]:
 
 def run_all(plan: Plan) -> int:
     """Run all phases, even after a failed one; return the exit status."""
-    touched = None if plan.since is None else selection.touched_by(plan.since)
     results = []
     if plan.shard is None or plan.shard.number == 1:
         results.append(_shown(_lint))
     for phase in phases(plan.thorough):
-        files = phase.files(touched)
-        if files:
-            results.append(_shown(lambda: _run(phase, files, plan)))  # noqa: B023
+        results.append(_shown(lambda: _run(phase, plan)))  # noqa: B023
     outcomes = keep(results)
     if plan.record:
         shards.record(outcomes)
@@ -120,13 +112,13 @@ def _lint() -> Result:
     return result
 
 
-def _run(phase: Phase, files: list[str], plan: Plan) -> Result:
+def _run(phase: Phase, plan: Plan) -> Result:
     """Run one session; retry cases that may have failed because the machine was busy."""
     options = [*phase.options, *['--thorough'] * plan.thorough]
     if plan.shard is not None:
         options.append(f'--shard={plan.shard}')
-    some = plan.shard is not None or plan.since is not None
-    result = session(phase.name, [*options, *files], may_be_empty=some)
+    some = plan.shard is not None
+    result = session(phase.name, [*options, *phase.files()], may_be_empty=some)
     return tried_again(result) if phase.retried and len(result.red) <= MAY_BE_FLAKY else result
 
 

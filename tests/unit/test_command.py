@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from moevement_ext import __version__, command
-from tests.unit.printed_commands import ROOT, printed
+from tests.support.printed_commands import ROOT, printed
 
 OF_A_CHECKOUT = {
     'tools.compatibility': 'writes a page of the documents',

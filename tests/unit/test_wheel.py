@@ -18,7 +18,7 @@ import pytest
 
 from moevement_ext import __version__
 from moevement_ext.command import PROGRAMS
-from tests.unit.test_repository import ROOT
+from tests.rules.test_repository import ROOT
 
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(1200)]
 NAME = f'megatron_moevement-{__version__}'

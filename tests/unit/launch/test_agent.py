@@ -9,9 +9,9 @@ from moevement_ext.errors import EXIT_USER_ERROR
 from moevement_ext.launch import link, messages
 from moevement_ext.launch.agent import Agent, Devices
 from moevement_ext.launch.launch_config import LaunchConfig
+from tests.support.readable import dies
 from tests.unit.launch.conftest import failure
 from tests.unit.launch.on_hosts import SlurmJob, connected
-from tests.unit.readable import dies
 
 pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
 JOB = SlurmJob

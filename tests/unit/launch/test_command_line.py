@@ -14,9 +14,9 @@ import pytest
 
 from moevement_ext.launch.command_line import main, parse
 from moevement_ext.launch.launch_config import StagedAction, StagedFault
-from tests.quick import with_quick
+from tests.support.quick import with_quick
+from tests.support.readable import dies
 from tests.unit.launch.conftest import Job
-from tests.unit.readable import dies
 
 pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
 COMMAND = [sys.executable, '-m', 'moevement_ext.launch.command_line']

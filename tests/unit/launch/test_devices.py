@@ -8,9 +8,9 @@ from moevement_ext.launch.launcher_events import (
     DevicesFailing,
     WorkerLaunched,
 )
+from tests.support.readable import dies
 from tests.unit.launch.conftest import failure
 from tests.unit.launch.on_hosts import SlurmJob
-from tests.unit.readable import dies
 
 pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
 JOB = SlurmJob

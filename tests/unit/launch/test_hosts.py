@@ -31,10 +31,10 @@ from moevement_ext.memory import reservation
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.reservation import ReservedPages
 from moevement_ext.system import exit_signal
+from tests.support.readable import dies
 from tests.unit.launch.conftest import ended, failure, starts_a_thread, unkillable
 from tests.unit.launch.on_hosts import SlurmJob
 from tests.unit.memory.samples import tmpfs_directory
-from tests.unit.readable import dies
 
 pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
 JOB = SlurmJob

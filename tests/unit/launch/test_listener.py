@@ -16,7 +16,7 @@ from moevement_ext.launch.listener import Listener
 from moevement_ext.launch.messages import FROM_SUPERVISOR, Alive
 from moevement_ext.replicate.connection import MOST_STRANGERS, Connection
 from moevement_ext.replicate.greeting import introduce, new_secret
-from tests.unit.readable import readable
+from tests.support.readable import readable
 
 pytestmark = [pytest.mark.timed, pytest.mark.timeout(60)]
 SECRET = new_secret()

@@ -10,7 +10,7 @@ import pytest
 from moevement_ext.launch.launcher_events import StoreFound
 from moevement_ext.launch.output import LogTail, Relay, last_lines
 from moevement_ext.launch.supervisor import print_event
-from tests.unit.readable import readable
+from tests.support.readable import readable
 
 pytestmark = pytest.mark.timed
 

@@ -24,9 +24,9 @@ from moevement_ext.membership import arrivals
 from moevement_ext.membership.eviction import evict
 from moevement_ext.membership.rendezvous import present_round, why_broken
 from moevement_ext.memory.node_store import NodeStore
+from tests.support.readable import dies
 from tests.unit.launch.conftest import Job, ended, failure
 from tests.unit.membership.counted_store import CountedStore, Tally
-from tests.unit.readable import dies
 
 pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
 

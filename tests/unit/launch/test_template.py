@@ -16,8 +16,8 @@ from moevement_ext.launch.child import SpawnedChild
 from moevement_ext.launch.launch_config import LaunchConfig
 from moevement_ext.launch.launcher_events import WorkerLaunched
 from moevement_ext.launch.template import Template
+from tests.support.readable import dies, readable
 from tests.unit.launch.conftest import Job, ended
-from tests.unit.readable import dies, readable
 
 pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
 

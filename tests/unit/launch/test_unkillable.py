@@ -6,8 +6,8 @@ import pytest
 from moevement_ext.launch import child
 from moevement_ext.launch.launcher_events import WorkerLaunched, WorkerUnkillable
 from moevement_ext.membership.eviction import evict
+from tests.support.readable import dies
 from tests.unit.launch.conftest import Job, failure, unkillable
-from tests.unit.readable import dies
 
 pytestmark = [pytest.mark.timed, pytest.mark.timeout(60)]
 

@@ -24,7 +24,7 @@ from moevement_ext.membership.rendezvous import (
 from moevement_ext.membership.report import Report
 from moevement_ext.membership.round_groups import RoundGroups
 from moevement_ext.membership.store_loss import StoreLoss
-from tests.unit.forks import Forked
+from tests.support.forks import Forked
 from tests.unit.membership import ranks
 from tests.unit.membership.way import Way
 

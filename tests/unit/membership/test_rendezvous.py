@@ -25,7 +25,7 @@ from moevement_ext.membership.rendezvous import (
     present_round,
     why_broken,
 )
-from tests.unit.forks import Forked
+from tests.support.forks import Forked
 from tests.unit.membership.attempts import (
     DEADLINE_S,
     TIMEOUT,

@@ -17,7 +17,7 @@ from moevement_ext.membership import round_watch as detect
 from moevement_ext.membership.heartbeats import Heartbeats, hear
 from moevement_ext.membership.rendezvous import end_round, present_round, why_broken
 from moevement_ext.membership.round_watch import Connections, RoundWatch
-from tests.unit.forks import Forked
+from tests.support.forks import Forked
 from tests.unit.membership.clock import Clock
 from tests.unit.membership.ranks import watches
 from tests.unit.store.processes import Server, until

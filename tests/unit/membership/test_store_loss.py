@@ -16,7 +16,7 @@ from moevement_ext.membership import store_loss
 from moevement_ext.membership.store_loss import StoreLoss, StoreLost
 from moevement_ext.store.answers import in_time
 from tests.distributed.harness.ports import free_port
-from tests.unit.forks import Forked
+from tests.support.forks import Forked
 from tests.unit.membership import ranks
 from tests.unit.store.processes import Server
 

@@ -26,7 +26,7 @@ from moevement_ext.memory.window.refusal import (
 )
 from moevement_ext.memory.window.slot import SlotHeader
 from tests.distributed.conftest import mounted_tmpfs
-from tests.unit.forks import Forked
+from tests.support.forks import Forked
 from tests.unit.memory.samples import (
     RUN,
     TOPOLOGY,

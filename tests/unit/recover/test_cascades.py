@@ -17,7 +17,7 @@ from moevement_ext.recover.localized import LocalizedRecovery
 from moevement_ext.recover.rank_state import ForbiddenTransition
 from moevement_ext.recover.stage_replay import StageReplay
 from moevement_ext.replicate.log_reader import LogReader
-from tests.quick import with_quick
+from tests.support.quick import with_quick
 from tests.unit.recover.test_recovery import DISTANCE, FIRST, train_through
 from tests.unit.recover.threaded_job import OF_THREADS, WINDOW, Expected, Fault, ThreadedJob
 

@@ -13,7 +13,7 @@ from moevement_ext.config import GLOBAL
 from moevement_ext.faults import Phase
 from moevement_ext.recover import verdict
 from moevement_ext.recover.stage_replay import StageReplay
-from tests.quick import with_quick
+from tests.support.quick import with_quick
 from tests.unit.recover import threaded_job
 from tests.unit.recover.test_recovery import DISTANCE, FIRST, train
 from tests.unit.recover.threaded_job import OF_THREADS, STAGES, WINDOW, Expected, Fault, ThreadedJob

@@ -29,7 +29,7 @@ from moevement_ext.recover.verdict import Localized
 from moevement_ext.recover.verification import Verification
 from moevement_ext.replicate.client import ReplicaClient
 from moevement_ext.replicate.host_memory import HostMemory
-from tests.quick import with_quick
+from tests.support.quick import with_quick
 from tests.unit.memory.samples import tmpfs_directory
 from tests.unit.recover.fake_trainer import (
     FakeLoop,

@@ -18,7 +18,7 @@ from megatron.moevement.seams import cpu_device
 from moevement_ext.regroup.interruptible_store import InterruptibleStore
 from moevement_ext.regroup.process_groups import ProcessGroups, stand_in_for
 from tests.distributed.harness import nccl_like
-from tests.unit.forks import context
+from tests.support.forks import context
 
 DEADLINE = timedelta(seconds=50)
 """For what takes well under a second; a half of it is less than gloo's 30 s to connect."""

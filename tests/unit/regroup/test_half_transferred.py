@@ -16,8 +16,8 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
 from moevement_ext.regroup.gloo import Gloo
 from moevement_ext.regroup.interruptible_store import InterruptibleStore
-from tests.quick import with_quick
-from tests.unit.forks import context
+from tests.support.forks import context
+from tests.support.quick import with_quick
 from tests.unit.regroup import ranks
 from tests.unit.regroup.ranks import DEADLINE, Failed, Job, cluster
 

@@ -15,7 +15,7 @@ from moevement_ext.replicate.client import PeerLost, ReplicaClient
 from moevement_ext.replicate.protocol import Proceed, PutSlot
 from moevement_ext.replicate.replica_server import ReplicaServer
 from tests.distributed.harness.ports import free_port
-from tests.unit.forks import Forked
+from tests.support.forks import Forked
 from tests.unit.memory.samples import SECRET, capacity, commit, digest, make_file, named
 from tests.unit.replicate.peers import (
     DEADLINE_S,

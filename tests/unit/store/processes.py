@@ -12,7 +12,7 @@ import psutil
 from torch.distributed import TCPStore
 
 from tests.distributed.harness.ports import free_port
-from tests.unit.forks import context
+from tests.support.forks import context
 
 WAIT_S = 120.0
 

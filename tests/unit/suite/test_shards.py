@@ -75,7 +75,7 @@ def test_all_files_of_the_default_suite_are_recorded() -> None:
     """Shards of unknown files are unbalanced; `scripts/test.sh --record NAME` records one."""
     known = shards.recorded()
     assert [file for file in known if not (ROOT / file).is_file()] == [], 'they are gone'
-    folders = ('unit', 'fuzz', 'distributed')
+    folders = ('unit', 'rules', 'fuzz', 'distributed')
     found = [path for it in folders for path in (ROOT / 'tests' / it).rglob('test_*.py')]
     by_default = [str(path.relative_to(ROOT)) for path in found if _runs_by_default(path)]
     assert sorted(set(by_default) - known.keys()) == [], 'scripts/test.sh --record NAME'

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from moevement_ext.system import forks
-from tests.unit.readable import readable
+from tests.support.readable import readable
 
 pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
 ROOT = Path(__file__).resolve().parents[3]

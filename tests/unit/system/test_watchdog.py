@@ -19,9 +19,9 @@ from moevement_ext.memory.node_store import noted_deaths
 from moevement_ext.system import watchdog, watchdog_process
 from moevement_ext.system.watchdog import Watchdog, under_torchrun
 from moevement_ext.system.watchdog_process import DEATH, NOTHING, SIGN, falls_silent, looks
-from tests.unit.forks import Forked
+from tests.support.forks import Forked
+from tests.support.readable import dies, readable
 from tests.unit.membership.clock import Clock
-from tests.unit.readable import dies, readable
 from tests.unit.store.processes import until
 from tests.unit.system.joining import join
 

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from moevement_ext.job.metrics.instruments import INSTRUMENTS, Instrument
-from tests.unit.each import each
+from tests.support.each import each
 
 ROOT = Path(__file__).resolve().parents[4]
 DASHBOARD = ROOT / 'deploy' / 'grafana' / 'moevement.json'

@@ -26,7 +26,7 @@ from moevement_ext.memory.window.name import RankIdentity
 from moevement_ext.protect.statistics import Figures
 from moevement_ext.system.forks import isolate_children
 from tests.distributed.harness.ports import free_port
-from tests.unit.forks import context
+from tests.support.forks import context
 
 pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
 

@@ -14,7 +14,7 @@ import torch
 
 from moevement_ext.system.leaving import leave
 from tests.distributed.harness.ports import free_port
-from tests.unit.forks import PROGRAM
+from tests.support.forks import PROGRAM
 
 _CONTEXT = multiprocessing.get_context('forkserver')
 _CONTEXT.set_forkserver_preload([PROGRAM])

@@ -21,7 +21,7 @@ from moevement_ext.memory.window.file import FileState, WindowFile
 from moevement_ext.memory.window.format import Expected
 from moevement_ext.memory.window.generations import FileSize, OwnerWindows
 from moevement_ext.memory.window.refusal import RefusedWindow
-from tests.unit.forks import Forked
+from tests.support.forks import Forked
 from tests.unit.memory.samples import (
     RUN,
     TOPOLOGY,

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.unit.readable import dies
+from tests.support.readable import dies
 from tools.lab import forked_launcher
 from tools.lab.errors import LabError
 from tools.lab.job import Job

@@ -14,7 +14,7 @@ from moevement_ext.config import SparseCheckpointConfig
 from moevement_ext.plan.auto_window import Measured
 from moevement_ext.plan.byte_planner import InfeasiblePlan, bytes_over_budget, fewest_slots
 from moevement_ext.protect.protection import Protection
-from tests.unit.each import each
+from tests.support.each import each
 from tests.unit.plan.test_byte_planner import NONE, one_size, table
 from tools.plan import report
 from tools.plan.algorithm1 import active_operators, plan_as_printed

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.unit.each import each
+from tests.support.each import each
 from tools.plan.layout import Batch, Layout, Precision
 from tools.plan.model import LatentAttention, ModelShape
 from tools.plan.planning import FailureRate, Job, ProtectionSettings

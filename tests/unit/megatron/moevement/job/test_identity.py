@@ -29,7 +29,7 @@ from moevement_ext.memory.window.settings import Layout, Placed, differences, en
 from moevement_ext.memory.window.slot import FORMAT_VERSION, SlotHeader
 from moevement_ext.recover import launched_alike
 from moevement_ext.recover.inventory import launch_of
-from tests.unit.each import each
+from tests.support.each import each
 
 cpu_device.install()
 

@@ -21,7 +21,7 @@ from megatron.moevement.job.compatibility.whole_job_flags import WHOLE_JOB
 from megatron.moevement.job.unsupported import hazard, not_localized, refuse_unsupported
 from moevement_ext.config import ConfigurationError
 from tests.stand_ins.fused_adam import FusedAdam
-from tests.unit.each import each
+from tests.support.each import each
 from tests.unit.megatron.moevement.job import test_identity
 
 ROOT = Path(__file__).resolve().parents[5]

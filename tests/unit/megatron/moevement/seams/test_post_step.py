@@ -20,7 +20,7 @@ from megatron.moevement.facts import JobFacts
 from megatron.moevement.seams import patches
 from megatron.moevement.seams.post_step import PostStep, PostStepProgress, forget_what_was_cut_off
 from moevement_ext.membership.rendezvous import RoundEnded
-from tests.unit.each import each
+from tests.support.each import each
 
 ITERATION = 6
 OTHER = 4

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from tests.unit.each import each
+from tests.support.each import each
 
 
 def test_all_that_fail_are_named() -> None:

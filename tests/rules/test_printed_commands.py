@@ -10,8 +10,8 @@ import re
 import pytest
 
 from tests.distributed.test_printed_commands import COMMANDS_THAT_RUN, ELSEWHERE, RUNS
-from tests.unit.each import each
-from tests.unit.printed_commands import ROOT, parse, printed
+from tests.support.each import each
+from tests.support.printed_commands import ROOT, parse, printed
 
 FOREIGN = r'docker |kubectl |pip |promtool |apt-get |srun |pytest |.*-m pytest '
 """Programs of others, whose flags are not known here."""

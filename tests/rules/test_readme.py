@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from megatron.moevement.seams import cpu_device
-from tests.unit.each import each
+from tests.support.each import each
 
 if cpu_device.needed():
     cpu_device.install()
