@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from moevement_ext.job.job import Job
     from moevement_ext.job.torch_loop.module_operators import ModuleOperators
     from moevement_ext.job.torch_loop.torch_trainer import TorchTrainer
-    from moevement_ext.membership.place import Place
+    from moevement_ext.membership.rank import Place
     from moevement_ext.memory.ledger import LedgerEntry
     from moevement_ext.memory.upstream_log.record import Direction
     from moevement_ext.recover.trainer import Committed, PlainLoop, Trainer
@@ -62,7 +62,7 @@ _FOR_LOOPS = {
     'LedgerEntry': 'memory.ledger',
     'ModuleOperators': 'job.torch_loop.module_operators',
     'OperatorSlices': 'capture.layout',
-    'Place': 'membership.place',
+    'Place': 'membership.rank',
     'PlainLoop': 'recover.trainer',
     'TensorSlice': 'capture.layout',
     'TorchTrainer': 'job.torch_loop.torch_trainer',

@@ -21,7 +21,7 @@ from moevement_ext.config import (
     unflagged,
 )
 from moevement_ext.errors import EXIT_USER_ERROR
-from moevement_ext.system.user_errors import usage_error
+from moevement_ext.system.leaving import usage_error
 
 
 def _number_or(*words: str) -> Callable[[str], int | str]:

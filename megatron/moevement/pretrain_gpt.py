@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 
-from moevement_ext.system import user_errors
+from moevement_ext.system import leaving
 
 if __name__ != '__mp_main__':  # a subprocess, e.g. one that writes a checkpoint, is not a worker
     from megatron.core import mpu
@@ -262,16 +262,16 @@ def main() -> None:
     if _PROTECTED in sys.argv:
         warming.install()
         dense_tier.let_flags_count_as_given()  # the parser may load the flags of a checkpoint
-        with user_errors.in_one_line():
+        with leaving.in_one_line():
             sys.argv += _take_layout(sys.argv[1:])
     args = parse_and_validate_args(extra_args_provider=_add_arguments)
-    with user_errors.in_one_line():
+    with leaving.in_one_line():
         adam.choose_fp8_masters(args)
         if args.sparse_ckpt:
             refuse_unsupported(vars(args))  # before upstream refuses with a long text
     config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
     train = partial(pretrain, config, datasets_provider, ModelType.encoder_or_decoder, forward_step)
-    with user_errors.in_one_line():
+    with leaving.in_one_line():
         run_with_sparse_checkpointing(train, args)
 
 

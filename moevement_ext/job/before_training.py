@@ -6,10 +6,10 @@ from datetime import timedelta
 
 from moevement_ext.config import ConfigurationError
 from moevement_ext.errors import HostMemoryError
-from moevement_ext.membership.guard import Guard
-from moevement_ext.membership.launch import own_process
+from moevement_ext.membership.mailbox import own_process
 from moevement_ext.membership.rank import Rank
 from moevement_ext.membership.rendezvous import launcher_store
+from moevement_ext.membership.standstill import Guard
 from moevement_ext.memory import limits
 from moevement_ext.protect.protection import Protection
 from moevement_ext.regroup import waits

@@ -11,8 +11,8 @@ from torch.distributed import DistError, DistNetworkError, DistStoreError
 from moevement_ext.errors import SparseCheckpointError
 from moevement_ext.job.exporting import reads_memory
 from moevement_ext.job.joining import own_store
-from moevement_ext.launch.statements import tell_finished, tell_trained
 from moevement_ext.logger import logger_of
+from moevement_ext.membership.mailbox import write_finished, write_trained
 from moevement_ext.membership.membership import Membership
 from moevement_ext.membership.rank import Rank
 from moevement_ext.membership.rendezvous import (
@@ -61,7 +61,7 @@ def trained_together(rank: Rank, membership: Membership | None) -> LastBarrier |
     try:
         barrier = LastBarrier(rank)
         torch.distributed.barrier()
-        tell_trained(barrier.store)  # from now on the launcher restarts all workers
+        write_trained(barrier.store)  # from now on the launcher restarts all workers
         if membership is not None:
             membership.barrier('trained')
     except (DistNetworkError, DistStoreError) as error:  # no iteration need be computed again
@@ -105,4 +105,4 @@ def announce(rank: int, code: int, freed: bool = False) -> None:
     with suppress(DistError):  # the launcher may be gone already
         store = launcher_store(_STORE_TIMEOUT)
         if store is not None:
-            tell_finished(store, rank, code)
+            write_finished(store, rank, code)

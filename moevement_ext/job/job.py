@@ -42,9 +42,9 @@ from moevement_ext.job.whole_job_mode import (
     tokens_lost,
 )
 from moevement_ext.logger import logger_of
-from moevement_ext.membership.guard import Guard
 from moevement_ext.membership.membership import Membership
 from moevement_ext.membership.rank import Rank
+from moevement_ext.membership.standstill import Guard
 from moevement_ext.memory.budget import NOTHING_LOGGED
 from moevement_ext.memory.disk import DiskWindows
 from moevement_ext.memory.mapped import forget_prepared_maps
@@ -59,7 +59,7 @@ from moevement_ext.recover.own_report import handovers
 from moevement_ext.recover.trainer import Trainer
 from moevement_ext.regroup import nccl_environment
 from moevement_ext.system import leaving, watchdog
-from moevement_ext.system.device_watch import DeviceWatch
+from moevement_ext.system.nvml import DeviceWatch
 
 logger = logger_of(__name__)
 

@@ -25,10 +25,14 @@ from moevement_ext.config import (
 )
 from moevement_ext.errors import UserError
 from moevement_ext.events import EventLog
-from moevement_ext.launch.statements import tell_joining, tell_memory, tell_survivors
 from moevement_ext.logger import logger_of
 from moevement_ext.membership.exchange import Exchange
-from moevement_ext.membership.launch import own_process
+from moevement_ext.membership.mailbox import (
+    own_process,
+    write_joining,
+    write_memory,
+    write_survivors,
+)
 from moevement_ext.membership.membership import Membership
 from moevement_ext.membership.rank import Rank
 from moevement_ext.membership.rendezvous import Rendezvous, launcher_store
@@ -44,11 +48,10 @@ from moevement_ext.recover import launched_alike
 from moevement_ext.recover.inventory import launch_of, replacement_report
 from moevement_ext.regroup.process_groups import FAKE, stand_in_for
 from moevement_ext.replicate.secret import VARIABLE, closed_between_nodes, marks_here
-from moevement_ext.store.outside import meet_there
-from moevement_ext.system.forks import isolate_children
+from moevement_ext.store.server import meet_there
 from moevement_ext.system.leaving import last_acts, leave_in_any_case
-from moevement_ext.system.name_lookups import ask_again_soon
 from moevement_ext.system.orphans import end_orphans, find_orphans
+from moevement_ext.system.process_setup import ask_again_soon, isolate_children
 from moevement_ext.system.watchdog import under_torchrun, watch_set_up
 
 logger = logger_of(__name__)
@@ -158,10 +161,10 @@ def _meet(
     end_orphans(orphans)
     if launcher is None:
         return None, None
-    tell_memory(launcher, directory / run_id)
+    write_memory(launcher, directory / run_id)
     if config.recovery != WHOLE_JOB and not_localized is None:
-        tell_joining(launcher, identity.rank)
-        tell_survivors(launcher)
+        write_joining(launcher, identity.rank)
+        write_survivors(launcher)
         node = NodeStore(directory, run_id, node_name())
         report = partial(
             replacement_report, node, identity, only_source(config, run_id, identity.rank)

@@ -21,13 +21,12 @@ from torch.distributed import DistError
 
 from moevement_ext.errors import EXIT_WHOLE_JOB
 from moevement_ext.job.ending import announce
-from moevement_ext.launch.statements import tell_needed
 from moevement_ext.logger import logger_of
+from moevement_ext.membership.mailbox import write_needed_ranks
 from moevement_ext.membership.rank import Rank
 from moevement_ext.membership.rendezvous import launcher_store
 from moevement_ext.recover.reshard.found import NodesMissing
-from moevement_ext.system.exit_signal import ASKING
-from moevement_ext.system.leaving import end_at_once
+from moevement_ext.system.leaving import ASKING, end_at_once
 from moevement_ext.system.watchdog import under_torchrun
 
 logger = logger_of(__name__)
@@ -120,7 +119,7 @@ def _end(rank: Rank, missing: NodesMissing) -> None:
         with suppress(DistError):  # the launcher may be gone
             store = launcher_store(_STORE_TIMEOUT)
             if store is not None:
-                tell_needed(store, missing.ranks)
+                write_needed_ranks(store, missing.ranks)
     rank.exchange('job-ends', b'')  # rank 0 may serve the store
     announce(rank.number, EXIT_WHOLE_JOB)
     end_at_once(EXIT_WHOLE_JOB)

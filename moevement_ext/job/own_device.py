@@ -15,9 +15,8 @@ import torch
 
 from moevement_ext.events import DeviceProblem, EventLog
 from moevement_ext.logger import logger_of
-from moevement_ext.system import affinity, nvml
-from moevement_ext.system.device_watch import DeviceWatch
-from moevement_ext.system.nvml import Finding
+from moevement_ext.system import nvml, process_setup
+from moevement_ext.system.nvml import DeviceWatch, Finding
 
 logger = logger_of(__name__)
 
@@ -42,7 +41,7 @@ def bind() -> None:
     if not hasattr(found, 'pci_bus_id'):  # missing in some builds of torch
         return
     address = f'{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0'
-    cpus = affinity.bind(address)
+    cpus = process_setup.bind(address)
     if cpus is not None:
         logger.info('bound to the %d CPUs near GPU %s', len(cpus), address)
 

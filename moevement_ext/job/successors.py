@@ -5,8 +5,8 @@ from datetime import timedelta
 from pathlib import Path
 
 from moevement_ext.config import node_name
-from moevement_ext.launch.statements import tell_files
 from moevement_ext.membership.exchange import leave, left_by
+from moevement_ext.membership.mailbox import write_files
 from moevement_ext.membership.membership import Membership
 from moevement_ext.membership.rank import Rank
 from moevement_ext.membership.rendezvous import launcher_store
@@ -38,4 +38,4 @@ def leave_for_successors(rank: Rank, membership: Membership | None, store: NodeS
     leave(membership.archive, _FILES, rank.number, files)
     launcher = launcher_store(_STORE_TIMEOUT)
     if launcher is not None:
-        tell_files(launcher, rank.number, files)
+        write_files(launcher, rank.number, files)

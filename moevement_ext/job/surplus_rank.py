@@ -11,9 +11,9 @@ from torch.distributed import DistError, DistStoreError, Store
 
 from moevement_ext.config import SparseCheckpointConfig, node_name
 from moevement_ext.job.ending import announce
-from moevement_ext.launch.statements import tell_joining
 from moevement_ext.logger import logger_of
 from moevement_ext.membership.exchange import leave
+from moevement_ext.membership.mailbox import write_joining
 from moevement_ext.membership.rendezvous import launcher_store
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.shelf import base_of
@@ -24,7 +24,7 @@ from moevement_ext.recover.reshard.surplus import Call, Dismissed, LetGo, Messag
 from moevement_ext.replicate.own_address import host_identity, local_host
 from moevement_ext.replicate.replica_server import ReplicaServer
 from moevement_ext.replicate.secret import given_in, of_attempt
-from moevement_ext.store.outside import meet_there
+from moevement_ext.store.server import meet_there
 
 logger = logger_of(__name__)
 
@@ -112,7 +112,7 @@ class SurplusRank:
         with suppress(DistError):
             launcher = launcher_store(self._timeout)
             if launcher is not None:
-                tell_joining(launcher, self._rank)
+                write_joining(launcher, self._rank)
 
     def _message(self, store: Store, number: int, limit: timedelta | None = None) -> Message | None:
         """A message by number; None if not in time. `DistError`: store or launcher is gone."""

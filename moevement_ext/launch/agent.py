@@ -16,9 +16,9 @@ from collections.abc import Sequence
 
 from moevement_ext.events import Event
 from moevement_ext.launch import messages
+from moevement_ext.launch.child import FdLoop
 from moevement_ext.launch.launcher_events import line_of
 from moevement_ext.launch.link import ADDRESS_VARIABLE, Address, Beats, Link
-from moevement_ext.launch.loop import FdLoop
 from moevement_ext.launch.machine import NODE, Machine
 from moevement_ext.launch.output import say_from_handler
 from moevement_ext.logger import logger_of
@@ -26,9 +26,9 @@ from moevement_ext.replicate.connection import Connection
 from moevement_ext.replicate.greeting import introduce
 from moevement_ext.replicate.secret import variables_of
 from moevement_ext.system import nvml
-from moevement_ext.system.device_watch import DeviceWatch
-from moevement_ext.system.exit_signal import ASKING
-from moevement_ext.system.name_lookups import ask_again_soon
+from moevement_ext.system.leaving import ASKING
+from moevement_ext.system.nvml import DeviceWatch
+from moevement_ext.system.process_setup import ask_again_soon
 
 logger = logger_of(__name__)
 

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One process of the job, worker or spare, together with its descendants."""
+"""A process of the job with its descendants, and the event loop that waits for processes."""
 
 import math
 import os
 import select
+import selectors
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -25,8 +26,7 @@ class Child(ABC):
 
     Linux kills the process when the *thread* that started it ends, or for a fork of a template,
     this process. The kernel does not kill the descendants of the process, which are in its process
-    group. `death` becomes readable when
-    the process is dead; `ended` is set by `reap`.
+    group. `death` becomes readable when the process is dead; `ended` is set by `reap`.
     """
 
     def __init__(self, pid: int, death: int) -> None:
@@ -144,3 +144,32 @@ class SpawnedChild(ForkedChild):
 
     def _reap(self) -> int:
         return self._process.wait()
+
+
+class FdLoop:
+    """Maps file descriptors to callbacks; `fd` is readable when a turn would make a call."""
+
+    def __init__(self) -> None:
+        self._selector = selectors.EpollSelector()
+        self.fd = self._selector.fileno()
+
+    def watch(self, fd: int, call: Callable[[], object]) -> None:
+        """Call `call` whenever `fd` is readable; replaces an earlier callback."""
+        if fd in self._selector.get_map():
+            self._selector.modify(fd, selectors.EVENT_READ, call)
+        else:
+            self._selector.register(fd, selectors.EVENT_READ, call)
+
+    def forget(self, fd: int) -> None:
+        """Stop watching `fd`; call this before closing `fd`. Unknown descriptors are ignored."""
+        if fd in self._selector.get_map():
+            self._selector.unregister(fd)
+
+    def turn(self, timeout_s: float) -> None:
+        for key, _ in self._selector.select(timeout_s):
+            # An earlier call of this turn may have closed the descriptor, or reused its number.
+            if self._selector.get_map().get(key.fd) is key:
+                key.data()
+
+    def close(self) -> None:
+        self._selector.close()

@@ -13,8 +13,8 @@ from moevement_ext.config import ConfigurationError
 from moevement_ext.launch.launch_config import LaunchConfig, StagedAction, StagedFault
 from moevement_ext.launch.output import give_up_unwritten, say_of_launcher
 from moevement_ext.launch.spare import DECLARATION, split
-from moevement_ext.system.exit_signal import stop_at_signals
-from moevement_ext.system.name_lookups import ask_again_soon
+from moevement_ext.system.leaving import stop_at_signals
+from moevement_ext.system.process_setup import ask_again_soon
 
 _DESCRIPTION = """\
 Runs a training program on emulated nodes of this machine. A worker that dies is replaced at once,

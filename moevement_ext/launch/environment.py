@@ -9,7 +9,7 @@ import torch
 from moevement_ext.config import ConfigurationError
 from moevement_ext.launch import shared_gpu
 from moevement_ext.launch.launch_config import LaunchConfig
-from moevement_ext.membership import launch
+from moevement_ext.membership import mailbox
 from moevement_ext.memory.budget import SPARES
 
 _DEFAULTS = {
@@ -58,7 +58,7 @@ def job_variables(config: LaunchConfig, host: str, port: int) -> dict[str, str]:
         'MASTER_ADDR': host,
         'MASTER_PORT': str(port),
         'TORCHELASTIC_USE_AGENT_STORE': 'True',
-        launch.VARIABLE: config.launch,
+        mailbox.VARIABLE: config.launch,
         SPARES: str(config.spares),
     }
 

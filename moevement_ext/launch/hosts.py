@@ -20,6 +20,7 @@ from pathlib import Path
 from moevement_ext.errors import EXIT_WHOLE_JOB, LaunchError
 from moevement_ext.events import Event, decode
 from moevement_ext.launch import messages
+from moevement_ext.launch.child import FdLoop
 from moevement_ext.launch.environment import default_variables, job_variables, rank_variables
 from moevement_ext.launch.launch_config import LaunchConfig
 from moevement_ext.launch.launcher_events import (
@@ -29,12 +30,9 @@ from moevement_ext.launch.launcher_events import (
     NodeReady,
     NodeSeated,
 )
-from moevement_ext.launch.link import Address, Beats, Link
-from moevement_ext.launch.listener import Listener
-from moevement_ext.launch.loop import FdLoop
-from moevement_ext.launch.node import Node
+from moevement_ext.launch.link import Address, Beats, Link, Listener
+from moevement_ext.launch.node import Node, StartStep
 from moevement_ext.launch.remote import Children, RemoteChild
-from moevement_ext.launch.steps import StartStep
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.replicate.greeting import new_secret
 

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launch configuration: the program, the number of nodes, and the staged failures."""
+"""Launch configuration: the program and its flags, the number of nodes, the staged failures."""
 
 import enum
 import secrets
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from moevement_ext.config import ConfigurationError
+from moevement_ext.config import ConfigurationError, SparseCheckpointConfig, slurm_run_id
 
 
 class StagedAction(enum.StrEnum):
@@ -122,3 +123,36 @@ class LaunchConfig:
 def _at_least(flag: str, value: float, least: int) -> None:
     if value < least:
         raise ConfigurationError(f'{flag} {value} must be at least {least}.')
+
+
+STORE_FLAG = '--sparse-ckpt-store'
+
+
+def flag_value(flags: Sequence[str], name: str = STORE_FLAG) -> str | None:
+    """The last value of a flag, which is the one that counts; None if it is not given."""
+    found = None
+    for number, flag in enumerate(flags):
+        if flag == name:
+            found = ''.join(flags[number + 1 : number + 2])
+        elif flag.startswith(f'{name}='):
+            found = flag.partition('=')[2]
+    return found
+
+
+def store_address(flags: Sequence[str]) -> tuple[str, int] | None:
+    """Host and port of that store, None without the flag; raises as `split_address`."""
+    found = flag_value(flags)
+    return None if found is None else split_address(found)
+
+
+def split_address(store: str) -> tuple[str, int]:
+    """Host and port of HOST:PORT, as `login1:29400` or `[fd00::5]:29400`; `ConfigurationError`."""
+    return SparseCheckpointConfig(store=store).store_address
+
+
+def unnamed_run_id(flags: Sequence[str]) -> str | None:
+    """Run id that another job of Slurm must name to find the windows of this one.
+
+    None if the program's `flags` name one, or outside of Slurm.
+    """
+    return None if flag_value(flags, '--sparse-ckpt-run-id') is not None else slurm_run_id()

@@ -10,6 +10,7 @@ from pathlib import Path
 from moevement_ext.errors import LaunchError
 from moevement_ext.events import Event
 from moevement_ext.launch import messages
+from moevement_ext.launch.child import FdLoop
 from moevement_ext.launch.environment import (
     check_devices,
     default_variables_here,
@@ -18,7 +19,6 @@ from moevement_ext.launch.environment import (
     variables_here,
 )
 from moevement_ext.launch.launch_config import LaunchConfig
-from moevement_ext.launch.loop import FdLoop
 from moevement_ext.launch.machine import Machine
 from moevement_ext.launch.remote import Children, RemoteChild
 from moevement_ext.memory.node_store import NodeStore

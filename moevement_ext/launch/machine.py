@@ -17,9 +17,8 @@ from typing import BinaryIO, NamedTuple
 
 from moevement_ext.events import Event
 from moevement_ext.launch import messages
-from moevement_ext.launch.child import Child, SpawnedChild
+from moevement_ext.launch.child import Child, FdLoop, SpawnedChild
 from moevement_ext.launch.launch_config import LaunchConfig
-from moevement_ext.launch.loop import FdLoop
 from moevement_ext.launch.output import Relay, last_lines, say_of_launcher
 from moevement_ext.launch.spare_pool import SparePool
 from moevement_ext.launch.staged_faults import logged_iteration

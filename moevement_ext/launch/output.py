@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
-from moevement_ext.system.terminal import highlighted
+from moevement_ext.logger import highlighted
 
 _CHUNK = 1 << 16
 _STDERR = 2

@@ -21,7 +21,7 @@ from moevement_ext.launch.messages import (
     Started,
     StartWorker,
 )
-from moevement_ext.membership.launch import PROCESS, new_process
+from moevement_ext.membership.mailbox import PROCESS, new_process
 from moevement_ext.memory.node_store import NodeStore
 
 _TO_START_S = 300.0

@@ -6,10 +6,9 @@ from functools import partial
 from typing import BinaryIO
 
 from moevement_ext.events import Event
-from moevement_ext.launch.child import Child
+from moevement_ext.launch.child import Child, FdLoop
 from moevement_ext.launch.launch_config import LaunchConfig
 from moevement_ext.launch.launcher_events import SpareEnded, SpareMissing, SpareReady
-from moevement_ext.launch.loop import FdLoop
 from moevement_ext.launch.template import Template, TemplateLost
 
 

@@ -3,7 +3,7 @@
 
 torchrun restarts all workers of the agent whose worker died. Here the launcher announces the
 failure in its store, which outlives all workers, and a hot spare or a new process replaces the dead
-worker. This requires a program that reports that its workers survive (see `statements`); the
+worker. This requires a program that reports that its workers survive (see `mailbox`); the
 workers of any other program restart together, as under torchrun.
 """
 
@@ -18,8 +18,15 @@ from torch.distributed import DistError, TCPStore
 from moevement_ext.config import ConfigurationError
 from moevement_ext.errors import LaunchError
 from moevement_ext.events import Event
-from moevement_ext.launch.allocation import unnamed_run_id
-from moevement_ext.launch.launch_config import LaunchConfig, StagedAction, StagedFault
+from moevement_ext.launch.child import FdLoop
+from moevement_ext.launch.launch_config import (
+    LaunchConfig,
+    StagedAction,
+    StagedFault,
+    flag_value,
+    store_address,
+    unnamed_run_id,
+)
 from moevement_ext.launch.launcher_events import (
     AllStartAgain,
     FaultStaged,
@@ -36,28 +43,34 @@ from moevement_ext.launch.launcher_events import (
     WorkerUnkillable,
 )
 from moevement_ext.launch.local import LocalStarter
-from moevement_ext.launch.loop import FdLoop
-from moevement_ext.launch.outcome import Outcome, print_event
 from moevement_ext.launch.output import LogTail
 from moevement_ext.launch.remote import Starter
-from moevement_ext.launch.replacements import late_workers, refuse_mistakes, refuse_useless
 from moevement_ext.launch.staged_faults import StagedFaults, logged_iteration
-from moevement_ext.launch.statements import (
-    told_files,
-    told_finished,
-    told_memory,
-    told_needed,
-    told_survivors,
+from moevement_ext.launch.worker import (
+    BadEnd,
+    Outcome,
+    Worker,
+    late_workers,
+    print_event,
+    refuse_mistakes,
+    refuse_useless,
 )
-from moevement_ext.launch.worker import BadEnd, Worker
-from moevement_ext.membership.eviction import evictions, take_eviction
-from moevement_ext.membership.launch import of_launch
+from moevement_ext.membership.mailbox import (
+    evictions,
+    of_launch,
+    read_files,
+    read_finished,
+    read_memory,
+    read_needed_ranks,
+    read_survivors,
+    take_eviction,
+)
 from moevement_ext.membership.rendezvous import announce_failure
 from moevement_ext.memory.node_store import holds_windows, is_in_use
 from moevement_ext.memory.reservation import sizes_in
-from moevement_ext.store import flag, outside
+from moevement_ext.store import server
 from moevement_ext.store.answers import AnswerWatch
-from moevement_ext.system.exit_signal import listened_for
+from moevement_ext.system.leaving import listened_for
 
 _POLL_S = 0.1
 _STORE_TIMEOUT = timedelta(seconds=60)
@@ -115,9 +128,9 @@ class Supervisor:
     def _open_store(self, to_connect: timedelta = _STORE_TIMEOUT) -> None:
         self._evictions = 0  # as counted in the new store
         self._reserved = not self._starter.moves_ranks
-        address = flag.address(self.config.flags)
+        address = store_address(self.config.flags)
         if address is not None:
-            self.store = outside.connect(*address, to_connect)
+            self.store = server.connect(*address, to_connect)
             self.store.set_timeout(_STORE_TIMEOUT)
             self._answers = self._answers or AnswerWatch(self.store, _TO_ANSWER_S)
         else:
@@ -207,7 +220,7 @@ class Supervisor:
         others = [worker for worker in self.workers if worker.rank not in bad]
         done = [worker for worker in others if self._is_done(worker)]
         refuse_mistakes(self._bad_ends, self.workers)
-        survivors = told_survivors(self._said)
+        survivors = read_survivors(self._said)
         if done and self._may_end_first(done):
             return
         if done:
@@ -306,7 +319,7 @@ class Supervisor:
         return worker.finished or self._told(worker) is not None
 
     def _told(self, worker: Worker) -> int | None:
-        return told_finished(self._said, worker.rank, worker.process)
+        return read_finished(self._said, worker.rank, worker.process)
 
     # The end
 
@@ -336,7 +349,7 @@ class Supervisor:
     def _report_what_is_told(self) -> None:
         """Report the windows that an unfinished job left behind, and the ranks that it needs."""
         try:
-            memory, needed = told_memory(self._said), told_needed(self._said)
+            memory, needed = read_memory(self._said), read_needed_ranks(self._said)
         except DistError:
             return
         if needed is not None:
@@ -361,15 +374,15 @@ class Supervisor:
 
     def _reserve_elsewhere(self) -> None:
         """Once all ranks have reported their files, reserve memory for them on spare nodes."""
-        memory = None if self._reserved else told_memory(self._said)
-        kept = told_files(self._said, self.config.world_size) if memory is not None else None
+        memory = None if self._reserved else read_memory(self._said)
+        kept = read_files(self._said, self.config.world_size) if memory is not None else None
         if memory is not None and kept is not None:
             self._reserved = True
             self._starter.reserve(memory, [sizes_in(files) for files in kept])
 
     def _lose_store(self) -> None:
         if self._look_for_store_at is None:
-            self._report(StoreGone(flag.given(self.config.flags)))
+            self._report(StoreGone(flag_value(self.config.flags)))
             self._look_for_store_at = time.monotonic()
 
     def _look_for_store(self) -> bool:
@@ -430,6 +443,6 @@ class Supervisor:
                 self._report(FaultStaged(str(fault)))
 
     def _kill_node(self, fault: StagedFault) -> None:
-        memory = partial(self._faults.memory_of, told_memory(self._said))
+        memory = partial(self._faults.memory_of, read_memory(self._said))
         deleted = self._starter.lose_node(fault.target, memory)
         self._report(FaultStaged(str(fault), None if deleted is None else str(deleted)))

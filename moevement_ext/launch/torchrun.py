@@ -36,11 +36,11 @@ from torch.distributed.run import determine_local_world_size, get_args_parser, r
 
 from moevement_ext.config import ConfigurationError
 from moevement_ext.errors import EXIT_OTHER_BITS, EXIT_USER_ERROR, UserError
+from moevement_ext.launch.launch_config import STORE_FLAG, flag_value, split_address
 from moevement_ext.memory.window.settings import digest_of
-from moevement_ext.store import flag
-from moevement_ext.store.outside import connect
-from moevement_ext.system import exit_signal, user_errors
-from moevement_ext.system.name_lookups import ask_again_soon
+from moevement_ext.store.server import connect
+from moevement_ext.system import leaving
+from moevement_ext.system.process_setup import ask_again_soon
 
 _BACKEND = 'sparse-ckpt-store'
 _TO_MEET_S = 600
@@ -68,7 +68,7 @@ class OutsideStore(RendezvousHandler):
 
     @classmethod
     def create(cls, params: RendezvousParameters) -> 'OutsideStore':
-        host, port = flag.split(params.endpoint)
+        host, port = split_address(params.endpoint)
         rank, seconds = params.get_as_int('rank'), params.get_as_int('timeout', _TO_MEET_S)
         assert rank is not None and seconds is not None
         timeout = timedelta(seconds=seconds)
@@ -130,7 +130,7 @@ class _RestartingAgent(LocalElasticAgent):
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         if isinstance(sys.exception(), SignalException):  # otherwise the workers restart
-            death_sig = exit_signal.listened_for(self._worker_group.spec.args)
+            death_sig = leaving.listened_for(self._worker_group.spec.args)
         super()._shutdown(death_sig, timeout)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -162,23 +162,23 @@ def parse(argv: Sequence[str]) -> Namespace:
     parser = get_args_parser()
     parser.prog = 'moevement torchrun'
     args: Namespace = parser.parse_args(list(argv))
-    store = flag.given(args.training_script_args)
+    store = flag_value(args.training_script_args)
     if store is None:
         raise ConfigurationError(
-            f'{flag.FLAG} HOST:PORT is missing among the flags of the program.'
+            f'{STORE_FLAG} HOST:PORT is missing among the flags of the program.'
         )
     if args.standalone or args.rdzv_endpoint or args.rdzv_backend != 'static':
         raise ConfigurationError(
-            f'{flag.FLAG} is the rendezvous endpoint of the agents: leave out --standalone, '
+            f'{STORE_FLAG} is the rendezvous endpoint of the agents: leave out --standalone, '
             '--rdzv-backend and --rdzv-endpoint.'
         )
-    flag.split(store)
+    split_address(store)
     _check_numbers(args)
     args.rdzv_backend, args.rdzv_endpoint = _BACKEND, store
     rank = f'rank={args.node_rank}'
     args.rdzv_conf = f'{args.rdzv_conf},{rank}' if args.rdzv_conf else rank
     args.node_rank = 0  # torchrun warns that it ignores it
-    asking = {*exit_signal.ASKING, exit_signal.listened_for(args.training_script_args)}
+    asking = {*leaving.ASKING, leaving.listened_for(args.training_script_args)}
     given = args.signals_to_handle.split(',')
     args.signals_to_handle = ','.join(
         dict.fromkeys([*given, *(one.name for one in sorted(asking))])
@@ -203,7 +203,7 @@ def _check_numbers(args: Namespace) -> None:
 @record
 def main(argv: Sequence[str] | None = None) -> None:
     ask_again_soon()
-    with user_errors.in_one_line():
+    with leaving.in_one_line():
         args = parse(sys.argv[1:] if argv is None else argv)
         rendezvous_handler_registry.register(_BACKEND, OutsideStore.create)
         api.LocalElasticAgent = _RestartingAgent  # type: ignore[attr-defined]

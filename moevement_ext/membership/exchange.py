@@ -1,14 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small collectives at start-up; fault-free iterations use none of them."""
+"""Small collectives at start-up, and the compressed bytes that ranks leave for each other.
 
+Fault-free iterations use none of them. Any process that reaches the store can put a few KiB there
+which would unpack to all the memory of each node; so the unpacked size is limited.
+
+In a rendezvous every rank leaves its report in the store. The last rank to answer reads all reports
+once, and compresses them together. Reports are nearly equal, so each adds little more than its
+differences, if it has at most some KiB: zlib looks back 32 KiB.
+"""
+
+import zlib
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
+import msgspec
 import torch
 from torch.distributed import Store, all_gather_object, broadcast_object_list
 
-from moevement_ext.membership import packing
-from moevement_ext.store.peek import read_in_parts
+from moevement_ext.store.answers import read_in_parts
+
+MOST_BYTES = 64 << 20
+"""Limit for one rank; names of thousands of operators are some MiB."""
+MOST_BYTES_OF_ALL = 2 << 30
+"""Limit for all ranks together."""
+
+
+def packed(content: bytes) -> bytes:
+    return zlib.compress(content)
+
+
+def unpacked(content: bytes, most: int | None = None) -> bytes:
+    """Undo `packed`; `ValueError` if that gives more than `most` bytes (`MOST_BYTES`), or fails."""
+    most = MOST_BYTES if most is None else most
+    reader = zlib.decompressobj()
+    try:
+        found = reader.decompress(content, most + 1)
+    except zlib.error as error:
+        raise ValueError(f'what a rank left in the store cannot be unpacked: {error}') from error
+    if len(found) > most:
+        raise ValueError(f'what a rank left in the store unpacks to more than {most} bytes')
+    if not reader.eof:
+        raise ValueError('what a rank left in the store is cut off')
+    return found
+
 
 _COUNT_BYTES = 4
 # Values in the store are limited to 1 MiB here; its server refuses more than 8 MiB.
@@ -81,8 +115,8 @@ def leave(store: Store, name: str, rank: int, own: bytes) -> None:
 
     They are compressed, as names of operators repeat; the first chunk has the number of chunks.
     """
-    packed = packing.packed(own)
-    chunks = [packed[at : at + _CHUNK_BYTES] for at in range(0, len(packed), _CHUNK_BYTES)]
+    content = packed(own)
+    chunks = [content[at : at + _CHUNK_BYTES] for at in range(0, len(content), _CHUNK_BYTES)]
     for index in reversed(range(len(chunks))):  # the first chunk is written last
         count = len(chunks).to_bytes(_COUNT_BYTES) if index == 0 else b''
         store.set(_key(name, rank, index), count + chunks[index])  # type: ignore[arg-type]
@@ -104,7 +138,7 @@ def left_by_all(
     """
     firsts = read_in_parts(store, [_key(name, rank, 0) for rank in ranks])
     return [
-        packing.unpacked(b''.join(_chunks(store, name, rank, first)), most)
+        unpacked(b''.join(_chunks(store, name, rank, first)), most)
         for rank, first in zip(ranks, firsts, strict=True)
     ]
 
@@ -117,3 +151,27 @@ def _chunks(store: Store, name: str, rank: int, first: bytes) -> Iterator[bytes]
 
 def _key(name: str, rank: int, chunk: int) -> str:
     return f'exchange/{name}/{rank}/{chunk}'
+
+
+_REPORTS = 'reports'
+_REPORT_LIST = msgspec.msgpack.Decoder(list[bytes])
+
+
+def gather(store: Store, places: Sequence[str]) -> list[bytes]:
+    """The reports under the keys `places`, by rank; all keys exist."""
+    items, room = [], MOST_BYTES_OF_ALL
+    for value in read_in_parts(store, places):
+        items.append(unpacked(value, min(MOST_BYTES, room)))
+        room -= len(items[-1])
+    return items
+
+
+def hand_out(store: Store, items: Sequence[bytes]) -> None:
+    """Leave all reports in the store of the round, for all ranks."""
+    leave(store, _REPORTS, 0, msgspec.msgpack.encode(items))
+
+
+def handed_out(store: Store) -> list[bytes]:
+    """The reports that `hand_out` has left."""
+    (whole,) = left_by_all(store, _REPORTS, [0], MOST_BYTES_OF_ALL)
+    return _REPORT_LIST.decode(whole)

@@ -45,15 +45,13 @@ from moevement_ext.membership.rendezvous import (
     how_broken,
     is_broken,
 )
-from moevement_ext.membership.rendezvous_runner import RendezvousRunner
-from moevement_ext.membership.replacing import ends_within, replace_this_process
+from moevement_ext.membership.rendezvous_runner import RendezvousRunner, waiting_survivor
 from moevement_ext.membership.report import NOWHERE, Report, decode_all
 from moevement_ext.membership.round_groups import RoundGroups
 from moevement_ext.membership.round_watch import HEARTBEAT_SECONDS, Connections, RoundWatch
-from moevement_ext.membership.standstill import Standstill
+from moevement_ext.membership.standstill import Standstill, ends_within, replace_this_process
 from moevement_ext.membership.store_loss import StoreLoss, StoreLost
 from moevement_ext.membership.training_thread import TrainingThread
-from moevement_ext.membership.welcome import waiting_survivor
 from moevement_ext.system.leaving import end_at_once
 
 logger = logger_of(__name__)

@@ -26,17 +26,17 @@ from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
 from moevement_ext.errors import SparseCheckpointError
 from moevement_ext.logger import logger_of
-from moevement_ext.membership import arrivals, gathered_reports, packing
-from moevement_ext.membership.arrivals import RankArrival, place_in
+from moevement_ext.membership import counters, exchange
 from moevement_ext.membership.barriers import (
+    Absent,
+    Deadline,
     close_barrier,
     has_moved,
     is_open,
     open_barrier,
 )
-from moevement_ext.membership.deadline import Absent, Deadline
-from moevement_ext.membership.heartbeats import hear
-from moevement_ext.store.peek import peek
+from moevement_ext.membership.counters import RankArrival, hear, place_in
+from moevement_ext.store.answers import peek
 
 logger = logger_of(__name__)
 
@@ -140,7 +140,7 @@ def announce_failure(store: Store, rank: int, reason: str) -> None:
     Does nothing if the other ranks have already moved on without it.
     """
     round = present_round(store)
-    if arrivals.has_signed(store, f'here/{round}', rank):
+    if counters.has_signed(store, f'here/{round}', rank):
         end_round(store, round, reason)
 
 
@@ -205,7 +205,7 @@ def holding_up(store: Store, world_size: int) -> list[Absent]:
     round = present_round(store)
     if not store.check([f'full/{round}']) or store.check([f'met/{round}']):
         return []
-    silent = arrivals.missing(store, f'answered/{round}', world_size)
+    silent = counters.missing(store, f'answered/{round}', world_size)
     packs = peek(store, f'gathers/{round}')
     found = silent or [UNKNOWN if packs is None else int(packs)]
     return [Absent(round, rank) for rank in found]
@@ -219,7 +219,7 @@ def brought_to(store: Store, round: int, rank: int) -> bytes | None:
     """
     found = peek(store, place_in(round, rank)) or peek(store, f'coming/{round}/{rank}')
     if found is not None:
-        return packing.unpacked(found)
+        return exchange.unpacked(found)
     before = _last_met_before(store, round)
     return None if before is None else brought_to(store, before, rank)
 
@@ -244,7 +244,7 @@ class Rendezvous:
     def predecessor_took_part(self) -> bool:
         """End the present round if an earlier process of this rank is in it; True if so."""
         round = present_round(self.store)
-        if round in self._joined or not arrivals.has_signed(self.store, f'here/{round}', self.rank):
+        if round in self._joined or not counters.has_signed(self.store, f'here/{round}', self.rank):
             return False
         end_round(self.store, round, f'rank {self.rank} was started again')
         return True
@@ -313,14 +313,14 @@ class Rendezvous:
         """Take this rank's place in the round; False if a dead predecessor has it."""
         # The store keeps the keys of the last round that all ranks met in, and of later rounds.
         slept_through = range(max(self._joined, default=round) + 1, round)
-        if any(arrivals.has_signed(self.store, f'here/{one}', self.rank) for one in slept_through):
+        if any(counters.has_signed(self.store, f'here/{one}', self.rank) for one in slept_through):
             raise FencedOut(_REPLACED.format(self.rank))
-        left = packing.packed(report)
+        left = exchange.packed(report)
         # Otherwise no rank could evict this process if it stops between the requests.
         if not survivor:
             self.store.set(f'coming/{round}/{self.rank}', left)  # type: ignore[arg-type]
         self._joined.add(round)  # even if the store's answer is lost
-        arrival = arrivals.sign(self.store, f'here/{round}', self.rank, self.world_size)
+        arrival = counters.sign(self.store, f'here/{round}', self.rank, self.world_size)
         if not arrival.is_first:
             if survivor:
                 raise FencedOut(_REPLACED.format(self.rank))
@@ -347,16 +347,16 @@ class Rendezvous:
         if not self._await(self.store, round, f'full/{round}', deadline):
             return None
         # Each rank answers, as a rank that has joined may have died since.
-        answer = arrivals.sign(self.store, f'answered/{round}', self.rank, self.world_size)
+        answer = counters.sign(self.store, f'answered/{round}', self.rank, self.world_size)
         if answer.is_last:
             self.store.set(f'gathers/{round}', str(self.rank))
             places = [place_in(round, rank) for rank in range(self.world_size)]
-            everything = gathered_reports.gather(self.store, places)
-            gathered_reports.hand_out(_of_round(self.store, round), everything)
+            everything = exchange.gather(self.store, places)
+            exchange.hand_out(_of_round(self.store, round), everything)
             open_barrier(self.store, f'met/{round}')
         if not self._pass(self.store, round, f'met/{round}', deadline):
             return None
-        return gathered_reports.handed_out(_of_round(self.store, round))
+        return exchange.handed_out(_of_round(self.store, round))
 
     def _pass(self, store: Store, round: int, barrier: str, deadline: Deadline | None) -> bool:
         """Wait at a barrier; False if the round is over."""
@@ -413,7 +413,7 @@ class Rendezvous:
 
 
 def _absent_in(store: Store, round: int, world_size: int) -> list[int]:
-    return arrivals.missing(store, f'here/{round}', world_size)
+    return counters.missing(store, f'here/{round}', world_size)
 
 
 def _forget(connect: Callable[[], Store], first_kept: int) -> None:

@@ -1,17 +1,128 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Joins rounds; reconnects to the store if the connection is lost."""
+"""Joins rounds: reconnects to the store if the connection is lost, and detects missing ranks.
 
-from collections.abc import Callable
+A rank that neither joins a rendezvous nor sends heartbeats hangs; its launcher replaces it. A rank
+that is merely late (it completes a write first) still sends heartbeats in its previous round, and a
+new process joins on a separate thread during its set-up (see `membership`). A rank that has joined
+sends no heartbeats while it waits for the last rank, but answers once that rank has joined.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from datetime import timedelta
 
+import msgspec
 from torch.distributed import DistError, Store
 
 from moevement_ext.logger import logger_of
-from moevement_ext.membership.missing_ranks import MissingRanks
-from moevement_ext.membership.rendezvous import Rendezvous, RendezvousResult, end_round
+from moevement_ext.membership import exchange
+from moevement_ext.membership.barriers import Absent
+from moevement_ext.membership.counters import hear, place_in
+from moevement_ext.membership.mailbox import evict, own_launch
+from moevement_ext.membership.rendezvous import (
+    UNKNOWN,
+    Rendezvous,
+    RendezvousResult,
+    absent,
+    brought_to,
+    end_round,
+    holding_up,
+    present_round,
+    repair,
+)
 from moevement_ext.membership.report import Report, decode_all, encode
+from moevement_ext.membership.round_watch import (
+    HEARTBEAT_SECONDS,
+    MOST_BETWEEN_LOOKS_S,
+    heartbeat_period_s,
+)
 from moevement_ext.membership.store_loss import StoreLoss
+from moevement_ext.store.answers import peek
+
+_REPORT = msgspec.msgpack.Decoder(Report)
+
+
+class MissingRanks:
+    """Background thread that detects missing ranks; active only on elected ranks.
+
+    It checks as often as heartbeats are sent. More often, it checks whether a process died while it
+    ended the round in which ranks meet, and then completes the end: no other thread watches that
+    round yet. A new process checks as well, as it may be the only one that can. `connect` opens a
+    separate connection to the store. `is_ours`, called each time, is true if this rank is elected.
+    A rank without a heartbeat for `hang_timeout_s` seconds counts as hung.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[], Store],
+        world_size: int,
+        hang_timeout_s: float,
+        is_ours: Callable[[], bool],
+    ) -> None:
+        self._connect = connect
+        self._world_size = world_size
+        self._hang_timeout_s = hang_timeout_s
+        self._between_looks_s = heartbeat_period_s(hang_timeout_s)
+        self._is_ours = is_ours
+        self._heard: dict[Absent, int] = {}
+        self._silent_s: dict[Absent, float] = {}
+        self._stopping = threading.Event()
+        threading.Thread(target=self._run, name='sparse-ckpt-missing-ranks', daemon=True).start()
+
+    def close(self) -> None:
+        self._stopping.set()
+
+    def _run(self) -> None:
+        woke = time.monotonic()
+        since_look_s = 0.0
+        store: Store | None = None
+        lost = False
+        while not self._stopping.wait(2 * HEARTBEAT_SECONDS):
+            now = time.monotonic()
+            since_look_s += min(now - woke, MOST_BETWEEN_LOOKS_S)
+            woke = now
+            if not self._is_ours():
+                continue
+            try:
+                store = store or self._connect()
+                repair(store)
+                if since_look_s >= self._between_looks_s:
+                    self._look(store, since_look_s)
+                    since_look_s = 0.0
+            except Exception as error:  # tried again, on another connection
+                store = None
+                if not (lost or self._stopping.is_set()):
+                    logger.warning('missing ranks are not detected at present: %s', error)
+                lost = True
+
+    def _look(self, store: Store, between_s: float) -> None:
+        silent = [
+            one for one in absent(store, self._world_size) if not self._gives_a_sign(store, one)
+        ]
+        silent += holding_up(store, self._world_size)
+        self._silent_s = {one: self._silent_s.get(one, 0.0) + between_s for one in silent}
+        for one, silent_s in self._silent_s.items():
+            if silent_s > self._hang_timeout_s:
+                self._evict(store, one)
+                self._silent_s[one] = 0.0
+
+    def _gives_a_sign(self, store: Store, one: Absent) -> bool:
+        heard = hear(store, one.round, one.rank)
+        before, self._heard[one] = self._heard.get(one, -1), heard
+        return heard != before
+
+    def _evict(self, store: Store, one: Absent) -> None:
+        """Evict the process that took part in that round, if its launcher still runs it."""
+        if one.rank == UNKNOWN:  # evicted once it does not join the next round
+            end_round(store, one.round, 'the rank that was to pack the reports has stopped')
+            return
+        brought = brought_to(store, one.round, one.rank)
+        if brought is not None:
+            report = _REPORT.decode(brought)
+            evict(store, one.rank, report.process, report.launch)
+
 
 logger = logger_of(__name__)
 
@@ -69,3 +180,34 @@ class RendezvousRunner:
             self._hang_timeout_s,
             lambda: self._rendezvous.looks_for_others,
         )
+
+
+_MOST_ASKED = 4
+
+
+def waiting_survivor(rendezvous: Rendezvous) -> Report | None:
+    """A survivor's report in the present round; None if no sampled survivor has joined yet.
+
+    The `rendezvous` of this process has not joined that round.
+    """
+    store, rank, world_size = rendezvous.store, rendezvous.rank, rendezvous.world_size
+    round = present_round(store)
+    if round == 0:
+        return None  # the job begins
+    for other in _asked(rank, world_size):
+        place = place_in(round, other)
+        if store.check([place]):  # `peek` would wake up ranks that wait for the key
+            found = peek(store, place)
+            if found is not None:
+                report = _REPORT.decode(exchange.unpacked(found))
+                # A store outside may keep a report of a launch that is gone.
+                if report.survivor and report.details and report.launch == own_launch():
+                    return report
+    return None
+
+
+def _asked(rank: int, world_size: int) -> Iterator[int]:
+    """A few other ranks, far apart, as ranks of a node are lost together."""
+    step = max(world_size // _MOST_ASKED, 1)
+    for away in range(step, world_size, step):
+        yield (rank + away) % world_size

@@ -17,8 +17,8 @@ from torch.distributed import DistError, Store
 
 from moevement_ext.errors import EXIT_STUCK
 from moevement_ext.logger import logger_of
-from moevement_ext.membership.eviction import evict
-from moevement_ext.membership.heartbeats import Heartbeats, turn_of
+from moevement_ext.membership.counters import Heartbeats, turn_of
+from moevement_ext.membership.mailbox import evict
 from moevement_ext.membership.rendezvous import (
     Ending,
     end_round,

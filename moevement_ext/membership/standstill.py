@@ -1,21 +1,70 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reacts to a training thread that stands still, in this process or in another one.
 
-A thread that is stuck by itself, or in an ended wait, will never leave: its process ends. If a
-thread waits for others longer than a collective may last, its process ends the round: a rank that
-still sends heartbeats hangs, or the network hangs.
+A thread that is stuck by itself, or in an ended wait, will never leave: its process ends, and its
+launcher replaces it. If a thread waits for others longer than a collective may last, its process
+ends the round: a rank that still sends heartbeats hangs, or the network hangs.
 """
 
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import NoReturn
 
-from torch.distributed import Store
+from torch.distributed import DistError, Store
 
-from moevement_ext.membership.eviction import evict
-from moevement_ext.membership.rendezvous import end_round
-from moevement_ext.membership.replacing import replace_this_process
+from moevement_ext.errors import EXIT_STUCK
+from moevement_ext.logger import logger_of
+from moevement_ext.membership.mailbox import evict
+from moevement_ext.membership.rendezvous import end_round, present_round
 from moevement_ext.membership.report import NOWHERE
+from moevement_ext.membership.round_watch import Connections, RoundWatch
+from moevement_ext.membership.store_loss import StoreLoss
 from moevement_ext.membership.training_thread import Look, TrainingThread
+from moevement_ext.system.leaving import end_at_once
+
+logger = logger_of(__name__)
+
+
+def replace_this_process(
+    store: Store, round: int, rank: int, what: str, thread: TrainingThread | None
+) -> NoReturn:
+    """End this process and its round, so that its launcher starts another one. Any thread.
+
+    `store` is a connection of the calling thread; `what` is the reason; `thread` is the stuck
+    thread, if any.
+    """
+    _log(rank, what, thread)
+    with suppress(DistError):  # its launcher detects the exit
+        end_round(store, round, f'rank {rank} is stuck: {what}')
+    end_at_once(EXIT_STUCK)
+
+
+@contextmanager
+def ends_within(limit_s: float, rank: int, thread: TrainingThread | None) -> Iterator[None]:
+    """End this process if the code in the context, which ends the waits of `thread`, takes longer.
+
+    No other rank could detect that, as this rank still sends heartbeats.
+    """
+    done = threading.Event()
+
+    def wait() -> None:
+        if not done.wait(limit_s):
+            _log(rank, f'its waits have not ended within {limit_s:g} s', thread)
+            end_at_once(EXIT_STUCK)
+
+    threading.Thread(target=wait, name='sparse-ckpt-limit', daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
+
+
+def _log(rank: int, what: str, thread: TrainingThread | None) -> None:
+    stack = '' if thread is None else f':\n{thread.stack()}'
+    logger.error('rank %d replaces itself: %s%s', rank, what, stack)
+
 
 # A thread that is still in an ended wait after this time will never leave; usually it takes 0.25 s.
 _OUT_OF_WAITS_SECONDS = 5.0
@@ -157,3 +206,54 @@ def _furthest_behind(store: Store, round: int, world_size: int) -> int | None:
 
 def _key(round: int, rank: int) -> str:
     return f'progress/{round}/{rank}'
+
+
+class Guard:
+    """Created by the training thread of each rank when training begins.
+
+    Args:
+        store: a separate connection to the launcher's store, in which all ranks have met.
+        rank: of this process.
+        processes: process numbers by rank.
+        hang_timeout_s: as of `RoundWatch`.
+        stuck_timeout_s: as of `Standstill`.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        processes: Sequence[int],
+        hang_timeout_s: float,
+        stuck_timeout_s: float,
+    ) -> None:
+        self._store = store
+        self._rank = rank
+        self._stuck_timeout_s = stuck_timeout_s
+        self._thread = TrainingThread()
+        self._loss = StoreLoss(store, hang_timeout_s)
+        connections, round = Connections(self._loss.connect), present_round(store)
+        self._watch = RoundWatch(
+            connections, round, rank, processes, hang_timeout_s, lambda reason: None, self._look
+        )
+        self._watch.judge()
+
+    @property
+    def store_lost(self) -> threading.Event:
+        """Set while the launcher's store counts as lost."""
+        return self._loss.lost
+
+    def lose_device(self, what: str) -> NoReturn:
+        """End this process, whose GPU is lost. Any thread."""
+        store, round = self._store.clone(), self._watch.round
+        replace_this_process(store, round, self._rank, f'its GPU is lost: {what}', None)
+
+    def close(self) -> None:
+        self._watch.stop()
+        self._loss.close()
+
+    def _look(self, store: Store) -> None:
+        look = self._thread.look()
+        if not look.waits_for_others and 0 < self._stuck_timeout_s < look.still_s:
+            what = f'its training thread has stood still for {look.still_s:.0f} s'
+            replace_this_process(store, self._watch.round, self._rank, what, self._thread)

@@ -18,8 +18,7 @@ from torch.distributed import DistError, DistStoreError, Store
 
 from moevement_ext.errors import SparseCheckpointError
 from moevement_ext.logger import logger_of
-from moevement_ext.store.answers import AnswerWatch, in_time
-from moevement_ext.store.peek import peek
+from moevement_ext.store.answers import AnswerWatch, in_time, peek
 
 logger = logger_of(__name__)
 

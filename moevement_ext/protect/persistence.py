@@ -30,7 +30,7 @@ from torch.distributed import Store
 from moevement_ext.logger import logger_of
 from moevement_ext.memory.window.name import MAX_GIVEN_UP, NOTHING_AGREED, Agreed, WindowName
 from moevement_ext.protect.store_connection import StoreConnection
-from moevement_ext.store.peek import peek
+from moevement_ext.store.answers import peek
 
 logger = logger_of(__name__)
 

@@ -14,8 +14,7 @@ import xxhash
 from torch.distributed import Store
 
 from moevement_ext.capture.layout import Operators, TensorSlice, operator_table
-from moevement_ext.membership.place import Place
-from moevement_ext.membership.rank import Rank
+from moevement_ext.membership.rank import Place, Rank
 from moevement_ext.memory.budget import stub_file_bytes, window_file_bytes
 from moevement_ext.memory.window import settings
 from moevement_ext.memory.window.format import window_capacity

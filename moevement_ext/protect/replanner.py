@@ -20,7 +20,7 @@ from moevement_ext.plan.replanning import PlanParameters, WindowLoad
 from moevement_ext.plan.strategy.cycle import Cycle
 from moevement_ext.protect.stage_plan import publish, published
 from moevement_ext.protect.store_connection import StoreConnection
-from moevement_ext.store.peek import peek, read_in_parts
+from moevement_ext.store.answers import peek, read_in_parts
 
 logger = logger_of(__name__)
 

@@ -12,7 +12,7 @@ import msgspec
 from torch.distributed import DistStoreError, Store
 
 from moevement_ext.events import Replanned
-from moevement_ext.membership import packing
+from moevement_ext.membership import exchange
 from moevement_ext.plan.replanning import PlanParameters
 from moevement_ext.plan.strategy.cycle import Cycle
 
@@ -28,12 +28,12 @@ _PLAN = msgspec.msgpack.Decoder(Cycle)
 
 def packed(plan: Cycle) -> bytes:
     """Encode and compress a plan, as operator names repeat."""
-    return packing.packed(msgspec.msgpack.encode(plan))
+    return exchange.packed(msgspec.msgpack.encode(plan))
 
 
 def unpacked(content: bytes) -> Cycle:
     """Inverse of `packed`."""
-    return _PLAN.decode(packing.unpacked(content))
+    return _PLAN.decode(exchange.unpacked(content))
 
 
 def event(plan: Cycle, operators: Collection[str]) -> Replanned:
@@ -50,14 +50,14 @@ def event(plan: Cycle, operators: Collection[str]) -> Replanned:
 
 def publish(store: Store, parameters: PlanParameters) -> None:
     """Publish the inputs of all stages' plans, for the first rank of each stage."""
-    content = packing.packed(msgspec.msgpack.encode(parameters))
+    content = exchange.packed(msgspec.msgpack.encode(parameters))
     store.set(_parameters_key(parameters.version), content)  # type: ignore[arg-type]
     store.delete_key(_parameters_key(parameters.version - VERSIONS_KEPT))
 
 
 def published(store: Store, version: int) -> PlanParameters:
     """Read published inputs by version; waits up to the store's timeout."""
-    content = packing.unpacked(store.get(_parameters_key(version)))
+    content = exchange.unpacked(store.get(_parameters_key(version)))
     return _PARAMETERS.decode(content)
 
 

@@ -11,7 +11,7 @@ import xxhash
 
 from moevement_ext.config import node_name
 from moevement_ext.logger import logger_of
-from moevement_ext.membership.launch import own_launch, own_process
+from moevement_ext.membership.mailbox import own_launch, own_process
 from moevement_ext.membership.report import NOWHERE, Report
 from moevement_ext.memory.disk import DiskWindows, stored_in
 from moevement_ext.memory.ledger import Ledger

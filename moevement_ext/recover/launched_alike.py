@@ -12,11 +12,11 @@ from torch.distributed import Store
 
 from moevement_ext.errors import UserError
 from moevement_ext.logger import logger_of
-from moevement_ext.membership.heartbeats import lives
+from moevement_ext.membership.counters import lives
 from moevement_ext.membership.rank import Rank
 from moevement_ext.membership.rendezvous import Rendezvous, brought_to, present_round
+from moevement_ext.membership.rendezvous_runner import waiting_survivor
 from moevement_ext.membership.report import Report, decode_all
-from moevement_ext.membership.welcome import waiting_survivor
 from moevement_ext.memory.window import settings
 from moevement_ext.memory.window.name import RankIdentity
 from moevement_ext.memory.window.settings import Differences, differences, of_protection, told

@@ -23,15 +23,14 @@ from typing import NamedTuple
 import msgspec
 from torch.distributed import Store
 
-from moevement_ext.logger import logger_of
-from moevement_ext.membership import failures
-from moevement_ext.membership.launch import of_launch, own_launch
+from moevement_ext.logger import highlighted, logger_of
+from moevement_ext.membership import mailbox
+from moevement_ext.membership.mailbox import of_launch, own_launch
 from moevement_ext.membership.rendezvous import launcher_store
 from moevement_ext.membership.report import Report
 from moevement_ext.memory.node_store import Death
 from moevement_ext.recover.verdict import Localized
 from moevement_ext.recover.verification import Verified
-from moevement_ext.system.terminal import highlighted
 
 logger = logger_of(__name__)
 
@@ -291,7 +290,7 @@ class Outage:
             seconds=seconds,
             source=_source(verdict),
             verified=verified,
-            spares='' if launcher is None else failures.told_spares(launcher),
+            spares='' if launcher is None else mailbox.read_spares(launcher),
         )
 
 
@@ -307,8 +306,8 @@ def of_the_whole_job(
     def make() -> Summary:
         launcher = _launcher()
         restarts = int(os.environ.get('TORCHELASTIC_RESTART_COUNT', '0'))
-        told = None if launcher is None else failures.told_cause(launcher, restarts)
-        spares = '' if launcher is None else failures.told_spares(launcher)
+        told = None if launcher is None else mailbox.read_cause(launcher, restarts)
+        spares = '' if launcher is None else mailbox.read_spares(launcher)
         if told is not None:
             gone = Gone(told.rank, '', told.how, told.at)
             return summary(deaths([gone]), _if_past(told.at), spares)
@@ -336,7 +335,7 @@ def _say(summary: Summary) -> None:
     def tell() -> None:
         launcher = _launcher()
         if launcher is not None:
-            failures.tell_recovered(launcher, line)
+            mailbox.write_recovery(launcher, line)
 
     _never_fails(tell)
 
@@ -360,7 +359,7 @@ def _if_past(at: float) -> float | None:
 
 
 def _gone(launcher: Store | None, rank: int, node: str, process: int) -> Gone:
-    told = None if launcher is None else failures.told_end(launcher, process)
+    told = None if launcher is None else mailbox.read_death(launcher, process)
     if told is None:
         return Gone(rank, node, '')
     return Gone(rank, node, told.how, told.at)

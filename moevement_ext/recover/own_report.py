@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from moevement_ext.config import node_name
-from moevement_ext.membership.launch import own_launch, own_process
+from moevement_ext.membership.mailbox import own_launch, own_process
 from moevement_ext.membership.membership import Membership
 from moevement_ext.membership.rank import Rank
 from moevement_ext.membership.report import NOWHERE, Report, UnderWay

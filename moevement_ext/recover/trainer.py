@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from moevement_ext.capture.layout import Operators
-from moevement_ext.membership.place import Place
+from moevement_ext.membership.rank import Place
 from moevement_ext.memory.budget import Logged
 from moevement_ext.memory.ledger import LedgerEntry
 from moevement_ext.memory.upstream_log.log import UpstreamLog

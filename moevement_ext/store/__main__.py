@@ -13,8 +13,8 @@ import sys
 from collections.abc import Sequence
 
 from moevement_ext.store.server import allow_many_connections, keep_serving, listen
-from moevement_ext.system import user_errors
-from moevement_ext.system.name_lookups import ask_again_soon
+from moevement_ext.system import leaving
+from moevement_ext.system.process_setup import ask_again_soon
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ask_again_soon()
     args = parse_arguments(argv)
     allow_many_connections()
-    with user_errors.in_one_line():
+    with leaving.in_one_line():
         listening = listen(args.host, args.port)
     return 128 + keep_serving(listening, args.host)
 

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Detects a store that does not answer, as its process is stopped or its machine has lost power.
+"""Queries of the store, which wait neither for a missing key nor forever for an answer.
 
-torch waits for an answer as long as the connection exists: forever if the process is stopped, a
-quarter of an hour if the machine is gone (checked against torch 2.15). So a thread queries the
-store from time to time. If the store does not answer, the thread shuts down all connections of this
-process to it: a thread that waits on one of them gets an error at once, as if the store had died.
+torch waits for an answer as long as the connection exists: forever if the store's process is
+stopped, a quarter of an hour if its machine is gone (checked against torch 2.15). So a thread
+queries the store from time to time. If the store does not answer, the thread shuts down all
+connections of this process to it: a thread that waits on one of them gets an error at once, as if
+the store had died.
 """
 
 import os
@@ -12,7 +13,7 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 
@@ -127,3 +128,29 @@ def _cut_if_with(fd: int, addresses: set[str], port: int) -> None:
         address, its_port = connection.getpeername()[:2]
         if its_port == port and address.removeprefix('::ffff:') in addresses:
             connection.shutdown(socket.SHUT_RDWR)
+
+
+# A value that the engine never stores.
+_NEVER = '\0'
+# The store serves no other client while it collects an answer.
+_READ_AT_ONCE = 256
+
+
+def peek(store: Store, key: str) -> bytes | None:
+    """The value of a key, None if it is not set; costs one request.
+
+    Must not be used for a key that other clients wait for: torch's server would wake them up, as if
+    the key were set. `check` does not wake them. `get` waits for the key, and costs two requests.
+    """
+    # On a missing key, compare_set changes nothing, and returns the expected value.
+    found = bytes(store.compare_set(key, _NEVER, _NEVER))
+    return None if found == _NEVER.encode() else found
+
+
+def read_in_parts(store: Store, keys: Sequence[str]) -> Iterator[bytes]:
+    """The values of existing keys, in order, with one request per part of the keys.
+
+    So other clients are served in between, however many ranks the job has.
+    """
+    for at in range(0, len(keys), _READ_AT_ONCE):
+        yield from store.multi_get(list(keys[at : at + _READ_AT_ONCE]))

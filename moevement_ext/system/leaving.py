@@ -1,17 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ends a process that has unstoppable threads, or that must not continue."""
+"""Ends of processes: signals that end a job, exits in any state, and mistakes of the user.
 
+Before the time limit, Slurm and its users send SIGUSR1 or SIGUSR2 as often as SIGTERM. Megatron's
+workers handle the signal of `--exit-signal` if `--exit-signal-handler` is given. So on any of these
+signals a launcher sends its workers the signal of `--exit-signal`.
+"""
+
+import argparse
 import atexit
+import difflib
 import multiprocessing.util
 import os
+import signal
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import NoReturn
 
-from moevement_ext.errors import UserError
-from moevement_ext.system.user_errors import in_one_line
+from moevement_ext.errors import EXIT_USER_ERROR, UserError
 
 _EVENTS = sys.monitoring.events
 # Ids 0 to 2 and 5 have names in Python's documentation.
@@ -89,3 +97,75 @@ def end_at_once(code: int) -> NoReturn:
         with suppress(OSError, ValueError):  # full disk, dead reader, closed stream
             stream.flush()
     os._exit(code)
+
+
+ASKING = (
+    *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP),
+    *(signal.SIGUSR1, signal.SIGUSR2),
+)
+"""Signals that end a job, besides the one that the workers listen for."""
+_LISTENS = '--exit-signal-handler'
+_FLAG = '--exit-signal'
+
+
+def listened_for(flags: Sequence[str]) -> signal.Signals:
+    """The exit signal in a program's flags; SIGTERM by default, and for an invalid name."""
+    name = signal.SIGTERM.name
+    for number, flag in enumerate(flags):
+        if flag == _FLAG:
+            name = ''.join(flags[number + 1 : number + 2])
+        elif flag.startswith(f'{_FLAG}='):
+            name = flag.partition('=')[2]
+    known = name in signal.Signals.__members__ and _LISTENS in flags
+    return signal.Signals[name] if known else signal.SIGTERM
+
+
+def stop_at_signals(stop: Callable[[int], None], flags: Sequence[str]) -> None:
+    """Install handlers that end the workers at an exit signal or the loss of the terminal.
+
+    `stop` is called with the exit status; `flags` is the program's command line.
+    """
+    for number in {*ASKING, listened_for(flags)}:
+        if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+            continue  # the launcher was started with nohup
+        signal.signal(number, lambda received, _: stop(128 + received))
+
+
+_UNKNOWN = 'unrecognized arguments: '
+# Similarity, from 0 to 1, at which a known flag is suggested for an unknown one.
+_NEAR = 0.8
+
+
+@contextmanager
+def in_one_line() -> Iterator[None]:
+    """Turn a `UserError` in the context into one line on stderr, in the style of argparse.
+
+    Raises `SystemExit` with `EXIT_USER_ERROR` instead.
+    """
+    try:
+        yield
+    except UserError as error:
+        print(f'{_program()}: error: {error}', file=sys.stderr, flush=True)
+        sys.exit(EXIT_USER_ERROR)
+
+
+def _program() -> str:
+    spec = getattr(sys.modules['__main__'], '__spec__', None)
+    if spec is not None:  # started by -m
+        return f'python -m {spec.name.removesuffix(".__main__")}'
+    return Path(sys.argv[0]).name
+
+
+def usage_error(parser: argparse.ArgumentParser, message: str) -> str:
+    """Format an error of a command line in one line, instead of the usage of all flags.
+
+    For an unknown flag, the most similar known flag is added.
+    """
+    hint = ''
+    if message.startswith(_UNKNOWN):
+        known = [flag for action in parser._actions for flag in action.option_strings]
+        given = message.removeprefix(_UNKNOWN).split()
+        flags = [word.partition('=')[0] for word in given if word.startswith('--')]
+        near = [near for flag in flags for near in difflib.get_close_matches(flag, known, 1, _NEAR)]
+        hint = f'; did you mean {" ".join(near)}?' if near else ''
+    return f'{parser.prog}: error: {message}{hint} ({parser.prog} --help: all flags)\n'

@@ -6,6 +6,7 @@ This module neither needs CUDA nor creates a context on a device.
 
 import importlib
 import os
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -157,3 +158,39 @@ def _library() -> Any | None:
     except library.NVMLError:  # no driver
         return None
     return library
+
+
+_READ_S = 2.0
+
+
+class DeviceWatch:
+    """Reads some devices every two seconds until closed, and reports each fault once.
+
+    From `start` on, only the watching thread uses `source` and calls `found`.
+    """
+
+    def __init__(self, source: Nvml, found: Callable[[Finding], None]) -> None:
+        self._source = source
+        self._found = found
+        self._told: set[Finding] = set()
+        self._stopping = threading.Event()
+
+    def look(self) -> None:
+        """Report the faults that are new."""
+        for finding in self._source.read():
+            if finding not in self._told:
+                self._told.add(finding)
+                self._found(finding)
+
+    def start(self) -> None:
+        threading.Thread(target=self._run, name='device-watch', daemon=True).start()
+
+    def close(self) -> None:
+        self._stopping.set()
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping.wait(_READ_S):
+                self.look()
+        except Exception:  # must not fail training (invariant I6)
+            logger.exception('GPUs are no longer watched')

@@ -15,9 +15,9 @@ pytestmark = pytest.mark.timeout(600)
 LAUNCH = """
 import sys
 
-from moevement_ext.launch import allocation, slurm
+from moevement_ext.launch import slurm
 
-allocation._TO_NOTICE_S = 2.0
+slurm._TO_NOTICE_S = 2.0
 sys.exit(slurm.main())
 """
 # Every Python reads this at its start: none starts on node n2, although Slurm considers it healthy.

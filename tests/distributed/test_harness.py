@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from moevement_ext.launch.statements import tell_finished
+from moevement_ext.membership.mailbox import write_finished
 from moevement_ext.membership.rendezvous import launcher_store
 from tests.distributed import conftest
 from tests.distributed.harness.cluster import Cluster, free_port
@@ -72,7 +72,7 @@ def main() -> None:
     store = launcher_store(timedelta(seconds=60))
     assert store is not None
     if os.environ['RANK'] == '0':
-        tell_finished(store, 0, 0)
+        write_finished(store, 0, 0)
         store.set('over', '')
         return
     store.get('over')

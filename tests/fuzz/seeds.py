@@ -5,7 +5,7 @@ import struct
 
 import msgspec
 
-from moevement_ext.membership import packing
+from moevement_ext.membership import exchange
 from moevement_ext.memory.ledger import LedgerEntry
 from moevement_ext.memory.upstream_log.record import Direction, LoggedTensor, LogKey
 from moevement_ext.memory.window.file import WindowFile
@@ -58,7 +58,7 @@ def seeds(file: WindowFile) -> dict[str, list[bytes]]:
         'ledger': [msgspec.msgpack.encode(entry)],
         'server': [b'\1' + data for data in _requests(file)] + [b'\0' + _requests(file)[0]],
         'client': _replies(file),
-        'packed': [packing.packed(b'a report' * times) for times in (0, 1, 100)],
+        'packed': [exchange.packed(b'a report' * times) for times in (0, 1, 100)],
     }
 
 

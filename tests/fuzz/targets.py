@@ -12,7 +12,7 @@ import numpy as np
 import xxhash
 
 from moevement_ext.errors import HostMemoryError
-from moevement_ext.membership import packing
+from moevement_ext.membership import exchange
 from moevement_ext.memory import ledger as ledger_module
 from moevement_ext.memory.ledger import Ledger
 from moevement_ext.memory.node_store import NodeStore
@@ -163,9 +163,9 @@ class Targets:
     def packed(self, data: bytes) -> None:
         """A value that a rank has left in the store."""
         with contextlib.suppress(ValueError):
-            packing.unpacked(data)
+            exchange.unpacked(data)
         with contextlib.suppress(ValueError):
-            packing.unpacked(packing.packed(data), 64)
+            exchange.unpacked(exchange.packed(data), 64)
 
     def _ask(self, client: ReplicaClient, what: int) -> None:
         match what:

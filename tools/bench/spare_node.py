@@ -29,7 +29,7 @@ from moevement_ext.launch.hosts import SlurmStarter
 from moevement_ext.launch.launch_config import LaunchConfig, StagedAction, StagedFault
 from moevement_ext.launch.launcher_events import line_of
 from moevement_ext.launch.link import ADDRESS_VARIABLE, Address
-from moevement_ext.launch.steps import AGENT, Step
+from moevement_ext.launch.node import AGENT, Step
 from moevement_ext.launch.supervisor import Supervisor
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.reservation import ReservedPages

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from moevement_ext.errors import EXIT_USER_ERROR
-from moevement_ext.system.user_errors import usage_error
+from moevement_ext.system.leaving import usage_error
 
 
 class Parser(argparse.ArgumentParser):

@@ -5,14 +5,14 @@ import argparse
 import warnings
 from collections.abc import Iterator, Sequence
 
-from moevement_ext.system import user_errors
+from moevement_ext.system import leaving
 
 
 def prepare_megatron() -> None:
     """Prepare the import of Megatron in a tool; exits with a line if a package is missing."""
     from megatron.moevement.seams import cpu_device, starting  # torch: too slow for --help
 
-    with user_errors.in_one_line():
+    with leaving.in_one_line():
         starting.check_installation()
     if cpu_device.needed():
         cpu_device.install()

@@ -29,7 +29,7 @@ from megatron.moevement.state.resharded_tensors import (
 )
 from megatron.moevement.state.router_tokens import RouterTokenCounter
 from megatron.moevement.state.training_state import TrainingState
-from moevement_ext.membership.place import Place
+from moevement_ext.membership.rank import Place
 from moevement_ext.memory.ledger import LedgerEntry
 from moevement_ext.memory.window.settings import Layout, Placed, Seat
 from moevement_ext.recover.reshard.index import Division

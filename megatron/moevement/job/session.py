@@ -35,7 +35,7 @@ from moevement_ext.job.job import Job
 from moevement_ext.job.joining import join
 from moevement_ext.job.surplus_rank import SurplusRank
 from moevement_ext.logger import logger_of
-from moevement_ext.system.exit_signal import listened_for
+from moevement_ext.system.leaving import listened_for
 
 logger = logger_of(__name__)
 

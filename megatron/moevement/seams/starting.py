@@ -13,7 +13,7 @@ PROGRAM_START = time.time()
 
 from megatron.moevement.seams import cpu_device, quiet  # noqa: E402
 from moevement_ext.errors import UserError  # noqa: E402
-from moevement_ext.system import user_errors  # noqa: E402
+from moevement_ext.system import leaving  # noqa: E402
 
 SUPPORTED_SERIES = '0.19.'
 
@@ -23,7 +23,7 @@ def prepare(flags: Sequence[str] | None) -> None:
 
     `flags` are those of the command line; None: this process does not train.
     """
-    with user_errors.in_one_line():
+    with leaving.in_one_line():
         check_installation()
         if flags is not None and cpu_device.needed():
             quiet.refuse_without_gpu(flags)

@@ -20,7 +20,7 @@ from moevement_ext.job.job import Job
 from moevement_ext.job.torch_loop.loop_state import LoopState
 from moevement_ext.job.torch_loop.module_operators import ModuleOperators
 from moevement_ext.job.torch_loop.torch_pipeline import TorchPipeline
-from moevement_ext.membership.place import Place
+from moevement_ext.membership.rank import Place
 from moevement_ext.memory.ledger import MAX_SCALARS, LedgerEntry
 from moevement_ext.plan.replanning import TokenCounter
 from moevement_ext.recover.trainer import Committed, Loop, PlainLoop

@@ -26,8 +26,7 @@ from torch.distributed import TCPStore
 from moevement_ext.config import UNFLAGGED
 from moevement_ext.errors import EXIT_OTHER_BITS
 from moevement_ext.events import Event, decode
-from moevement_ext.launch.statements import told_finished
-from moevement_ext.membership.launch import PROCESS
+from moevement_ext.membership.mailbox import PROCESS, read_finished
 from moevement_ext.membership.rendezvous import announce_failure
 from moevement_ext.replicate import secret
 from moevement_ext.system.leaving import leave
@@ -252,7 +251,7 @@ class Cluster:
         finished = [
             other
             for other, worker in enumerate(workers)
-            if worker.exitcode == 0 or told_finished(store, other, worker.pid) is not None
+            if worker.exitcode == 0 or read_finished(store, other, worker.pid) is not None
         ]
         if finished:
             raise RuntimeError(

@@ -13,7 +13,7 @@ from torch.distributed import DistBackendError, DistNetworkError, HashStore
 from moevement_ext.job import ending
 
 
-@pytest.mark.parametrize('lost', ['launcher_store', 'tell_finished'])
+@pytest.mark.parametrize('lost', ['launcher_store', 'write_finished'])
 def test_end_is_announced_to_no_launcher(lost: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a finished job would fail, and leave its windows behind."""
     asked: list[str] = []

@@ -25,7 +25,7 @@ def test_orphans_of_another_layout_are_ended(
     """Dense checkpoint writers use several hundred MB each. A stranger ends no process."""
     ended: list[Path] = []
 
-    def tell_memory(store: HashStore, directory: Path) -> None:
+    def write_memory(store: HashStore, directory: Path) -> None:
         raise Enough
 
     def refuse_stranger(*given: object) -> None:
@@ -42,7 +42,7 @@ def test_orphans_of_another_layout_are_ended(
     monkeypatch.setattr(joining, 'find_orphans', lambda run: [run])
     monkeypatch.setattr(joining, 'end_orphans', ended.extend)
     monkeypatch.setattr(joining, 'launcher_store', lambda timeout: HashStore())
-    monkeypatch.setattr(joining, 'tell_memory', tell_memory)
+    monkeypatch.setattr(joining, 'write_memory', write_memory)
     meet(Enough)
     assert ended == [Path('/dev/shm') / run]
     monkeypatch.setattr(launched_alike, 'refuse_stranger', refuse_stranger)

@@ -84,7 +84,7 @@ def test_job_waits_or_ends_by_launcher_and_missing_nodes(
         ('nodes_may_come', lambda: may_come),
         ('under_torchrun', lambda: torchrun),
         ('launcher_store', lambda timeout: object()),
-        ('tell_needed', lambda store, ranks: told.append(ranks)),
+        ('write_needed_ranks', lambda store, ranks: told.append(ranks)),
         ('announce', lambda number, code: told.append(code)),
         ('_listen_to_signals', lambda: done.append('waits')),
         ('end_at_once', end),

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moevement_ext.job import own_device
-from moevement_ext.system import affinity
+from moevement_ext.system import process_setup
 
 
 @pytest.mark.parametrize(
@@ -49,6 +49,6 @@ def test_process_is_bound_to_cpus_by_the_pci_address_of_its_gpu(
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: gpu)
     monkeypatch.setattr(torch.cuda, 'current_device', lambda: 3)
     monkeypatch.setattr(torch.cuda, 'get_device_properties', {3: address}.__getitem__)
-    monkeypatch.setattr(affinity, 'bind', asked.append)
+    monkeypatch.setattr(process_setup, 'bind', asked.append)
     own_device.bind()
     assert asked == (['0000:1b:00.0'] if gpu else [])

@@ -21,9 +21,8 @@ from moevement_ext.launch.launcher_events import (
     WorkerEnded,
     WorkerLaunched,
 )
-from moevement_ext.launch.statements import tell_survivors
 from moevement_ext.launch.supervisor import Supervisor
-from moevement_ext.membership.launch import of_launch
+from moevement_ext.membership.mailbox import of_launch, write_survivors
 
 PROGRAM = '''
 import json, multiprocessing, os, pathlib, signal, subprocess, sys, time
@@ -125,7 +124,7 @@ class Job:
         config = LaunchConfig(str(self.program), flags, **settings)
         self.running = Supervisor(config, self._note)
         if survive:
-            tell_survivors(self.said)
+            write_survivors(self.said)
         return self.running
 
     @property

@@ -17,9 +17,9 @@ from moevement_ext.launch.hosts import SlurmStarter
 from moevement_ext.launch.launch_config import LaunchConfig
 from moevement_ext.launch.launcher_events import NodeLost, NodeSeated
 from moevement_ext.launch.link import ADDRESS_VARIABLE, Address, Link
-from moevement_ext.launch.statements import tell_survivors
-from moevement_ext.launch.steps import AGENT, Step
+from moevement_ext.launch.node import AGENT, Step
 from moevement_ext.launch.supervisor import Supervisor
+from moevement_ext.membership.mailbox import write_survivors
 from tests.unit.launch.conftest import Job
 from tests.unit.system.conftest import DRIVER, Devices
 
@@ -55,7 +55,7 @@ class SlurmJob(Job):
         starter = partial(SlurmStarter, hosts, self._start_step)
         self.running = Supervisor(config, self._note, starter)
         if survive:
-            tell_survivors(self.said)
+            write_survivors(self.said)
         return self.running
 
     def seated(self) -> list[tuple[str, int]]:

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from moevement_ext.config import ConfigurationError
-from moevement_ext.launch import allocation
-from moevement_ext.launch.allocation import RequeueState, go_back
+from moevement_ext.launch import slurm
+from moevement_ext.launch.launch_config import unnamed_run_id
 from moevement_ext.launch.launcher_events import NodeLost, NodeReady, WorkerLaunched
+from moevement_ext.launch.slurm import RequeueState, go_back
 
 pytestmark = pytest.mark.timed
 
@@ -39,41 +40,41 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv('PATH', f'{tmp_path}:/usr/bin:/bin')
-    monkeypatch.setattr(allocation, '_POLL_S', 0.01)
-    monkeypatch.setattr(allocation, '_PAUSE_S', 0.01)
+    monkeypatch.setattr(slurm, '_POLL_S', 0.01)
+    monkeypatch.setattr(slurm, '_PAUSE_S', 0.01)
     return tmp_path
 
 
 def test_wait_until_slurm_has_noticed_the_lost_nodes(programs: Path) -> None:
     (programs / 'squeue.nodes').write_text('a,b,c\na,b\na\n')
-    assert allocation.wait_until_noticed('42', {'b', 'd'}) == set()
+    assert slurm.wait_until_noticed('42', {'b', 'd'}) == set()
     assert (programs / 'squeue.nodes').read_text() == 'a\n'
 
 
 def test_wait_for_slurm_to_notice_is_bounded(
     programs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(allocation, '_TO_NOTICE_S', 0.05)
+    monkeypatch.setattr(slurm, '_TO_NOTICE_S', 0.05)
     (programs / 'squeue.nodes').write_text('a,b\n')
-    assert allocation.wait_until_noticed('42', {'b', 'c'}) == {'b'}
+    assert slurm.wait_until_noticed('42', {'b', 'c'}) == {'b'}
 
 
 def test_job_without_nodes_has_no_unnoticed_node(programs: Path) -> None:
     (programs / 'squeue.nodes').write_text('\n')
-    assert allocation.wait_until_noticed('42', {'b'}) == set()
+    assert slurm.wait_until_noticed('42', {'b'}) == set()
 
 
 @pytest.mark.parametrize('lost', [{'b'}, set()])
 def test_unresponsive_controller_is_waited_for(programs: Path, lost: set[str]) -> None:
     """It could not requeue the job."""
     (programs / 'squeue.nodes').write_text('silence\nsilence\na\n')
-    assert allocation.wait_until_noticed('42', lost) == set()
+    assert slurm.wait_until_noticed('42', lost) == set()
     assert (programs / 'squeue.nodes').read_text() == 'a\n'
 
 
 def test_requeued_job_excludes_unusable_nodes(programs: Path) -> None:
     """Nodes excluded at submission stay excluded."""
-    assert allocation.requeue('42', {'c', 'b'})
+    assert slurm.requeue('42', {'c', 'b'})
     assert (programs / 'scontrol.requeued').read_text() == '42\n'
     assert (programs / 'scontrol.updated').read_text() == 'JobId=42 ExcNodeList=x[1-2],b,c\n'
 
@@ -81,19 +82,19 @@ def test_requeued_job_excludes_unusable_nodes(programs: Path) -> None:
 def test_requeue_command_killed_by_slurm_counts_as_done(programs: Path) -> None:
     kill = "'requeue '*) kill -9 $$ ;;"
     (programs / 'scontrol').write_text(SCONTROL.replace("'requeue '*)", kill + " 'again '*)"))
-    assert allocation.requeue('42', {'b'})
+    assert slurm.requeue('42', {'b'})
     assert (programs / 'scontrol.updated').exists()
 
 
 def test_requeued_job_requests_the_number_of_nodes(programs: Path) -> None:
-    allocation.requeue('42', {'b'}, nodes=4)
+    slurm.requeue('42', {'b'}, nodes=4)
     assert (programs / 'scontrol.updated').read_text() == (
         'JobId=42 ExcNodeList=x[1-2],b NumNodes=4-4\n'
     )
 
 
 def test_requeue_changes_nothing_else(programs: Path) -> None:
-    assert allocation.requeue('42', set())
+    assert slurm.requeue('42', set())
     assert (programs / 'scontrol.requeued').exists()
     assert not (programs / 'scontrol.updated').exists()
 
@@ -132,7 +133,7 @@ def test_another_job_of_slurm_must_name_the_run(
     monkeypatch.delenv('SLURM_JOB_ID', raising=False)
     if job is not None:
         monkeypatch.setenv('SLURM_JOB_ID', job)
-    assert allocation.unnamed_run_id(flags) == run_id
+    assert unnamed_run_id(flags) == run_id
 
 
 @pytest.mark.parametrize(
@@ -149,7 +150,7 @@ def test_another_job_of_slurm_must_name_the_run(
 )
 def test_remaining_time_is_parsed(programs: Path, shown: str, seconds: float | None) -> None:
     (programs / 'squeue.nodes').write_text(f'{shown}\n')
-    assert allocation._seconds_left('42') == seconds
+    assert slurm._seconds_left('42') == seconds
 
 
 def test_changed_time_limit_is_respected(programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,11 +163,11 @@ def test_changed_time_limit_is_respected(programs: Path, monkeypatch: pytest.Mon
         waits.append(seconds)
         now += seconds
 
-    monkeypatch.setattr(allocation.time, 'monotonic', lambda: now)
-    monkeypatch.setattr(allocation.time, 'sleep', sleep)
+    monkeypatch.setattr(slurm.time, 'monotonic', lambda: now)
+    monkeypatch.setattr(slurm.time, 'sleep', sleep)
     (programs / 'squeue.nodes').write_text('silence\n3:10\n4:00\nsilence\n')
     called: list[float] = []
-    allocation.call_before_end('42', 120.0, lambda: called.append(now))
+    slurm.call_before_end('42', 120.0, lambda: called.append(now))
     assert waits == [60.0, 60.0, 60.0, 60.0]
     assert called == [1000.0 + 60.0 + 60.0 + 240.0 - 120.0]
 
@@ -174,10 +175,10 @@ def test_changed_time_limit_is_respected(programs: Path, monkeypatch: pytest.Mon
 def test_missing_slurm_command_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv('PATH', str(tmp_path))
     with pytest.raises(ConfigurationError, match="No such file.*: 'scontrol'.*in PATH"):
-        allocation.hostnames('n[1-2]')
+        slurm.hostnames('n[1-2]')
 
 
 def test_slurm_error_about_unknown_nodes_is_passed_on(programs: Path) -> None:
     (programs / 'scontrol').write_text('#!/bin/sh\necho Invalid hostlist >&2\nexit 1\n')
     with pytest.raises(ConfigurationError, match=r'show hostnames n\[ failed \(Invalid hostlist'):
-        allocation.hostnames('n[')
+        slurm.hostnames('n[')

@@ -25,12 +25,12 @@ from moevement_ext.launch.launcher_events import (
     WorkerLaunched,
 )
 from moevement_ext.launch.link import Address, Link
-from moevement_ext.launch.steps import Step
-from moevement_ext.membership.eviction import evict
+from moevement_ext.launch.node import Step
+from moevement_ext.membership.mailbox import evict
 from moevement_ext.memory import reservation
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.reservation import ReservedPages
-from moevement_ext.system import exit_signal
+from moevement_ext.system import leaving
 from tests.support.readable import dies
 from tests.unit.launch.conftest import ended, failure, starts_a_thread, unkillable
 from tests.unit.launch.on_hosts import SlurmJob
@@ -337,7 +337,7 @@ def test_agent_leaves_signals_to_the_supervisor(
     """Slurm may signal all processes of a step."""
 
     def send_all(event: WorkerLaunched) -> None:
-        for number in exit_signal.ASKING:
+        for number in leaving.ASKING:
             job.steps['a'][-1]._process.send_signal(number)
         job.running.stop(138)
 

@@ -7,7 +7,7 @@ import pytest
 from torch.distributed import Store
 
 from moevement_ext.events import Event
-from moevement_ext.launch import replacements, supervisor
+from moevement_ext.launch import supervisor, worker
 from moevement_ext.launch.launcher_events import WorkerEnded, WorkerLate, WorkerLaunched
 from moevement_ext.launch.worker import Worker
 from tests.unit.launch.conftest import Job
@@ -27,7 +27,7 @@ def test_replacement_that_does_not_join_is_replaced(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise its peers, which have joined, would wait until they give up the job."""
-    monkeypatch.setattr(replacements, '_TO_JOIN_S', 1.0)
+    monkeypatch.setattr(worker, '_TO_JOIN_S', 1.0)
     report_joining(job, (0, 0), (1, 0), (1, 2))
     job.finish_when = lambda: len(job.started(1)) == 3
     assert job.run('1.0=kill', '1.1=stop', nodes=2) == 0
@@ -37,11 +37,11 @@ def test_replacement_that_does_not_join_is_replaced(
 
 def test_first_process_of_a_rank_may_join_late(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another rank was replaced while this one still imports, as after a cold start."""
-    monkeypatch.setattr(replacements, '_TO_JOIN_S', 1.0)
+    monkeypatch.setattr(worker, '_TO_JOIN_S', 1.0)
     report_joining(job, (0, 0), (0, 1))
 
     def judge_both(store: Store, living: Sequence[Worker]) -> list[Worker]:
-        late = replacements.late_workers(store, living)
+        late = worker.late_workers(store, living)
         if len(living) == 2 and all(worker.child.is_settled for worker in living):
             job.finish()
         return late
@@ -53,7 +53,7 @@ def test_first_process_of_a_rank_may_join_late(job: Job, monkeypatch: pytest.Mon
 
 
 def test_no_worker_is_late_at_the_start_of_a_job(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replacements, '_TO_JOIN_S', 0.0)
+    monkeypatch.setattr(worker, '_TO_JOIN_S', 0.0)
     looks = []
     launcher = job.supervisor(nodes=2)
     look = launcher._look_into_store

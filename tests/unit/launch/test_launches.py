@@ -11,10 +11,15 @@ import pytest
 from moevement_ext.events import Event
 from moevement_ext.launch.launcher_events import JobRecovered, WorkerEvicted, WorkerLaunched
 from moevement_ext.launch.remote import RemoteChild
-from moevement_ext.launch.statements import tell_finished, tell_joining, tell_survivors
-from moevement_ext.membership import failures
-from moevement_ext.membership.eviction import evict
-from moevement_ext.membership.launch import of_launch, own_process
+from moevement_ext.membership import mailbox
+from moevement_ext.membership.mailbox import (
+    evict,
+    of_launch,
+    own_process,
+    write_finished,
+    write_joining,
+    write_survivors,
+)
 from tests.unit.launch.conftest import Job
 
 pytestmark = pytest.mark.timeout(120)
@@ -33,11 +38,11 @@ def state(job: Job, rank: int, launch: str, process: int) -> None:
         there.setattr(os, 'getpid', lambda: 3)
         there.setenv('MOEVEMENT_LAUNCH', launch)
         there.setenv('MOEVEMENT_PROCESS', str(process))
-        tell_survivors(store)
-        tell_joining(store, rank)
-        tell_finished(store, rank, 0)
+        write_survivors(store)
+        write_joining(store, rank)
+        write_finished(store, rank, 0)
         evict(store, rank, own_process())
-        failures.tell_recovered(of_launch(store, launch), f'of {launch}')
+        mailbox.write_recovery(of_launch(store, launch), f'of {launch}')
 
 
 @pytest.mark.parametrize('survive', [True, False])
@@ -75,7 +80,7 @@ def test_statements_of_a_predecessor_are_not_those_of_the_process(job: Job) -> N
     assert job.seen(WorkerEvicted) == []
     assert [event.line for event in job.seen(JobRecovered)] == [f'of {job.running.config.launch}']
     assert len(set(numbers)) == 3
-    ends = [failures.told_end(job.said, number) for number in numbers]
+    ends = [mailbox.read_death(job.said, number) for number in numbers]
     assert [end is not None for end in ends] == [True, True, False]
 
 

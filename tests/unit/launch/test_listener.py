@@ -11,8 +11,7 @@ import psutil
 import pytest
 
 from moevement_ext.launch.agent import connect
-from moevement_ext.launch.link import Address, Beats, Link
-from moevement_ext.launch.listener import Listener
+from moevement_ext.launch.link import Address, Beats, Link, Listener
 from moevement_ext.launch.messages import FROM_SUPERVISOR, Alive
 from moevement_ext.replicate.connection import MOST_STRANGERS, Connection
 from moevement_ext.replicate.greeting import introduce, new_secret

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import os
 
-from moevement_ext.launch.loop import FdLoop
+from moevement_ext.launch.child import FdLoop
 
 
 def test_descriptor_closed_in_the_same_turn_gets_no_call() -> None:

@@ -15,7 +15,7 @@ from torch.distributed import DistError
 
 from moevement_ext.errors import EXIT_WHOLE_JOB
 from moevement_ext.events import Event
-from moevement_ext.launch import replacements, supervisor
+from moevement_ext.launch import supervisor, worker
 from moevement_ext.launch.launcher_events import (
     StoreFound,
     StoreGone,
@@ -92,7 +92,7 @@ def test_store_lost_while_all_start_again_is_awaited(
 ) -> None:
     """All workers are dead then: no later end would start them again. An error counts once."""
     monkeypatch.setattr(supervisor, '_SETTLE_S', 0.0)
-    monkeypatch.setattr(replacements, '_MAX_ERRORS', 2)
+    monkeypatch.setattr(worker, '_MAX_ERRORS', 2)
     flags = (f'1.0={action}', store.flag)
     outcome = job.supervisor(*flags, nodes=2, survive=False)._outcome
     really = outcome.all_lost

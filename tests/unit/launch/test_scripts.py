@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from moevement_ext.launch.link import Address
+from moevement_ext.launch.node import slurm_step
 from moevement_ext.launch.slurm import parse
-from moevement_ext.launch.steps import slurm_step
 
 ROOT = Path(__file__).resolve().parents[3]
 PRINTS = "#!/usr/bin/env bash\nprintf '%s\\n' \"$@\"\n"

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from moevement_ext.errors import EXIT_WHOLE_JOB
-from moevement_ext.launch import allocation
+from moevement_ext.launch import slurm
 from moevement_ext.launch.launch_config import StagedAction, StagedFault
 from moevement_ext.launch.launcher_events import RanksNeeded
 from moevement_ext.launch.slurm import main, parse
@@ -146,7 +146,7 @@ def test_host_without_an_agent_is_excluded_on_requeue(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Slurm considers it healthy. The number of such requeues is bounded."""
-    monkeypatch.setattr(allocation, '_TO_NOTICE_S', 0.0)
+    monkeypatch.setattr(slurm, '_TO_NOTICE_S', 0.0)
     for name, text in (('srun', ONE_AGENT), ('squeue', '#!/usr/bin/env bash\necho nodes\n')):
         scontrol.with_name(name).write_text(text)
     monkeypatch.setenv('SLURM_RESTART_COUNT', '9')

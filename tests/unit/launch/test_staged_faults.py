@@ -10,7 +10,7 @@ from moevement_ext.config import ConfigurationError
 from moevement_ext.launch.launch_config import LaunchConfig, StagedAction, StagedFault
 from moevement_ext.launch.launcher_events import FaultStaged
 from moevement_ext.launch.staged_faults import StagedFaults, logged_iteration
-from moevement_ext.launch.statements import tell_memory
+from moevement_ext.membership.mailbox import write_memory
 from tests.unit.launch.conftest import Job, ended, failure
 
 pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
@@ -103,7 +103,7 @@ def test_staged_node_kill_removes_the_memory_that_workers_reported(
     fault = StagedFault(StagedAction.KILL_NODE, 1, 2)
     launcher = job.supervisor('1.0=print:iteration 2/', nodes=2, faults=(fault,))
     if told:
-        tell_memory(job.said, tmp_path / 'memory' / 'run')
+        write_memory(job.said, tmp_path / 'memory' / 'run')
     assert launcher.run() == (0 if told else 1)
     assert (tmp_path / 'memory' / 'run' / 'node1').exists() is not told
     assert (tmp_path / 'memory' / 'run' / 'node0').exists()

@@ -8,16 +8,21 @@ from pathlib import Path
 import pytest
 from torch.distributed import HashStore
 
-from moevement_ext.launch.statements import tell_files, tell_memory, told_files, told_memory
-from moevement_ext.membership.launch import own_process
+from moevement_ext.membership.mailbox import (
+    own_process,
+    read_files,
+    read_memory,
+    write_files,
+    write_memory,
+)
 
 
 def test_memory_directory_may_have_any_bytes() -> None:
     store = HashStore()
-    assert told_memory(store) is None
+    assert read_memory(store) is None
     directory = Path(os.fsdecode(b'/dev/shm/m\xfcller'))
-    tell_memory(store, directory)
-    assert told_memory(store) == directory
+    write_memory(store, directory)
+    assert read_memory(store) == directory
 
 
 def test_second_file_report_of_a_rank_replaces_the_first() -> None:
@@ -25,10 +30,10 @@ def test_second_file_report_of_a_rank_replaces_the_first() -> None:
     store = HashStore()
     store.set_timeout(timedelta(seconds=1))
     for files in (b'first', b'again'):
-        tell_files(store, 0, files)
-        assert told_files(store, world_size=2) is None
-    tell_files(store, 1, b'other')
-    assert told_files(store, world_size=2) == [b'again', b'other']
+        write_files(store, 0, files)
+        assert read_files(store, world_size=2) is None
+    write_files(store, 1, b'other')
+    assert read_files(store, world_size=2) == [b'again', b'other']
 
 
 def test_no_two_processes_have_a_number(monkeypatch: pytest.MonkeyPatch) -> None:

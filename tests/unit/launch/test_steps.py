@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from moevement_ext.launch.link import Address
-from moevement_ext.launch.steps import slurm_step
+from moevement_ext.launch.node import slurm_step
 
 pytestmark = pytest.mark.timed
 

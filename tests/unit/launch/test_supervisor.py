@@ -19,9 +19,8 @@ from moevement_ext.launch.launcher_events import (
     WorkerLaunched,
     WorkerStopped,
 )
-from moevement_ext.launch.statements import tell_memory, tell_needed
-from moevement_ext.membership import arrivals
-from moevement_ext.membership.eviction import evict
+from moevement_ext.membership import counters
+from moevement_ext.membership.mailbox import evict, write_memory, write_needed_ranks
 from moevement_ext.membership.rendezvous import present_round, why_broken
 from moevement_ext.memory.node_store import NodeStore
 from tests.support.readable import dies
@@ -63,7 +62,7 @@ def test_death_is_announced_before_the_rank_is_replaced(job: Job) -> None:
     job.on_event = note
     job.finish_when = lambda: len(job.started(1)) == 2
     launcher = job.supervisor('1.0=kill', nodes=2)
-    arrivals.sign(launcher.store, 'here/0', 1, 2)  # the worker took part in this round
+    counters.sign(launcher.store, 'here/0', 1, 2)  # the worker took part in this round
     assert launcher.run() == 0
     pid = job.started(1)[0].pid
     assert announced == [f'rank 1 (pid {pid}) was killed by SIGKILL']
@@ -274,7 +273,7 @@ def test_windows_that_stay_are_reported(
         (memory / 'node0' / '0' / '0' / file).touch()
     job.on_event = lambda event: job.running.stop(143) if job.started() else None
     launcher = job.supervisor()
-    tell_memory(job.said, memory)
+    write_memory(job.said, memory)
     assert launcher.run() == 143
     said = job.seen(MemoryKept)
     assert said == ([MemoryKept(str(memory), 'slurm-42')] if file == 'window-4-plan.window' else [])
@@ -290,7 +289,7 @@ def test_windows_of_a_running_job_of_the_same_name_are_not_reported(
     (store.owner_path(0, 0) / 'window-4-plan.window').touch()
     job.on_event = lambda event: job.running.stop(143) if job.started() else None
     launcher = job.supervisor()
-    tell_memory(job.said, store.path.parent)
+    write_memory(job.said, store.path.parent)
     assert launcher.run() == 143
     assert job.seen(MemoryKept) == []
     store.close()
@@ -299,7 +298,7 @@ def test_windows_of_a_running_job_of_the_same_name_are_not_reported(
 def test_number_of_needed_ranks_is_reported(job: Job) -> None:
     job.on_event = lambda event: job.running.stop(143) if job.started() else None
     launcher = job.supervisor()
-    tell_needed(job.said, 4)
+    write_needed_ranks(job.said, 4)
     assert launcher.run() == 143
     assert job.seen(RanksNeeded) == [RanksNeeded(4)]
 

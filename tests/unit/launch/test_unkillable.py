@@ -5,7 +5,7 @@ import pytest
 
 from moevement_ext.launch import child
 from moevement_ext.launch.launcher_events import WorkerLaunched, WorkerUnkillable
-from moevement_ext.membership.eviction import evict
+from moevement_ext.membership.mailbox import evict
 from tests.support.readable import dies
 from tests.unit.launch.conftest import Job, failure, unkillable
 

@@ -3,7 +3,7 @@
 
 from torch.distributed import TCPStore
 
-from moevement_ext.membership.eviction import evict, evictions, take_eviction
+from moevement_ext.membership.mailbox import evict, evictions, take_eviction
 
 
 def test_each_eviction_is_counted_and_taken_once() -> None:

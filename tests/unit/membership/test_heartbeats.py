@@ -6,8 +6,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.distributed import TCPStore
 
-from moevement_ext.membership import heartbeats
-from moevement_ext.membership.heartbeats import Heartbeats, hear, turn_of
+from moevement_ext.membership import counters
+from moevement_ext.membership.counters import Heartbeats, hear, turn_of
 
 WORLD = 20
 
@@ -38,7 +38,7 @@ def test_heartbeat_changes_the_count_of_its_rank_only(
 def test_ranks_of_a_counter_share_a_turn_and_other_counters_do_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(heartbeats.time, 'monotonic', lambda: 1000.0)
+    monkeypatch.setattr(counters.time, 'monotonic', lambda: 1000.0)
     left = [turn_of(rank, 5.0) for rank in range(0, 64)]
     assert [len(set(left[at : at + 8])) for at in range(0, 64, 8)] == [1] * 8
     ends = sorted(left_s for _, left_s in left[::8])

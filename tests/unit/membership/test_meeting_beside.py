@@ -9,7 +9,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from moevement_ext.errors import EXIT_WHOLE_JOB
-from moevement_ext.membership import arrivals, membership, packing
+from moevement_ext.membership import counters, exchange, membership
 from moevement_ext.membership.membership import Membership
 from moevement_ext.membership.rendezvous import (
     Rendezvous,
@@ -53,7 +53,7 @@ class Job:
         return self.threads.submit(leave_and_meet)
 
     def waits(self, rank: int, round: int) -> None:
-        self.store.wait([arrivals.place_in(round, rank)], TIMEOUT)
+        self.store.wait([counters.place_in(round, rank)], TIMEOUT)
 
 
 def survivor(member: Membership) -> Report:
@@ -142,9 +142,9 @@ def test_new_process_ends_if_all_survivors_are_lost(
     """It was set up to join survivors, so it cannot start together with the others."""
     ended: list[int] = []
     monkeypatch.setattr(membership, 'end_at_once', ended.append)
-    brought = packing.packed(encode(survivor(survivors[0])))
-    arrivals.sign(job.store, 'here/1', 0, WORLD)
-    job.store.set(arrivals.place_in(1, 0), brought)  # type: ignore[arg-type]
+    brought = exchange.packed(encode(survivor(survivors[0])))
+    counters.sign(job.store, 'here/1', 0, WORLD)
+    job.store.set(counters.place_in(1, 0), brought)  # type: ignore[arg-type]
     for member in survivors:
         member.close()
     new = job.start(2).result(LIMIT_S)

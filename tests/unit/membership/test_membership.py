@@ -11,7 +11,7 @@ import pytest
 from torch.distributed import DistNetworkError, Store, TCPStore
 
 from moevement_ext.errors import EXIT_STUCK
-from moevement_ext.membership import arrivals, membership, round_groups
+from moevement_ext.membership import counters, membership, round_groups
 from moevement_ext.membership.membership import Membership
 from moevement_ext.membership.rendezvous import (
     FencedOut,
@@ -187,7 +187,7 @@ def test_process_replaced_during_its_set_up_is_fenced_out(
 ) -> None:
     survivors, new = joined
     round = present_round(job.store)
-    arrivals.sign(job.store, f'here/{round + 1}', 2, WORLD)  # another process arrived first
+    counters.sign(job.store, f'here/{round + 1}', 2, WORLD)  # another process arrived first
     end_round(job.store, round, 'rank 1 lost a peer')
     assert wait_until(lambda: new._lost is not None)
     with pytest.raises(FencedOut, match='replaced'):

@@ -10,11 +10,9 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
-from moevement_ext.membership import arrivals, gathered_reports, missing_ranks, packing
-from moevement_ext.membership.barriers import open_barrier
-from moevement_ext.membership.deadline import Absent, Deadline
-from moevement_ext.membership.heartbeats import Heartbeats
-from moevement_ext.membership.missing_ranks import MissingRanks
+from moevement_ext.membership import counters, exchange, rendezvous_runner
+from moevement_ext.membership.barriers import Absent, Deadline, open_barrier
+from moevement_ext.membership.counters import Heartbeats
 from moevement_ext.membership.rendezvous import (
     Rendezvous,
     absent,
@@ -22,6 +20,7 @@ from moevement_ext.membership.rendezvous import (
     holding_up,
     present_round,
 )
+from moevement_ext.membership.rendezvous_runner import MissingRanks
 from moevement_ext.membership.report import Report, encode
 from tests.unit.membership.clock import Clock
 from tests.unit.membership.way import Way
@@ -54,7 +53,7 @@ def test_only_absent_ranks_without_heartbeats_are_evicted(
     store: TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 0 has arrived, rank 1 is late, ranks 2 and 3 send no heartbeats."""
-    monkeypatch.setattr(missing_ranks, 'HEARTBEAT_SECONDS', 0.05)
+    monkeypatch.setattr(rendezvous_runner, 'HEARTBEAT_SECONDS', 0.05)
     assert Rendezvous(store, 0, 4)._join(1, b'', False)
     began, heartbeats = time.monotonic(), Heartbeats(store, 0, 1)
     found = MissingRanks(store.clone, 4, HANG_S, lambda: True)
@@ -72,7 +71,7 @@ def test_processes_of_an_earlier_launch_are_not_evicted_in_this_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The store outlives the launch; in a container, process ids repeat."""
-    monkeypatch.setattr(missing_ranks, 'HEARTBEAT_SECONDS', 0.05)
+    monkeypatch.setattr(rendezvous_runner, 'HEARTBEAT_SECONDS', 0.05)
     monkeypatch.setenv('MOEVEMENT_LAUNCH', 'second')
     store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
     for rank in range(2):
@@ -90,13 +89,13 @@ def test_rank_that_stops_while_joining_is_evicted(
     store: TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 2 is a survivor, rank 3 is new; both have signed their arrival, without a report."""
-    monkeypatch.setattr(missing_ranks, 'HEARTBEAT_SECONDS', 0.05)
+    monkeypatch.setattr(rendezvous_runner, 'HEARTBEAT_SECONDS', 0.05)
     for rank in (0, 1):
         assert Rendezvous(store, rank, 4)._join(1, report_of(200 + rank), False)
-        arrivals.sign(store, 'answered/1', rank, 4)
-    store.set('coming/1/3', packing.packed(report_of(203)))
+        counters.sign(store, 'answered/1', rank, 4)
+    store.set('coming/1/3', exchange.packed(report_of(203)))
     for rank in (2, 3):
-        arrivals.sign(store, 'here/1', rank, 4)
+        counters.sign(store, 'here/1', rank, 4)
     open_barrier(store, 'full/1')
     found = MissingRanks(store.clone, 4, HANG_S, lambda: True)
     store.wait(['evict/2', 'evict/3'], TIMEOUT)
@@ -109,7 +108,7 @@ def test_rank_that_does_not_search_does_not_connect(
     store: TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise each rank would have another connection to the store in every rendezvous."""
-    monkeypatch.setattr(missing_ranks, 'HEARTBEAT_SECONDS', 0.01)
+    monkeypatch.setattr(rendezvous_runner, 'HEARTBEAT_SECONDS', 0.01)
     asked, connected = threading.Semaphore(0), threading.Event()
     ours = threading.Event()
 
@@ -134,7 +133,7 @@ def test_search_for_absent_ranks_reconnects(
     store: TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The eviction request is repeated, in case the launcher has not received it."""
-    monkeypatch.setattr(missing_ranks, 'HEARTBEAT_SECONDS', 0.05)
+    monkeypatch.setattr(rendezvous_runner, 'HEARTBEAT_SECONDS', 0.05)
     way, connected = Way(store.port), threading.Semaphore(0)
 
     def connect() -> TCPStore:
@@ -156,7 +155,7 @@ def test_search_for_absent_ranks_reconnects(
 def test_search_goes_on_after_an_error_of_this_process(
     store: TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(missing_ranks, 'HEARTBEAT_SECONDS', 0.01)
+    monkeypatch.setattr(rendezvous_runner, 'HEARTBEAT_SECONDS', 0.01)
     tried, connected = threading.Event(), threading.Event()
 
     def connect() -> TCPStore:
@@ -175,9 +174,9 @@ def test_time_of_a_pause_of_the_searching_rank_does_not_count(
     store: TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 1 is late, and was stopped for as long as the searching rank."""
-    monkeypatch.setattr(missing_ranks, 'HEARTBEAT_SECONDS', 0.01)
+    monkeypatch.setattr(rendezvous_runner, 'HEARTBEAT_SECONDS', 0.01)
     clock = Clock()
-    monkeypatch.setattr(missing_ranks, 'time', clock)
+    monkeypatch.setattr(rendezvous_runner, 'time', clock)
     looks = 0
 
     def is_ours() -> bool:
@@ -233,7 +232,7 @@ def test_joined_rank_that_does_not_answer_is_evicted(
     store: TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 2 has stopped while waiting for the last rank; the evicted process is the joined one."""
-    monkeypatch.setattr(missing_ranks, 'HEARTBEAT_SECONDS', 0.05)
+    monkeypatch.setattr(rendezvous_runner, 'HEARTBEAT_SECONDS', 0.05)
     first, second, third = joined(store, range(3))
     waiting = answer([first, second])
     wait_for(store, 2)
@@ -253,16 +252,16 @@ def test_joined_rank_that_does_not_answer_is_evicted(
 def test_rank_that_stops_while_packing_reports_is_evicted(
     store: TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(missing_ranks, 'HEARTBEAT_SECONDS', 0.05)
+    monkeypatch.setattr(rendezvous_runner, 'HEARTBEAT_SECONDS', 0.05)
     stopped, go_on = threading.Event(), threading.Event()
-    gather = gathered_reports.gather
+    gather = exchange.gather
 
     def stop(*args: Any) -> list[bytes]:
         stopped.set()
         go_on.wait()
         return gather(*args)
 
-    monkeypatch.setattr(gathered_reports, 'gather', stop)
+    monkeypatch.setattr(exchange, 'gather', stop)
     first, second, third = joined(store, range(3))
     waiting = answer([first, second])
     wait_for(store, 2)
@@ -282,10 +281,10 @@ def test_round_ends_if_a_rank_stops_before_it_says_that_it_packs(
     store: TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No rank knows which one answered last; the next round shows which one has stopped."""
-    monkeypatch.setattr(missing_ranks, 'HEARTBEAT_SECONDS', 0.05)
+    monkeypatch.setattr(rendezvous_runner, 'HEARTBEAT_SECONDS', 0.05)
     joined(store, range(3))
     for rank in range(3):
-        arrivals.sign(store, 'answered/1', rank, 3)
+        counters.sign(store, 'answered/1', rank, 3)
     found = MissingRanks(store.clone, 3, HANG_S, lambda: True)
     store.wait(['broken/1'], timedelta(seconds=DUE_S))
     assert not store.check(['evictions'])

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import TCPStore
 
-from moevement_ext.membership import gathered_reports, packing
+from moevement_ext.membership import exchange
 from moevement_ext.membership.exchange import Exchange
 from moevement_ext.protect import stage_plan
 
@@ -20,21 +20,21 @@ BOMB = zlib.compress(bytes(64 * LIMIT), 9)
 
 @given(st.binary(max_size=2000))
 def test_packed_bytes_are_unpacked(content: bytes) -> None:
-    assert packing.unpacked(packing.packed(content)) == content
-    assert packing.unpacked(packing.packed(content), len(content)) == content
+    assert exchange.unpacked(exchange.packed(content)) == content
+    assert exchange.unpacked(exchange.packed(content), len(content)) == content
 
 
 @given(st.binary(max_size=200))
 def test_arbitrary_bytes_raise_only_value_errors(content: bytes) -> None:
     try:
-        packing.unpacked(content)
+        exchange.unpacked(content)
     except ValueError:
         pass
 
 
 def test_truncated_value_is_refused() -> None:
     with pytest.raises(ValueError, match='cut off'):
-        packing.unpacked(packing.packed(b'some of a report')[:-3])
+        exchange.unpacked(exchange.packed(b'some of a report')[:-3])
 
 
 def readers() -> dict[str, Callable[[TCPStore], object]]:
@@ -46,12 +46,12 @@ def readers() -> dict[str, Callable[[TCPStore], object]]:
 
     def gathered(store: TCPStore) -> object:
         for rank in range(2):
-            store.set(f'join/{rank}', packing.packed(bytes(LIMIT * 3 // 4)))
-        return gathered_reports.gather(store, ['join/0', 'join/1'])
+            store.set(f'join/{rank}', exchange.packed(bytes(LIMIT * 3 // 4)))
+        return exchange.gather(store, ['join/0', 'join/1'])
 
     def handed_out(store: TCPStore) -> object:
         store.set('exchange/reports/0/0', (1).to_bytes(4) + BOMB)
-        return gathered_reports.handed_out(store)
+        return exchange.handed_out(store)
 
     def plan(store: TCPStore) -> object:
         store.set('plan/1', BOMB)
@@ -60,7 +60,7 @@ def readers() -> dict[str, Callable[[TCPStore], object]]:
     return {
         'exchange': left,
         'all ranks': gathered,
-        'one rank': lambda store: packing.unpacked(BOMB),
+        'one rank': lambda store: exchange.unpacked(BOMB),
         'handed out': handed_out,
         'a plan': plan,
         'plan of a stage': lambda store: stage_plan.unpacked(BOMB),
@@ -69,8 +69,8 @@ def readers() -> dict[str, Callable[[TCPStore], object]]:
 
 @pytest.mark.parametrize('reader', readers())
 def test_decompression_bomb_is_refused(reader: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, 'MOST_BYTES', LIMIT)
-    monkeypatch.setattr(packing, 'MOST_BYTES_OF_ALL', LIMIT)
+    monkeypatch.setattr(exchange, 'MOST_BYTES', LIMIT)
+    monkeypatch.setattr(exchange, 'MOST_BYTES_OF_ALL', LIMIT)
     store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
     with pytest.raises(ValueError, match='more than'):
         readers()[reader](store)

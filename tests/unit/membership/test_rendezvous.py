@@ -12,8 +12,8 @@ import pytest
 from torch.distributed import TCPStore
 
 from moevement_ext.errors import SparseCheckpointError
-from moevement_ext.membership import arrivals, deadline, rendezvous
-from moevement_ext.membership.heartbeats import Heartbeats
+from moevement_ext.membership import barriers, counters, rendezvous
+from moevement_ext.membership.counters import Heartbeats
 from moevement_ext.membership.rendezvous import (
     FencedOut,
     Rendezvous,
@@ -121,7 +121,7 @@ def test_ranks_meet_after_deaths_at_random_moments(
             if launcher.check([f'join/{round}/{rank}']):
                 break  # all ranks of the last turn have joined
             if chance.random() < 0.5:
-                arrivals.sign(
+                counters.sign(
                     launcher, f'here/{round}', rank, WORLD
                 )  # died as soon as it had signed
             else:
@@ -149,7 +149,7 @@ def test_late_rank_with_heartbeats_is_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It finishes a write, and takes several times as long as a silent rank may."""
-    monkeypatch.setattr(deadline, '_BETWEEN_HEARTBEATS_S', 0.5)
+    monkeypatch.setattr(barriers, '_BETWEEN_HEARTBEATS_S', 0.5)
     attempts = attempts_of(connections)
     round = assert_one_new_round(meet_all(attempts))
     looks = [threading.Event() for _ in range(3)]
@@ -181,7 +181,7 @@ def three_times[T](done: threading.Event, look: Callable[[], T], looks: list[T])
 def test_late_rank_without_heartbeats_is_not_waited_for(
     launcher: TCPStore, connections: list[TCPStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(deadline, '_BETWEEN_HEARTBEATS_S', 0.5)
+    monkeypatch.setattr(barriers, '_BETWEEN_HEARTBEATS_S', 0.5)
     attempts = attempts_of(connections)
     round = assert_one_new_round(meet_all(attempts))
     Heartbeats(launcher, round, 3).give()
@@ -349,7 +349,7 @@ def test_replaced_process_is_fenced_out(
         end_round(launcher, failed, 'a rank died before the others had come')
     with pytest.raises(FencedOut, match='rank 1 was replaced'):
         attempts[1].meet(report_of(1), TIMEOUT, after=round)
-    assert not arrivals.has_signed(launcher, f'here/{round + 4}', 1)
+    assert not counters.has_signed(launcher, f'here/{round + 4}', 1)
 
 
 def test_one_of_two_processes_of_a_rank_joins_a_round(

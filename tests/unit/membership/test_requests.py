@@ -13,10 +13,10 @@ import pytest
 from torch.distributed import TCPStore
 
 from moevement_ext.membership import rendezvous, round_watch
-from moevement_ext.membership.gathered_reports import hand_out, handed_out
-from moevement_ext.membership.heartbeats import hear
-from moevement_ext.membership.missing_ranks import MissingRanks
+from moevement_ext.membership.counters import hear
+from moevement_ext.membership.exchange import hand_out, handed_out
 from moevement_ext.membership.rendezvous import Rendezvous, end_round, present_round
+from moevement_ext.membership.rendezvous_runner import MissingRanks
 from moevement_ext.membership.round_watch import Connections, RoundWatch
 from tests.unit.membership.counted_store import CountedStore, Tally
 from tests.unit.membership.large_job import LargeJob

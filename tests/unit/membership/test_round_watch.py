@@ -14,7 +14,7 @@ from torch.distributed import TCPStore
 
 from moevement_ext.errors import EXIT_STUCK
 from moevement_ext.membership import round_watch as detect
-from moevement_ext.membership.heartbeats import Heartbeats, hear
+from moevement_ext.membership.counters import Heartbeats, hear
 from moevement_ext.membership.rendezvous import end_round, present_round, why_broken
 from moevement_ext.membership.round_watch import Connections, RoundWatch
 from tests.support.forks import Forked

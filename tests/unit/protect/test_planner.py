@@ -13,7 +13,7 @@ import torch
 from torch.distributed import TCPStore
 
 from moevement_ext.capture.layout import OperatorSlices, TensorSlice, operator_table
-from moevement_ext.membership.place import Place
+from moevement_ext.membership.rank import Place
 from moevement_ext.memory.window.name import RankIdentity
 from moevement_ext.plan.byte_planner import balanced
 from moevement_ext.plan.replanning import PlanParameters

@@ -16,7 +16,7 @@ import torch
 from moevement_ext import faults
 from moevement_ext.capture.layout import OperatorSlices, TensorSlice
 from moevement_ext.faults import Phase
-from moevement_ext.membership.place import Place
+from moevement_ext.membership.rank import Place
 from moevement_ext.memory.budget import Logged
 from moevement_ext.memory.ledger import LedgerEntry
 from moevement_ext.memory.mapped import Bytes

@@ -134,7 +134,7 @@ def test_windows_stay_if_the_last_barrier_was_ended(
     monkeypatch.setattr(leaving, 'last_acts', acts)
     monkeypatch.setattr(torch.distributed, 'barrier', lambda: None)
     monkeypatch.setattr(ending, 'LastBarrier', MagicMock())
-    monkeypatch.setattr(ending, 'tell_trained', lambda store: None)
+    monkeypatch.setattr(ending, 'write_trained', lambda store: None)
     with pytest.raises(RoundEnded) if isinstance(lost, RoundEnded) else nullcontext():
         job._finish()
     for act in acts:

@@ -15,9 +15,8 @@ from torch.distributed import HashStore, TCPStore
 
 from moevement_ext.config import SparseCheckpointConfig
 from moevement_ext.errors import UserError
-from moevement_ext.membership import heartbeats, packing
-from moevement_ext.membership.arrivals import place_in
-from moevement_ext.membership.heartbeats import Heartbeats
+from moevement_ext.membership import counters, exchange
+from moevement_ext.membership.counters import Heartbeats, place_in
 from moevement_ext.membership.rendezvous import Rendezvous, is_broken, present_round
 from moevement_ext.membership.report import Report, encode
 from moevement_ext.memory.window import settings
@@ -214,19 +213,19 @@ def test_stranger_is_refused_before_it_takes_a_place(
         launched_alike.refuse_stranger(place, stranger, False)
     assert not is_broken(server, present_round(server))
     stop()
-    monkeypatch.setattr(heartbeats, '_SURELY_HEARD_S', 0.0)
+    monkeypatch.setattr(counters, '_SURELY_HEARD_S', 0.0)
     launched_alike.refuse_stranger(place, stranger, False)
 
 
 @pytest.mark.parametrize('launch', ['', 'gone'])
 def test_only_a_survivor_of_this_launch_waits(launch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All may have died while they waited, and a store outside still has a report of theirs."""
-    monkeypatch.setattr(heartbeats, '_SURELY_HEARD_S', 0.0)
+    monkeypatch.setattr(counters, '_SURELY_HEARD_S', 0.0)
     store = HashStore()
     launched_alike.leave(store, RankIdentity('run', 'layout', 0, OWN))
     waits = Report(True, 'a', 1, [], launched='as OWN', details=b'handed over', launch=launch)
     store.add('round', 1)
-    store.set(place_in(1, 0), packing.packed(encode(waits)))  # type: ignore[arg-type]
+    store.set(place_in(1, 0), exchange.packed(encode(waits)))  # type: ignore[arg-type]
     stranger = RankIdentity('run', 'layout', 1, OTHER_SEED)
     place = Rendezvous(store, 1, 2)
     if launch:

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from moevement_ext.membership import failures
-from moevement_ext.membership.launch import of_launch
+from moevement_ext.membership import mailbox
+from moevement_ext.membership.mailbox import of_launch
 from moevement_ext.membership.report import Report
 from moevement_ext.memory.node_store import Death, forget_deaths, noted_deaths
 from moevement_ext.memory.window.name import Window, WindowName
@@ -60,8 +60,8 @@ def recover(launcher: Store, rank: int, verdict: Localized = LOST_STAGE) -> Outa
 
 
 def test_first_survivor_reports_once(launcher: Store, capsys: pytest.CaptureFixture[str]) -> None:
-    failures.tell_end(launcher, 12, 2, 'was killed by SIGKILL')
-    failures.tell_spares(launcher, '1 hot')
+    mailbox.write_death(launcher, 12, 2, 'was killed by SIGKILL')
+    mailbox.write_spares(launcher, '1 hot')
     outages = [recover(launcher, rank) for rank in range(3)]
     assert capsys.readouterr().out == ''  # no rank reports before all have recovered
     for outage in outages * 2:
@@ -74,13 +74,13 @@ def test_first_survivor_reports_once(launcher: Store, capsys: pytest.CaptureFixt
     assert away is not None and float(away[1]) >= 1.5
     assert 'window 3 and the logs on stage 1, their own state on the others' in line
     assert '| verified: 11 operators at iteration 7, differing: 0 | spares left: 1 hot |' in line
-    assert failures.told_recovered(launcher) == line
+    assert mailbox.read_recovery(launcher) == line
 
 
 def test_end_of_another_process_of_the_rank_is_ignored(
     launcher: Store, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    failures.tell_end(launcher, 5, 2, 'was killed by SIGKILL')
+    mailbox.write_death(launcher, 5, 2, 'was killed by SIGKILL')
     recover(launcher, 0).say()
     assert '| rank 2 on n0 died | lost' in capsys.readouterr().out
 
@@ -122,7 +122,7 @@ def whole_job(first: Death | None, capsys: pytest.CaptureFixture[str]) -> str:
 def test_launcher_learns_the_cause_of_a_restart(
     launcher: Store, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    failures.tell_cause(launcher, 1, 3, '(pid 77) was killed by SIGKILL')
+    mailbox.write_cause(launcher, 1, 3, '(pid 77) was killed by SIGKILL')
     out = whole_job(Death(time.time(), 0, 5), capsys)
     assert '| rank 3 (pid 77) was killed by SIGKILL at ' in out and ' s | goes on' in out
 
@@ -147,9 +147,9 @@ def test_the_reason_of_another_start_is_not_believed(
     launcher: Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A store elsewhere outlives a launcher."""
-    failures.tell_cause(launcher, 2, 3, '(pid 77) was killed by SIGKILL')
+    mailbox.write_cause(launcher, 2, 3, '(pid 77) was killed by SIGKILL')
     assert '| the job was launched again | ' in whole_job(None, capsys)
-    failures.tell_cause(of_launch(launcher, 'the one before'), 1, 3, 'was killed by SIGKILL')
+    mailbox.write_cause(of_launch(launcher, 'the one before'), 1, 3, 'was killed by SIGKILL')
     assert '| the job was launched again | ' in whole_job(None, capsys)
 
 

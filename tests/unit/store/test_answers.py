@@ -14,8 +14,9 @@ from torch.distributed import DistError
 
 from moevement_ext.config import ConfigurationError
 from moevement_ext.membership.store_loss import StoreLoss, StoreLost
-from moevement_ext.store import answers, outside
+from moevement_ext.store import answers
 from moevement_ext.store.answers import AnswerWatch, addresses_of, cut_connections, in_time
+from moevement_ext.store.server import connect
 from tests.unit.store.processes import WAIT_S, Server, until
 
 pytestmark = pytest.mark.timed
@@ -165,5 +166,5 @@ def test_stopped_store_counts_as_lost(server: Server, monkeypatch: pytest.Monkey
 
 def test_connecting_to_a_stopped_store_times_out(server: Server) -> None:
     server.stand_still()
-    connecting = Asking(lambda: outside.connect('127.0.0.1', server.port, timedelta(seconds=1)))
+    connecting = Asking(lambda: connect('127.0.0.1', server.port, timedelta(seconds=1)))
     assert isinstance(connecting.ends_with(), ConfigurationError)

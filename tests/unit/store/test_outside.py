@@ -11,9 +11,9 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from moevement_ext.config import ConfigurationError, SparseCheckpointConfig
 from moevement_ext.launch import torchrun
+from moevement_ext.launch.launch_config import flag_value
 from moevement_ext.membership.rendezvous import launcher_store
-from moevement_ext.store.flag import given
-from moevement_ext.store.outside import connect, meet_there
+from moevement_ext.store.server import connect, meet_there
 
 pytestmark = pytest.mark.timed
 
@@ -100,8 +100,8 @@ def test_invalid_flags_are_named(launch: list[str], flags: list[str], named: str
 
 
 def test_last_store_flag_counts() -> None:
-    assert given(['--sparse-ckpt-store', 'a:1', '--x', '--sparse-ckpt-store=b:2']) == 'b:2'
-    assert given(['--x']) is None
+    assert flag_value(['--sparse-ckpt-store', 'a:1', '--x', '--sparse-ckpt-store=b:2']) == 'b:2'
+    assert flag_value(['--x']) is None
 
 
 def test_agents_reach_a_store_over_ipv6() -> None:

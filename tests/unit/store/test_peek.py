@@ -4,7 +4,7 @@
 import pytest
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
-from moevement_ext.store.peek import peek, read_in_parts
+from moevement_ext.store.answers import peek, read_in_parts
 from tests.unit.membership.counted_store import CountedStore, Tally
 
 

@@ -12,8 +12,7 @@ import pytest
 from torch.distributed import DistError
 
 from moevement_ext.config import ConfigurationError
-from moevement_ext.store.outside import connect
-from moevement_ext.store.server import listen
+from moevement_ext.store.server import connect, listen
 from tests.distributed.harness.cluster import ROOT
 from tests.distributed.harness.store import OutsideStore
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moevement_ext.system import affinity
+from moevement_ext.system import process_setup
 
 ADDRESS = '0000:1b:00.0'
 NODE = set(range(16))
@@ -39,9 +39,9 @@ def test_process_is_bound_to_the_allowed_cpus_near_its_gpu(
     chosen: list[tuple[int, set[int]]] = []
     monkeypatch.setattr(os, 'sched_getaffinity', lambda process: allowed)
     monkeypatch.setattr(os, 'sched_setaffinity', lambda *given: chosen.append(given))
-    assert affinity.bind(ADDRESS, tmp_path) == bound
+    assert process_setup.bind(ADDRESS, tmp_path) == bound
     assert chosen == ([] if bound is None else [(0, bound)])
 
 
 def test_cpu_list_of_this_kernel_is_parsed() -> None:
-    assert 0 in affinity.cpus_in(Path('/sys/devices/system/cpu/present').read_text('ascii'))
+    assert 0 in process_setup.cpus_in(Path('/sys/devices/system/cpu/present').read_text('ascii'))

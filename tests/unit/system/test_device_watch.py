@@ -7,9 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from moevement_ext.system import device_watch, nvml
-from moevement_ext.system.device_watch import DeviceWatch
-from moevement_ext.system.nvml import Finding
+from moevement_ext.system import nvml
+from moevement_ext.system.nvml import DeviceWatch, Finding
 from tests.unit.system.conftest import Devices
 
 pytestmark = [pytest.mark.timed, pytest.mark.timeout(120)]
@@ -38,7 +37,7 @@ def test_each_fault_of_each_device_is_reported_once(devices: Devices) -> None:
 def found(
     devices: Devices, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator['queue.SimpleQueue[Finding]']:
-    monkeypatch.setattr(device_watch, '_READ_S', 0.02)
+    monkeypatch.setattr(nvml, '_READ_S', 0.02)
     devices.set(A)
     source = nvml.of_one(A)
     assert source is not None

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from moevement_ext.system import forks
+from moevement_ext.system import process_setup
 from tests.support.readable import readable
 
 pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 PROGRAM = """
 import multiprocessing, os, socket, sys, time
-from moevement_ext.system.forks import isolate_children
+from moevement_ext.system.process_setup import isolate_children
 
 connected = socket.create_connection(('127.0.0.1', int(sys.argv[1])))
 if sys.argv[2] == 'on':
@@ -43,7 +43,7 @@ time.sleep(60)
 GARBAGE = """
 import gc, os, threading, torch
 import torch.distributed as dist
-from moevement_ext.system.forks import isolate_children
+from moevement_ext.system.process_setup import isolate_children
 
 isolate_children()
 gc.disable()  # what is garbage at the fork is up to chance otherwise
@@ -123,7 +123,7 @@ def test_descriptors_of_connections_are_not_reused() -> None:
     with socket.create_server(('127.0.0.1', 0)) as server:
         pid = os.fork()
         if pid == 0:
-            forks._drop_connections()
+            process_setup._drop_connections()
             file = os.open(os.devnull, os.O_RDONLY)
             kept = file != server.fileno() and os.path.samestat(
                 os.fstat(server.fileno()), os.stat(os.devnull)

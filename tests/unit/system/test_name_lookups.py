@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import pytest
 
-from moevement_ext.system.name_lookups import ask_again_soon
+from moevement_ext.system.process_setup import ask_again_soon
 
 
 @pytest.mark.parametrize(

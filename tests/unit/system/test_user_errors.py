@@ -7,7 +7,7 @@ import pytest
 from moevement_ext.config import ConfigurationError
 from moevement_ext.errors import EXIT_USER_ERROR, HostMemoryError, SparseCheckpointError
 from moevement_ext.memory.holder_lock import StoreInUseError
-from moevement_ext.system.user_errors import in_one_line
+from moevement_ext.system.leaving import in_one_line
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from moevement_ext.membership.exchange import Exchange
 from moevement_ext.membership.rank import Rank
 from moevement_ext.memory.window.name import RankIdentity
 from moevement_ext.protect.statistics import Figures
-from moevement_ext.system.forks import isolate_children
+from moevement_ext.system.process_setup import isolate_children
 from tests.distributed.harness.ports import free_port
 from tests.support.forks import context
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from moevement_ext.launch.child import FdLoop
 from moevement_ext.launch.hosts import SlurmStarter
 from moevement_ext.launch.launch_config import LaunchConfig
-from moevement_ext.launch.loop import FdLoop
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.reservation import ReservedPages
 from tests.unit.memory.samples import tmpfs_directory

@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Messages between a launcher and its workers, in the store of the job.
+
+A store may outlive a launch, and messages of an earlier launch refer to processes that are gone. So
+a launcher draws a random name for each launch, and all keys below begin with it. Workers pass the
+store of the job; the launcher passes the part of its own launch.
+
+Written by workers: `memory` (directory of the run's host memory), `survivors` (set if workers
+survive the death of another worker), `finished/<rank>` (process number and exit status of a
+finished rank, which needs no replacement even if its process is killed), `joining/<rank>` (process
+number of a rank that joins the other ranks, which detect a hang from then on), `files/<rank>`
+(files that a rank keeps in host memory), `files` (number of such reports), `needed` (number of
+ranks without which the job cannot go on), `recovered` (one line about the newest recovery),
+`evict/<rank>` (number of a hanging process that the launcher is to kill), `evictions` (number of
+these requests: the launcher reads it several times a second, and the keys of its ranks only when it
+has changed).
+
+Written by the launcher: `ended/<process>` (time and cause of the death of this process), `cause`
+(the same for the death that restarted all workers, with the number of that restart), `spares` (the
+remaining spares).
+"""
+
+import os
+import secrets
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from torch.distributed import PrefixStore, Store
+
+VARIABLE = 'MOEVEMENT_LAUNCH'
+"""Environment variable of workers with the name of the launch. A launcher that reads nothing from
+the store, such as torchrun, does not set it."""
+PROCESS = 'MOEVEMENT_PROCESS'
+"""Environment variable of a worker with its number; that launcher draws it, else the worker."""
+
+
+def own_launch() -> str:
+    """Name of this process's launch; empty if it has none."""
+    return os.environ.get(VARIABLE, '')
+
+
+def own_process() -> int:
+    """Number of this process: a random one, as each container counts process ids from 1."""
+    return int(os.environ.setdefault(PROCESS, new_process()))
+
+
+def new_process() -> str:
+    return str(secrets.randbits(63))
+
+
+def of_launch(store: Store, launch: str) -> Store:
+    """The part of a store with the messages of a launch."""
+    return PrefixStore(f'launch/{launch}', store) if launch else store
+
+
+_EVICTIONS = 'evictions'
+
+
+def evict(store: Store, rank: int, process: int, launch: str | None = None) -> None:
+    """Ask the launcher of a hanging rank to kill this process.
+
+    `store` belongs to the job; `launch` is the launch of that process, None for the present one.
+    """
+    store = of_launch(store, own_launch() if launch is None else launch)
+    store.set(_evict_key(rank), str(process))
+    store.add(_EVICTIONS, 1)
+
+
+def evictions(store: Store) -> int:
+    """Number of requests so far; costs one store request.
+
+    Called by the launcher, with the part of the store of its launch.
+    """
+    return store.add(_EVICTIONS, 0)
+
+
+def take_eviction(store: Store, rank: int) -> int | None:
+    """Remove and return the number of the process to kill, if any. Called by the launcher."""
+    if not store.check([_evict_key(rank)]):
+        return None
+    process = int(store.get(_evict_key(rank)))
+    store.delete_key(_evict_key(rank))
+    return process
+
+
+def _evict_key(rank: int) -> str:
+    return f'evict/{rank}'
+
+
+_RECOVERED = 'recovered'
+_CAUSE = 'cause'
+_SPARES = 'spares'
+
+
+class End(NamedTuple):
+    """The death of a process, as its launcher saw it."""
+
+    at: float
+    """Seconds since the epoch."""
+    rank: int
+    how: str
+    """For example `was killed by SIGKILL`."""
+
+
+def write_death(store: Store, process: int, rank: int, how: str) -> None:
+    """Record a death that the launcher saw; the rank or the whole job is about to restart."""
+    store.set(_ended(process), _encoded(rank, how))
+
+
+def read_death(store: Store, process: int) -> End | None:
+    """How this process died; None if the launcher has not recorded it."""
+    return _decoded(store, _ended(process))
+
+
+def write_cause(store: Store, restarts: int, rank: int, how: str) -> None:
+    """Record that this death causes the restart of all workers, number `restarts`."""
+    store.set(_CAUSE, f'{restarts} {_encoded(rank, how)}')
+
+
+def read_cause(store: Store, restarts: int) -> End | None:
+    """The death that caused restart number `restarts` of all workers; None if unknown."""
+    return _decoded(store, _CAUSE, f'{restarts} ')
+
+
+def write_spares(store: Store, left: str) -> None:
+    """Record, in words, the spares that can replace the next lost worker or node."""
+    store.set(_SPARES, left)
+
+
+def read_spares(store: Store) -> str:
+    return store.get(_SPARES).decode() if store.check([_SPARES]) else ''
+
+
+def write_recovery(store: Store, line: str) -> None:
+    """Record the outcome of a recovery in one line; called by one rank."""
+    store.set(_RECOVERED, line)
+
+
+def read_recovery(store: Store) -> str:
+    """Outcome of the newest recovery; empty if there was none."""
+    return store.get(_RECOVERED).decode() if store.check([_RECOVERED]) else ''
+
+
+def _encoded(rank: int, how: str) -> str:
+    return f'{time.time():.3f} {rank} {how}'
+
+
+def _decoded(store: Store, key: str, prefix: str = '') -> End | None:
+    if not store.check([key]):
+        return None
+    text = store.get(key).decode()
+    if not text.startswith(prefix):
+        return None
+    at, rank, how = text.removeprefix(prefix).split(' ', 2)
+    return End(float(at), int(rank), how)
+
+
+def _ended(process: int) -> str:
+    return f'ended/{process}'
+
+
+_MEMORY = 'memory'
+_SURVIVORS = 'survivors'
+_FILES = 'files'
+_NEEDED = 'needed'
+
+
+def write_memory(store: Store, directory: Path) -> None:
+    """Report the directory of the run's host memory, the same on all nodes."""
+    # Paths may contain bytes that are not UTF-8.
+    _own(store).set(_MEMORY, os.fsencode(directory))  # type: ignore[arg-type]
+
+
+def read_memory(store: Store) -> Path | None:
+    return Path(os.fsdecode(store.get(_MEMORY))) if store.check([_MEMORY]) else None
+
+
+def write_files(store: Store, rank: int, files: bytes) -> None:
+    """Report the files that this rank keeps in host memory; each rank once per run attempt."""
+    own = _own(store)
+    own.set(f'{_FILES}/{rank}', files)  # type: ignore[arg-type]
+    own.add(_FILES, 1)
+
+
+def read_files(store: Store, world_size: int) -> list[bytes] | None:
+    """Return the reported files by rank; None until all ranks have reported."""
+    if store.add(_FILES, 0) < world_size:
+        return None
+    files = [f'{_FILES}/{rank}' for rank in range(world_size)]
+    # A replaced rank counts twice, so that some ranks may not have reported yet.
+    return store.multi_get(files) if store.check(files) else None
+
+
+def write_needed_ranks(store: Store, ranks: int) -> None:
+    """Report that the job ends, and can continue with `ranks` ranks."""
+    _own(store).set(_NEEDED, str(ranks))
+
+
+def read_needed_ranks(store: Store) -> int | None:
+    """The number of ranks that the job needs; None if no worker reported it."""
+    return int(store.get(_NEEDED)) if store.check([_NEEDED]) else None
+
+
+def write_survivors(store: Store) -> None:
+    """Report that the other workers survive the death of a worker until it is replaced."""
+    _own(store).set(_SURVIVORS, '1')
+
+
+def write_trained(store: Store) -> None:
+    """Report that training has ended, so that no dead worker can be replaced alone any more."""
+    _own(store).delete_key(_SURVIVORS)
+
+
+def read_survivors(store: Store) -> bool:
+    """True if a dead worker can be replaced alone; otherwise all workers must restart."""
+    return store.check([_SURVIVORS])
+
+
+def write_joining(store: Store, rank: int) -> None:
+    _own(store).set(_joining(rank), str(own_process()))
+
+
+def read_joining(store: Store, rank: int) -> int | None:
+    """Return the number of the newest process of `rank` that joined the others, or None."""
+    return int(store.get(_joining(rank))) if store.check([_joining(rank)]) else None
+
+
+def write_finished(store: Store, rank: int, code: int) -> None:
+    """Report that this process is done and will end with exit status `code`."""
+    _own(store).set(_finished(rank), f'{own_process()} {code}')
+
+
+def read_finished(store: Store, rank: int, process: int) -> int | None:
+    """Return the exit status that this process of `rank` announced, or None."""
+    if not store.check([_finished(rank)]):
+        return None
+    teller, _, code = store.get(_finished(rank)).decode().partition(' ')
+    return int(code) if int(teller) == process else None  # else an earlier process announced it
+
+
+def _own(store: Store) -> Store:
+    return of_launch(store, own_launch())
+
+
+def _joining(rank: int) -> str:
+    return f'joining/{rank}'
+
+
+def _finished(rank: int) -> str:
+    return f'finished/{rank}'
