@@ -3,7 +3,7 @@
 
     python -m tools.compatibility --write
 
-The sources are the rules in `megatron/moevement/job/compatibility`, and the requirements in
+The sources are `megatron/moevement/job/flags.py`, and the requirements in
 setup.py and the Dockerfile. Without --write the page is printed. To check the flags of one job, use
 `tools.check`.
 """
@@ -14,9 +14,8 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from megatron.moevement.job.compatibility.refused_flags import REFUSED
-from megatron.moevement.job.compatibility.rule import Rule
-from megatron.moevement.job.compatibility.whole_job_flags import WHOLE_JOB
+from megatron.moevement.job.flag_rules import Rule
+from megatron.moevement.job.flags import NO_BIT, REFUSED, WHOLE_JOB
 
 from .lab.arguments import Parser
 from .lab.tables import markdown
@@ -68,9 +67,8 @@ With all others only the stages that lost a worker replay, and every bit is as i
 happened. Without `--untie-embeddings-and-output-weights` the first and the last pipeline stage
 share weights, and replay together if one of them lost a worker: with two stages, that is the whole
 job. Every flag is part of the run's identity, including flags that a later Megatron adds: a job
-that is started with another value finds its windows refused, by the name of the flag. Those that
-cannot change a bit (logging, paths, intervals of dense checkpoints, exits) may differ from start to
-start.
+that is started with another value finds its windows refused, by the name of the flag.
+[Some](#may-differ) cannot change a bit, and may differ from start to start.
 
 `moevement check -- <flags>` reports how a job with these flags would be treated, without
 starting it.
@@ -99,6 +97,7 @@ def document() -> str:
             _HEAD,
             f'## Refused\n\n{_rules(REFUSED)}',
             f'## Whole job only\n\n{textwrap.fill(_LENGTHS, _WIDTH)}\n\n{_rules(WHOLE_JOB)}',
+            f'## May differ\n\n{_indifferent()}',
             _versions(),
         )
     )
@@ -130,6 +129,17 @@ def _rules(rules: Iterable[Rule]) -> str:
     return markdown(('Flag', 'Why', 'Instead'), cells)
 
 
+def _indifferent() -> str:
+    """A row for each reason why settings change no bit, with the flags that upstream has."""
+    return markdown(
+        ('About', 'Settings'),
+        [
+            (about, ', '.join(f'`{name}`' for name in names.split()))
+            for about, names in NO_BIT.items()
+        ],
+    )
+
+
 def _condition(rule: Rule) -> str:
     return ' '.join(filter(None, (f'`{rule.flag}`', rule.values.words, rule.when.words)))
 
@@ -138,7 +148,7 @@ def _remedies(rules: Sequence[Rule]) -> str:
     """The remedies; where rules with one reason differ, with the flags of each remedy."""
     flags: dict[str, list[str]] = {}
     for rule in rules:
-        flags.setdefault(rule.remedy, []).append(f'`{rule.flag}`')
+        flags.setdefault(rule.instead, []).append(f'`{rule.flag}`')
     if len(flags) == 1:
         return next(iter(flags))
     return '; '.join(f'{", ".join(named)}: {remedy}' for remedy, named in flags.items())

@@ -9,9 +9,8 @@ layout.
 The digests cover flags only. `run_settings` holds the flags by name, the content of files (see
 `named_files`), versions and environment variables (see `computing`).
 
-Every setting counts except those named here, which cannot change a bit of training; a new flag of
-upstream counts until it is known to have no effect on bits. The parallel layout has a separate
-digest, so that a refusal can state whether run or layout differ.
+Every setting counts except those that cannot change a bit of training (see `flags`). The parallel
+layout has a separate digest, so that a refusal can state whether run or layout differ.
 
 `--train-iters` counts (`--train-samples` likewise): the learning rate decays over it by default,
 weight decay grows over it, and upstream shuffles datasets over as many epochs as all samples of the
@@ -33,71 +32,11 @@ import xxhash
 
 from megatron.moevement.facts import Settings
 from megatron.moevement.job import computing, named_files, placing
+from megatron.moevement.job.flags import LAYOUT, MAY_CHANGE, counts
 from moevement_ext.config import MOEVEMENT, OFF, SparseCheckpointConfig, slurm_run_id
 from moevement_ext.memory.shelf import directory_of
 from moevement_ext.memory.window.name import RankIdentity
 from moevement_ext.memory.window.settings import Placed, RunSettings, Table, bounded
-
-_DENSE_CHECKPOINTS = (
-    'save load save_interval save_retain_interval non_persistent_save_interval '
-    'non_persistent_ckpt_type non_persistent_global_ckpt_dir non_persistent_local_ckpt_dir '
-    'non_persistent_local_ckpt_algo exit_on_missing_checkpoint ckpt_format auto_detect_ckpt_format '
-    'ckpt_fully_parallel_save ckpt_fully_parallel_load ckpt_fully_parallel_load_exchange_algo '
-    'ckpt_fully_parallel_save_process_group ckpt_fully_parallel_load_process_group '
-    'ckpt_fully_parallel_save_deprecated ckpt_assume_constant_structure '
-    'ckpt_load_validate_sharding_integrity dist_ckpt_strictness dist_ckpt_workers use_dist_ckpt '
-    'use_dist_ckpt_deprecated dist_ckpt_format_deprecated dist_ckpt_optim_fully_reshardable '
-    'distrib_optim_fully_reshardable_mem_efficient async_save async_strategy '
-    'use_persistent_ckpt_worker async_ckpt_cpu_priority async_ckpt_io_priority '
-    'async_ckpt_use_cpu_shm replication replication_jump replication_factor verify_integrity '
-    'no_save_optim no_save_rng'
-).split()
-_LOGGING = (
-    'log_interval log_params_norm log_throughput log_progress log_num_zeros_in_grad '
-    'log_timers_to_tensorboard log_loss_scale_to_tensorboard log_validation_ppl_to_tensorboard '
-    'log_memory_to_tensorboard log_memory_interval log_device_memory_used '
-    'log_world_size_to_tensorboard log_energy log_straggler timing_log_level timing_log_option '
-    'barrier_with_L1_time tensorboard_dir tensorboard_log_interval tensorboard_queue_size '
-    'logging_level wandb_project wandb_exp_name wandb_save_dir wandb_entity enable_one_logger '
-    'one_logger_project one_logger_run_name one_logger_async app_tag_run_name app_tag_run_version '
-    'moe_per_layer_logging config_logger_dir dump_param_to_param_group_map straggler_ctrlr_port '
-    'straggler_minmax_count disable_straggler_on_startup result_rejected_tracker_filename timers '
-    'moe_routing_trace_path moe_routing_trace_max_training_iters '
-    'moe_routing_trace_capture_logits moe_routing_trace_capture_hidden_states '
-    'moe_routing_trace_dump_weights'
-).split()
-_PROFILING = (
-    'profile profile_step_start profile_step_end profile_ranks use_pytorch_profiler '
-    'pytorch_profiler_collect_shapes pytorch_profiler_collect_callstack '
-    'pytorch_profiler_collect_chakra record_memory_history memory_snapshot_path record_shapes '
-    'nvtx_ranges run_workload_inspector_server flight_recorder_dump_path '
-    'flight_recorder_trace_buffer_size flight_recorder_dump_on_timeout '
-    'flight_recorder_include_stack_trace flight_recorder_include_only_active '
-    'flight_recorder_extra_dump_on_exec'
-).split()
-_HOST = (
-    'data_cache_path object_storage_cache_path mmap_bin_files num_workers '
-    'num_dataset_builder_threads dataloader_fast_cache_load dataloader_defer_npy_index_mmap '
-    'manual_gc manual_gc_interval manual_gc_eval empty_unused_memory_level enable_msc '
-    'disable_msc_deprecated'
-).split()
-_LAUNCH = (
-    'rank local_rank timeout distributed_timeout_minutes exit_interval exit_duration_in_mins '
-    'exit_signal exit_signal_handler exit_signal_handler_for_dataloader '
-    'exit_signal_handler_for_training distributed_timeout_seconds_after_init '
-    'use_gloo_process_groups train_sync_interval check_weight_hash_across_dp_replicas_interval '
-    'adlr_autoresume adlr_autoresume_interval enable_ft_package calc_ft_timeouts '
-    'ft_num_warmup_iters fault_injector_ranks fault_injector_num_ranks fault_injector_fault_types '
-    'fault_injector_fault_probabilities fault_injector_fault_delay fault_injector_mtti_seconds '
-    'fault_injector_offset_seconds fault_injector_delay_start_iteration fault_injector_seed'
-).split()
-# Progress of training, not its definition; and settings that set-up derives from the data.
-_PROGRESS = (
-    'iteration curr_iteration consumed_train_samples consumed_valid_samples skipped_train_samples '
-    'num_floating_point_operations_so_far do_train do_valid do_test '
-    '_is_global_batch_size_explicitly_specified'  # the size itself counts
-).split()
-INDIFFERENT = frozenset((*_DENSE_CHECKPOINTS, *_LOGGING, *_PROFILING, *_HOST, *_LAUNCH, *_PROGRESS))
 
 # With one of these flags, training does not continue the dense checkpoint's run: it begins a new
 # one.
@@ -109,37 +48,6 @@ ARGUMENTS = 'sparse_ckpt_arguments'
 count, as some may change no bit; a difference is reported."""
 
 _PLAIN = (type(None), bool, float, str, bytes, torch.dtype, torch.device, PurePath, timedelta)
-
-LAYOUT = frozenset(
-    (
-        'world_size data_parallel_size tensor_model_parallel_size pipeline_model_parallel_size '
-        'transformer_pipeline_model_parallel_size virtual_pipeline_model_parallel_size '
-        'num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank '
-        'pipeline_model_parallel_layout decoder_first_pipeline_num_layers '
-        'decoder_last_pipeline_num_layers num_layers_in_first_pipeline_stage '
-        'num_layers_in_last_pipeline_stage account_for_embedding_in_pipeline_split '
-        'account_for_loss_in_pipeline_split expert_model_parallel_size expert_tensor_parallel_size '
-        'context_parallel_size hierarchical_context_parallel_sizes sequence_parallel '
-        'num_distributed_optimizer_instances use_tp_pp_dp_mapping '
-        'tensor_parallel_num_weight_shards expert_tensor_parallel_num_weight_shards '
-        'gtp_weight_remat_size expert_gtp_weight_remat_size'
-    ).split()
-)
-
-
-MAY_CHANGE = frozenset(
-    (
-        'use_distributed_optimizer overlap_grad_reduce overlap_param_gather '
-        'overlap_param_gather_with_optimizer_step align_grad_reduce align_param_gather '
-        'ddp_bucket_size ddp_num_buckets ddp_pad_buckets_for_high_nccl_busbw '
-        'ddp_average_in_collective overlap_p2p_comm overlap_p2p_comm_warmup_flush batch_p2p_comm '
-        'microbatch_group_size_per_vp_stage defer_embedding_wgrad_compute wgrad_deferral_limit '
-        'recompute_granularity recompute_method recompute_num_layers recompute_modules '
-        'distribute_saved_activations inprocess_active_world_size'
-    ).split()
-)
-"""Settings of the run that decide how a layout works, not what is trained: sharding of the
-optimizer, overlap, buckets, recomputation. Upstream derives some of them from the layout."""
 
 
 def run_identity(settings: Settings, run_id: str) -> str:
@@ -165,11 +73,6 @@ def _counting(settings: Settings) -> dict[str, object]:
     if not found.get('group_query_attention'):
         found.pop('num_query_groups', None)
     return found
-
-
-def counts(name: str) -> bool:
-    """True unless a setting cannot change what training computes, or belongs to the layout."""
-    return name not in INDIFFERENT | LAYOUT and not name.startswith('sparse_ckpt')
 
 
 def training_identity(settings: Settings, run_id: str) -> str:

@@ -12,7 +12,7 @@ from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writ
 
 from megatron.moevement.facts import Counters, JobFacts, Settings
 from megatron.moevement.job import computing
-from megatron.moevement.job.compatibility.rule import number
+from megatron.moevement.job.flag_rules import number
 from moevement_ext.events import JobDescribed
 from moevement_ext.memory.node_store import holds_windows
 from moevement_ext.protect.checkpointer import SparseCheckpointer

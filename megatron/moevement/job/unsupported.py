@@ -1,21 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configurations that sparse checkpointing refuses, or recovers only by restarting all workers.
 
-Applies the rules in `compatibility`. The start of a job reports the first match;
+Applies the rules in `flags`. The start of a job reports the first match;
 `megatron/moevement/checking.py` reports all, in the same words.
 """
 
 import megatron.core
 
 from megatron.moevement.facts import Settings
-from megatron.moevement.job.compatibility.precision import (
-    FP8,
-    keeps_fp8_masters,
-    leaves_scales_of_others,
-)
-from megatron.moevement.job.compatibility.refused_flags import REFUSED
-from megatron.moevement.job.compatibility.whole_job_flags import WHOLE_JOB
 from megatron.moevement.job.computing import release_of
+from megatron.moevement.job.flag_rules import FP8, keeps_fp8_masters, leaves_scales_of_others
+from megatron.moevement.job.flags import REFUSED, WHOLE_JOB
 from megatron.moevement.seams.patches import CHECKED_VERSION
 from moevement_ext.config import ConfigurationError
 
@@ -23,7 +18,7 @@ from moevement_ext.config import ConfigurationError
 def refusals(settings: Settings) -> list[str]:
     """Flags with state that sparse checkpointing does not capture or replay, each with a remedy."""
     return [
-        f'--sparse-ckpt does not support {rule.shown(settings)}: {rule.remedy}; {rule.reason}.'
+        f'--sparse-ckpt does not support {rule.shown(settings)}: {rule.instead}; {rule.reason}.'
         for rule in REFUSED
         if rule.applies(settings)
     ]
@@ -42,7 +37,7 @@ def refuse_unsupported(settings: Settings) -> None:
 def whole_job_reasons(settings: Settings) -> list[str]:
     """Flags that exclude a localized recovery, each with a remedy."""
     return [
-        f'{rule.shown(settings)}: {rule.reason}; for a localized recovery {rule.remedy}'
+        f'{rule.shown(settings)}: {rule.reason}; for a localized recovery {rule.instead}'
         for rule in WHOLE_JOB
         if rule.applies(settings)
     ]

@@ -19,6 +19,7 @@ from megatron.moevement.arguments import add_arguments
 from megatron.moevement.checking import as_first_rank, fewest_ranks, parser, told, validated
 from megatron.moevement.facts import Settings, UpstreamArguments
 from megatron.moevement.job import identity
+from megatron.moevement.job.flags import INDIFFERENT, LAYOUT, MAY_CHANGE
 from megatron.moevement.seams import without_gpu
 from moevement_ext.errors import UserError
 from moevement_ext.memory.window import settings
@@ -100,7 +101,7 @@ def for_one_rank(flags: Sequence[str], run: UpstreamArguments, output: Path) -> 
     with as_first_rank(flags, 1):
         args: UpstreamArguments = upstream.parse_args(add_arguments)
         known = {action.dest for action in given._actions}
-        reset = identity.INDIFFERENT | identity.LAYOUT | identity.MAY_CHANGE
+        reset = INDIFFERENT | LAYOUT | MAY_CHANGE
         plain = sorted((reset & known) - {_SHARDED})
         vars(args).update({name: given.get_default(name) for name in plain})
         vars(args).update(without_gpu_settings(given), **_LEFT_OUT)

@@ -5,8 +5,7 @@ import argparse
 import importlib.metadata
 from collections import Counter
 
-from megatron.moevement.job.compatibility.refused_flags import REFUSED
-from megatron.moevement.job.compatibility.whole_job_flags import WHOLE_JOB
+from megatron.moevement.job.flags import REFUSED, WHOLE_JOB
 from megatron.moevement.seams import cpu_device
 from tools import compatibility
 
@@ -16,7 +15,7 @@ from megatron.training.arguments import add_megatron_arguments  # noqa: E402
 
 from megatron.moevement.arguments import add_arguments  # noqa: E402
 
-LONGEST_PAGE = 120
+LONGEST_PAGE = 135
 
 
 def options() -> dict[str, list[str]]:

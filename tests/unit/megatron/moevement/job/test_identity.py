@@ -18,6 +18,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
 from torch.distributed import HashStore
 
+from megatron.moevement.job import flags as flags_known
 from megatron.moevement.job import identity
 from megatron.moevement.seams import cpu_device
 from moevement_ext.config import SparseCheckpointConfig
@@ -164,11 +165,11 @@ def test_other_checkpoint_to_start_from_is_another_run(defaults: Namespace, flag
 
 def test_every_flag_counts_unless_listed(defaults: Namespace) -> None:
     """A flag that upstream adds is in no list, so it counts."""
-    named = identity.INDIFFERENT | identity.LAYOUT
+    named = flags_known.INDIFFERENT | flags_known.LAYOUT
     defaults = Namespace(**{**vars(defaults), 'group_query_attention': True})
     for name in vars(defaults).keys() - {'sparse_ckpt_strategy'}:  # tested below
         changed = _identities(_changed(defaults, name)) != _identities(defaults)
-        indifferent = name in identity.INDIFFERENT or name.startswith('sparse_ckpt')
+        indifferent = name in flags_known.INDIFFERENT or name.startswith('sparse_ckpt')
         assert changed is not indifferent, name
     assert _identities(Namespace(**vars(defaults), new_flag=1)) != _identities(defaults)
     flags = {*vars(defaults), 'timeout', 'timers'}
@@ -343,7 +344,7 @@ def test_configurations_lack_the_flags_of_upstreams_trainer() -> None:
     assert '--async-save' in str(not_localized({**settings, 'async_save': True}))
 
 
-@each('name', sorted(identity.LAYOUT | identity.MAY_CHANGE))
+@each('name', sorted(flags_known.LAYOUT | flags_known.MAY_CHANGE))
 def test_layout_flags_keep_the_training_identity(defaults: Namespace, name: str) -> None:
     known = Namespace(**{name: None, **vars(defaults)})  # validation sets some of them
     changed = _changed(known, name)

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from megatron.moevement.job import computing, identity, named_files
+from megatron.moevement.job import flags as flags_known
 from moevement_ext.memory.window.settings import Differences, decode, differences, encode
 from tests.unit.megatron.moevement.job.test_identity import _parser, parsed
 
@@ -74,7 +75,7 @@ def test_every_flag_that_may_name_a_file_is_classified() -> None:
         for action in _parser()._actions
         if action.nargs != 0 and action.type in (None, str) and not action.choices
     }
-    found = {name for name in takes_text if _of_parser(name) and identity.counts(name)}
+    found = {name for name in takes_text if _of_parser(name) and flags_known.counts(name)}
     assert found - _NO_FILES <= known, sorted(found - _NO_FILES - known)
     assert {'tokenizer_model', 'data_args_path', 'spec'} <= found
 
@@ -189,9 +190,9 @@ def test_changed_file_of_an_unknown_flag_is_doubtful(tmp_path: Path) -> None:
     path = tmp_path / 'mine'
     path.write_text('one')
     args = Namespace(curriculum=str(path), save=str(path), rank=0)
-    before = named_files.other_files(vars(args), identity.counts)
+    before = named_files.other_files(vars(args), flags_known.counts)
     path.write_text('two')
-    after = named_files.other_files(vars(args), identity.counts)
+    after = named_files.other_files(vars(args), flags_known.counts)
     assert list(before) == list(after) == [f'--curriculum {path}'] and before != after
 
 

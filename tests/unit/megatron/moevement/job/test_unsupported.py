@@ -11,13 +11,8 @@ import pytest
 import torch
 from megatron.core import fp8_utils
 
-from megatron.moevement.job.compatibility.precision import (
-    WITHOUT_ADAM,
-    WITHOUT_ENGINE,
-)
-from megatron.moevement.job.compatibility.refused_flags import REFUSED
-from megatron.moevement.job.compatibility.rule import Rule
-from megatron.moevement.job.compatibility.whole_job_flags import WHOLE_JOB
+from megatron.moevement.job.flag_rules import WITHOUT_ADAM, WITHOUT_ENGINE, Rule
+from megatron.moevement.job.flags import REFUSED, WHOLE_JOB
 from megatron.moevement.job.unsupported import hazard, not_localized, refuse_unsupported
 from moevement_ext.config import ConfigurationError
 from tests.stand_ins.fused_adam import FusedAdam
@@ -137,7 +132,7 @@ def test_refused_flag_is_named_with_the_remedy(rule: Rule, monkeypatch: pytest.M
         refuse_unsupported(given(rule))
     message = str(refused.value)
     assert message.startswith(f'--sparse-ckpt does not support {rule.flag}')
-    assert rule.remedy in message and '\n' not in message
+    assert rule.instead in message and '\n' not in message
 
 
 def test_elastic_job_names_its_batch() -> None:
@@ -167,7 +162,7 @@ def test_whole_job_flag_is_named_with_the_remedy(
         refuse_unsupported(settings)
         reason = not_localized(settings)
         assert reason is not None and reason.startswith(rule.flag)
-        assert rule.remedy in reason and '\n' not in reason
+        assert rule.instead in reason and '\n' not in reason
 
 
 def test_default_flags_need_only_gloo_groups_disabled_for_localized_recovery() -> None:
