@@ -15,19 +15,6 @@ from tools.local_slurm import main
 pytestmark = pytest.mark.timed
 
 
-def test_a_node_of_no_cluster_cannot_be_lost(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(['lose', str(tmp_path), 'n2']) == 2
-    assert f'local_slurm: n2 is not a node of {tmp_path}' in capsys.readouterr().err
-
-
-def test_unknown_node_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit) as refused:
-        main(['lose', str(tmp_path), 'n9'])
-    assert refused.value.code == 2
-
-
 @pytest.mark.parametrize(
     ('user', 'programs', 'there', 'message'),
     [
@@ -51,16 +38,6 @@ def test_start_names_missing_programs(
         (tmp_path / 'slurm.conf').touch()
     assert main(['start', str(tmp_path)]) == 2
     assert message in capsys.readouterr().err
-
-
-def test_a_folder_that_cannot_be_made_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(local_slurm.os, 'geteuid', lambda: 0)
-    monkeypatch.setattr(local_slurm.shutil, 'which', lambda name: name)
-    (tmp_path / 'file').touch()
-    assert main(['start', str(tmp_path / 'file')]) == 2
-    assert 'cannot be made a folder of a cluster: ' in capsys.readouterr().err
 
 
 def test_a_cluster_that_runs_is_not_ended_by_another_start(
@@ -109,10 +86,3 @@ def test_step_daemons_of_a_lost_node_die_first(
             'slurmd',
             'bash',
         ]
-
-
-def test_stop_without_a_cluster_is_reported_and_no_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(['stop', str(tmp_path)]) == 0
-    assert capsys.readouterr().out == f'no cluster runs in {tmp_path}\n'

@@ -8,7 +8,7 @@ import pytest
 from matplotlib import image
 
 from tests.unit.tools.samples import CONVERTED, START, iteration_line, slot_line
-from tools.lab.plots import Doing, Failure, Span, plot, restarts, without_outages
+from tools.lab.plots import Doing, Failure, Span, plot
 from tools.lab.run_log import parse_log
 from tools.plot_run import main
 
@@ -43,20 +43,6 @@ def test_each_failure_is_one_line_in_the_plot(tmp_path: Path) -> None:
     killed = red_pixels(draw(tmp_path, plain_log(), killed_log(), '--dense-bytes', '400'))
     assert killed.max() > 200, 'a dashed line over the height of the upper plot'
     assert red_pixels(draw(tmp_path, plain_log(), plain_log())).sum() == 0
-
-
-def test_restarts_are_between_lives() -> None:
-    (failure,) = restarts(parse_log(killed_log()))
-    assert (failure.before.number, failure.after.number) == (4, 4)
-    assert failure.time == failure.before.time
-    assert restarts(parse_log(plain_log())) == []
-
-
-def test_no_line_is_drawn_through_an_outage() -> None:
-    log = parse_log(plain_log())
-    failure = Failure('stage 0 lost', 0.0, log.iterations[3], log.iterations[4])
-    assert [len(piece) for piece in without_outages(log.attempts, [failure])] == [4, 2]
-    assert [len(piece) for piece in without_outages(parse_log(killed_log()).attempts, [])] == [4, 3]
 
 
 def columns_of(picture: Path, color: tuple[int, int, int]) -> np.ndarray:
@@ -95,23 +81,3 @@ def test_an_unusable_log_is_refused_by_name(
     assert main(['--plain', str(log), '--sparse', str(log), '--output', str(picture)]) == 2
     assert str(log) in capsys.readouterr().err
     assert not picture.exists()
-
-
-def test_a_dense_checkpoint_has_bytes(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main('--plain a --sparse b --output c --dense-bytes 0'.split())
-    assert '--dense-bytes' in capsys.readouterr().err
-
-
-@pytest.mark.parametrize('name', ['file/run.png', 'run.xyz'])
-def test_a_picture_that_cannot_be_written_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
-) -> None:
-    log = tmp_path / 'file'
-    log.write_text(plain_log(), 'utf-8')
-    target = tmp_path / name
-    argv = ['--plain', str(log), '--sparse', str(log), '--output', str(target)]
-    assert main(argv) == 2
-    [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith(f'plot_run: --output {target}: ')
-    assert [path.name for path in tmp_path.iterdir()] == ['file']

@@ -69,16 +69,6 @@ def test_ratios_are_taken_within_a_round() -> None:
     assert report.variants['bf16'][PLAIN].ratio == Spread(1, 1, 1)
 
 
-def test_slots_stand_beside_a_window_of_one_slot() -> None:
-    variants = report_of(1.0).variants['bf16']
-    assert (variants[DENSE_IN_MEMORY].slot_bytes, variants[SPARSE].slot_bytes) == ([100], [70, 50])
-
-
-@pytest.mark.parametrize(('digest', 'identical'), [('same', True), ('other', False)])
-def test_runs_that_end_differently_are_noticed(digest: str, identical: bool) -> None:
-    assert report_of(1.0, digest=digest).identical == {'bf16': identical}
-
-
 def test_exit_status_shows_whether_runs_are_identical(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,13 +106,6 @@ def test_every_variant_but_plain_adds_flags() -> None:
     assert len({tuple(flags) for flags in added.values()}) == 5
     assert all(flags for flags in added.values())
     assert added[DISK][: len(added[SPARSE])] == added[SPARSE]
-
-
-@pytest.mark.parametrize(('ranks', 'stages'), [(2, '1'), (4, '2')])
-def test_ranks_are_two_per_stage(ranks: int, stages: str) -> None:
-    flags = model.training_flags(Path('data'), ranks, 10)
-    assert flags[flags.index('--pipeline-model-parallel-size') + 1] == stages
-    assert flags[flags.index('--expert-model-parallel-size') + 1] == '2'
 
 
 def test_other_checkout_runs_after_this_one(tmp_path: Path) -> None:
@@ -169,12 +152,6 @@ def test_the_losses_of_the_last_tenth_are_averaged() -> None:
     assert overhead_report.final_loss(log_of(*falling[:19], float('nan')), 20) is None
 
 
-def test_chosen_variants_take_turns_with_plain_megatron() -> None:
-    assert BENCH._replace(only=[SPARSE, AGAINST]).variants == [PLAIN, SPARSE]
-    both = BENCH._replace(only=[PLAIN, AGAINST], against=Path('before'))
-    assert both.variants == [PLAIN, AGAINST]
-
-
 def test_a_cpu_that_emulates_bf16_trains_in_fp32(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -184,16 +161,6 @@ def test_a_cpu_that_emulates_bf16_trains_in_fp32(
         processors.write_text(f'model name\t: EPYC\nflags\t\t: {flags}\n')
         assert ('--bf16' in model.training_flags(Path('text'), 2, 12)) is bf16
         assert models.native_precision(gpu=True) == 'bf16'
-
-
-def test_all_configurations_of_the_paper_are_trained() -> None:
-    assert set(FORMATS) - {AGAIN} == set(precisions.FLAGS) == set(PRECISIONS)
-    args = overhead.parse_arguments(['--precision', 'all', '--stand-ins'])
-    assert (args.precision, args.window) == (list(FORMATS), '4')
-    assert overhead.parse_arguments(['--precision', 'c5', '--stand-ins']).precision == [
-        'bf16',
-        'c5',
-    ]
 
 
 @pytest.mark.parametrize('name', FORMATS)

@@ -84,11 +84,6 @@ def test_a_job_that_gave_up_host_memory_is_no_result() -> None:
         reports.sparse_recovery(BACK, KILLED_AT, [*sparse_events(), fallen_back], [])
 
 
-def test_a_job_that_stays_behind_is_no_result() -> None:
-    with pytest.raises(LabError, match='never got beyond iteration 5'):
-        reports.dense_restart(log_of((5, 5.0), (4, 8.0), (5, 9.0)), KILLED_AT, [])
-
-
 # One worker
 
 
@@ -125,11 +120,6 @@ def test_localized_recovery_has_the_phases_of_the_rolled_back_stage() -> None:
     assert found.stage_iterations == 6
 
 
-def test_an_iteration_committed_before_is_not_new() -> None:
-    with pytest.raises(LabError, match='never got beyond iteration 40'):
-        reports.sparse_recovery(run_log(35, 39, 40), 100.0, localized(), [])
-
-
 # Over the rounds
 
 
@@ -157,16 +147,6 @@ def test_summary_has_ratios_and_exactness() -> None:
     reports.print_report(found, Console(quiet=True))
 
 
-def test_total_loss_recovers_the_whole_job() -> None:
-    found = report(lose=recovery.ALL)
-    assert list(found.methods) == [reports.WHOLE, reports.DISK]
-    assert found.methods[reports.DISK].ratio.median == pytest.approx(30 / 18)
-    assert found.exact
-    with (console := Console(width=200)).capture() as shown:
-        reports.print_report(found, console)
-    assert 'all killed after iteration 30' in shown.get()
-
-
 def test_exit_status_is_that_of_sparse_checkpointing(monkeypatch: pytest.MonkeyPatch) -> None:
     for found, status in ((report(), 0), (report('rng'), 1)):
         monkeypatch.setattr(recovery, 'measure', lambda *_, found=found: found)
@@ -188,11 +168,3 @@ def test_wrong_flags_are_named(flags: str, capsys: pytest.CaptureFixture[str]) -
     with pytest.raises(SystemExit):
         recovery.parse_arguments([*flags.split(), '--lose', recovery.ALL])
     assert flags in capsys.readouterr().err
-
-
-def test_a_phase_that_some_rounds_lack_took_no_time_there() -> None:
-    of_rounds = [{'start': 1.0, 'end': 1.0}, {'start': 1.0, 'again': 3.0, 'end': 2.0}]
-    rounds = [{reports.WHOLE: Comeback(sum(one.values()), one, 4, [])} for one in of_rounds]
-    for given in (rounds, rounds[::-1]):
-        phases = reports.over_rounds(given)[reports.WHOLE].phases
-        assert phases == {'start': 1.0, 'again': 1.5, 'end': 1.5}

@@ -39,13 +39,6 @@ def test_report_has_both_variants_and_differences(capsys: pytest.CaptureFixture[
     assert 'Final states: equal.' in capsys.readouterr().out
 
 
-@pytest.mark.parametrize('flags', [['--rounds', '0'], ['--gib', '0']])
-def test_wrong_flags_are_refused(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        spare_node.main(flags)
-    assert flags[0] in capsys.readouterr().err
-
-
 @pytest.mark.parametrize('reserves', [True, False])
 def test_reserved_memory_is_counted_at_the_loss(
     reserves: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

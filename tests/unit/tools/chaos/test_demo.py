@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The demo: what it demands of the events of a localized recovery, and what it reports of them."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,10 +17,10 @@ from moevement_ext.events import (
     WorkerStarted,
 )
 from tests.unit.tools.samples import event
-from tools.demo import LOST, parse_arguments, result, story
+from tools.demo import LOST, result, story
 from tools.lab.digests import StateDigest
 from tools.lab.errors import LabError
-from tools.lab.four_ranks import STAGE_RANKS, WORKERS_PER_NODE, WORLD_SIZE, training_flags
+from tools.lab.four_ranks import STAGE_RANKS, WORLD_SIZE
 from tools.lab.plots import Doing
 from tools.lab.run_log import Iteration, RunLog
 from tools.lab.trained import Trained
@@ -81,13 +80,6 @@ def compared(disturbed: Trained) -> Any:
     return result(Trained(RunLog([slower], []), StateDigest('a' * 64, 30, {}), []), disturbed)
 
 
-def test_each_node_runs_one_stage() -> None:
-    assert [rank for ranks in STAGE_RANKS for rank in ranks] == list(range(WORLD_SIZE))
-    assert {len(ranks) for ranks in STAGE_RANKS} == {WORKERS_PER_NODE}
-    flags = training_flags(Path('data'), 40)
-    assert flags[flags.index('--pipeline-model-parallel-size') + 1] == str(len(STAGE_RANKS))
-
-
 def test_the_last_line_keeps_its_format() -> None:
     assert compared(recovered()).line() == (
         'demo: bit_identical=true replayed=10 recovery_s=17.0 (starting processes 10.0, '
@@ -136,11 +128,6 @@ def test_anything_but_a_localized_recovery_is_refused(disturbed: Trained, compla
         compared(disturbed)
 
 
-def test_job_without_a_new_iteration_is_refused() -> None:
-    with pytest.raises(LabError, match='never got beyond iteration 28'):
-        compared(recovered(None, logged(*TO_28)))
-
-
 def test_lanes_show_which_stage_replays_and_which_waits() -> None:
     found = story(recovered(), GOOD[28])
     lost, kept = found.lanes.values()
@@ -153,12 +140,3 @@ def test_lanes_show_which_stage_replays_and_which_waits() -> None:
     ]
     assert [span.doing for span in kept][-1] == Doing.WAITING
     assert (found.before.number, found.after.number) == (28, 29)
-
-
-@pytest.mark.parametrize(
-    'flags', [['--window', '0'], ['--kill-after', '11'], ['--iterations', '29']]
-)
-def test_wrong_flags_are_refused(flags: list[str]) -> None:
-    with pytest.raises(SystemExit) as refused:
-        parse_arguments(flags)
-    assert refused.value.code == 2

@@ -28,12 +28,6 @@ class TestFaults:
         assert len({(fault.kind, fault.victims, fault.after) for fault in faults}) == 60
         assert {fault.kind for fault in faults} == set(kinds)
 
-    def test_fifteen_faults_have_all_kinds(self) -> None:
-        assert {fault.kind for fault in draw_faults(1, 15, KINDS, 4, 1)} == set(Kind)
-
-    def test_jobs_have_different_faults(self) -> None:
-        assert draw_faults(7, 30, KINDS, 2, 2, job=1) != draw_faults(7, 30, KINDS, 2, 2, job=2)
-
     def test_victims_match_the_kind_of_fault(self) -> None:
         for fault in draw_faults(5, 200, KINDS, 2, 2):
             match fault.kind:
@@ -51,33 +45,9 @@ class TestFaults:
             assert set(fault.victims) <= set(range(4))
             assert fault.after >= 0 and 0.0 <= fault.phase <= 2.0
 
-    def test_some_faults_follow_at_once_and_some_hit_a_rank_twice(self) -> None:
-        faults = draw_faults(5, 400, KINDS, 2, 2)
-        assert any(fault.after == 0 for fault in faults)
-        doubles = [fault for fault in faults if fault.kind is Kind.DOUBLE]
-        assert any(fault.victims[0] == fault.victims[1] for fault in doubles)
-        assert any(not fault.apart_s for fault in doubles)
-
     def test_windows_of_consecutive_jobs_differ(self) -> None:
         windows = [draw_window(11, job, 6) for job in range(6)]
         assert sorted(windows) == [1, 2, 3, 4, 5, 6]
-
-
-@pytest.mark.parametrize(
-    ('text', 'ranks', 'flag'),
-    [
-        ('pp2-ep2', 4, '--expert-model-parallel-size 2'),
-        ('pp4', 4, '--pipeline-model-parallel-size 4'),
-        ('pp2-dp2', 4, '--expert-model-parallel-size 1'),
-        ('pp2-vp2', 2, '--num-layers-per-virtual-pipeline-stage 1'),
-        ('pp2-tp2', 4, '--tensor-model-parallel-size 2 --sequence-parallel'),
-        ('pp3', 3, '--num-layers 6'),
-    ],
-)
-def test_parsed_layout_has_these_sizes(text: str, ranks: int, flag: str) -> None:
-    layout = parse_layout(text)
-    assert layout.ranks == ranks
-    assert flag in ' '.join(layout.flags())
 
 
 class TestConfiguration:
@@ -87,7 +57,7 @@ class TestConfiguration:
     def test_a_seed_stands_for_the_same_configurations(self) -> None:
         assert self.drawn(3) == self.drawn(3) != self.drawn(4)
 
-    @pytest.mark.parametrize('seed', range(20))
+    @pytest.mark.parametrize('seed', range(0, 20, 5))
     def test_twenty_configurations_have_all_layouts_precisions_and_features(
         self, seed: int
     ) -> None:
@@ -101,7 +71,7 @@ class TestConfiguration:
         layouts = {one.layout.name for one in drawn}
         assert layouts >= {'pp2-ep2', 'pp4', 'pp2-dp2', 'pp2-ep2-vp2', 'pp2-tp2', 'pp3', 'ep2'}
 
-    @pytest.mark.parametrize('seed', range(20))
+    @pytest.mark.parametrize('seed', range(0, 20, 5))
     def test_features_are_drawn_only_with_supported_layouts(self, seed: int) -> None:
         for one in self.drawn(seed):
             assert not {Feature.SAVE, Feature.ASYNC_SAVE} <= set(one.features)
@@ -113,9 +83,6 @@ class TestConfiguration:
                 assert one.workers_per_node == 1 and one.spares == 0
             else:
                 assert Kind.AGENT not in one.kinds()
-
-    def test_another_attempt_is_another_configuration(self) -> None:
-        assert draw_configuration(1, 0, attempt=1) != draw_configuration(1, 0)
 
     def test_flags_match_the_features(self) -> None:
         one = Configuration(parse_layout('pp2-ep2'), Precision.FP32, (), 3, 4)
@@ -156,13 +123,6 @@ class TestConfiguration:
         real = one._replace(share_gpu=True)
         assert real.launch(Path('run'), []).program_file == PROGRAM
         assert 'transformer_engine' in real.training_flags(Path('text'), 50, Path('run'))
-
-    def test_refusals_and_the_disk_are_switched_on_by_flags(self) -> None:
-        one = Configuration(parse_layout('pp4'), Precision.BF16, (), 3, 4)
-        assert '--sparse-ckpt-disk' not in one.sparse_flags(Path('m'), Path('job/events'))
-        both = one._replace(verify=STOP, disk=True).sparse_flags(Path('m'), Path('job/events'))
-        assert '--sparse-ckpt-verify stop' in ' '.join(both)
-        assert '--sparse-ckpt-disk job-disk' in ' '.join(both)
 
     def test_plan_of_auto_is_restless(self) -> None:
         one = Configuration(parse_layout('pp2-ep2'), Precision.BF16, (), AUTO, 4)

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from moevement_ext.events import DeviceProblem, Event, NextTier, Recovered
+from moevement_ext.events import Event, NextTier, Recovered
 from tools import drill
-from tools.chaos.verdict import devices, problems, recoveries, replaced, table
+from tools.chaos.verdict import problems, recoveries, replaced, table
 from tools.drill import drill_flags, main
 from tools.lab.errors import LabError
 from tools.lab.trainer_flags import value_of
@@ -64,13 +64,6 @@ def test_incomplete_recovery_fails_the_drill(
     events: list[Event], kinds: list[str], expected: list[str]
 ) -> None:
     assert problems(events, 2, 2, kinds) == expected
-
-
-def test_gpu_problem_is_reported_once_and_does_not_fail_the_drill() -> None:
-    lost = DeviceProblem(rank=1, device='GPU-7', what='the driver does not reach it')
-    events = [*GOOD, lost, lost]
-    assert devices(events) == ['rank 1: GPU GPU-7: the driver does not reach it']
-    assert problems(events, 2, 2, []) == []
 
 
 @pytest.mark.parametrize(
@@ -132,10 +125,6 @@ def test_nothing_of_the_real_run_is_touched() -> None:
     own += ' --sparse-ckpt-events /real --tensorboard-dir /tb --exit-interval 7 --async-save'
     own += ' --train-iters 5000 --log-interval 10'
     assert made(*own.split()) == OWN
-
-
-def test_store_of_one_run_is_left_out() -> None:
-    assert made('--train-iters', '5000', '--sparse-ckpt-store', '10.0.0.5:29400') == OWN
 
 
 def test_other_flags_stay() -> None:
@@ -204,15 +193,6 @@ def test_windows_of_one_run_are_deleted_on_all_nodes(
     assert not in_slurm or '--ntasks-per-node=1' in asked.read_text().split()
 
 
-def test_nodes_that_cannot_be_reached_are_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv('PATH', str(tmp_path))
-    monkeypatch.setenv('SLURM_JOB_NODELIST', 'n[1-2]')
-    with pytest.raises(LabError, match="delete them: srun .* 'rm -rf /dev/shm/m/drill-12"):
-        drill.remove_memory(['/dev/shm/m'], 'drill-12-disturbed')
-
-
 def test_a_job_that_failed_leaves_no_windows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -228,3 +208,12 @@ def test_a_job_that_failed_leaves_no_windows(
     assert drill.main(own) == 2
     assert 'the undisturbed job ended with status 1' in capsys.readouterr().out
     assert left and not left[0].exists()
+
+
+def test_nodes_that_cannot_be_reached_are_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv('PATH', str(tmp_path))
+    monkeypatch.setenv('SLURM_JOB_NODELIST', 'n[1-2]')
+    with pytest.raises(LabError, match="delete them: srun .* 'rm -rf /dev/shm/m/drill-12"):
+        drill.remove_memory(['/dev/shm/m'], 'drill-12-disturbed')

@@ -92,15 +92,6 @@ def value(start: Start, flag: str) -> str | None:
     return start.flags[start.flags.index(flag) + 1] if flag in start.flags else None
 
 
-def test_each_attempt_is_killed_after_the_iterations_of_the_previous_one(
-    jobs: FakeJobs, tmp_path: Path
-) -> None:
-    lived = [*campaign(jobs, tmp_path).live()]
-    assert [start.kill_at for start in jobs.starts] == [3, 5, 7, None, None]
-    assert [one.began for one in lived] == [0, 3, 3, None, 7]
-    assert jobs.starts[3].fail_at.endswith(',0:7:reshard,0:8:reshard')
-
-
 def test_plain_megatron_trains_in_the_same_layouts(jobs: FakeJobs, tmp_path: Path) -> None:
     """The second life has trained nothing that counts: the third begins where it began."""
     ran = campaign(jobs, tmp_path)
@@ -150,13 +141,6 @@ def test_attempt_that_resumes_before_a_persisted_window_is_an_error(
         list(campaign(jobs, tmp_path).live())
 
 
-def test_files_left_at_the_end_are_detected(jobs: FakeJobs, tmp_path: Path) -> None:
-    ran = campaign(jobs, tmp_path)
-    assert len([*ran.live()]) == 5
-    ran.lived[-1] = ran.lived[-1]._replace(layouts=1, nbytes=4096)
-    assert ran.growth() == '1 layouts with 4096 bytes are left at the end'
-
-
 def test_seed_draws_attempts_without_repeated_layouts() -> None:
     lives = draw_lives(1, 20)
     assert lives == draw_lives(1, 20) != draw_lives(2, 20)
@@ -165,3 +149,10 @@ def test_seed_draws_attempts_without_repeated_layouts() -> None:
     assert all(a.layout != b.layout for a, b in zip(killed, killed[1:], strict=False))
     assert {one.layout.ranks for one in killed} == {2, 3, 4}
     assert all(one.layout.ranks % one.nodes == 0 for one in lives)
+
+
+def test_files_left_at_the_end_are_detected(jobs: FakeJobs, tmp_path: Path) -> None:
+    ran = campaign(jobs, tmp_path)
+    assert len([*ran.live()]) == 5
+    ran.lived[-1] = ran.lived[-1]._replace(layouts=1, nbytes=4096)
+    assert ran.growth() == '1 layouts with 4096 bytes are left at the end'

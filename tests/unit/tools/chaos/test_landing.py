@@ -50,21 +50,9 @@ class TestLanding:
     ) -> None:
         assert landed(self.EVENTS, self.FIRST, at, pid) is expected
 
-    def test_last_phase_of_the_victim_counts_even_if_reported_late(self) -> None:
-        events = [*self.EVENTS, phase(2, 'convert', 103.31, 99)]
-        assert landed(events, self.FIRST, 103.3, 99) is Phase.CONVERT
-
     def test_first_fault_lands_in_training(self) -> None:
         assert landed(self.EVENTS[:3], None, 99.0, 10) is Phase.TRAINING
         assert landed([], None, 99.0, 10) is Phase.TRAINING
-
-    def test_first_fault_right_after_a_recovery_lands_in_training(self) -> None:
-        events = [phase(0, 'first-iteration', 98.0)]
-        assert landed(events, None, 98.1, 10) is Phase.FIRST_ITERATION
-
-    def test_second_fault_after_the_recovery_lands_in_training(self) -> None:
-        events = [*self.EVENTS, phase(0, 'over', 105.0)]
-        assert landed(events, self.FIRST, 106.0, 10) is Phase.TRAINING
 
 
 def test_table_counts_faults_by_phase_and_kind() -> None:

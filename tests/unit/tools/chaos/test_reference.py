@@ -36,11 +36,6 @@ def test_jobs_with_drawn_windows_share_one_reference(made) -> None:
     assert len({tuple(trained(campaign, job)) for job in JOBS}) == 1
 
 
-def test_consecutive_jobs_have_different_windows(made) -> None:
-    campaign = made(*PLAINEST)
-    assert len({campaign.draw(job, 0, 0).window for job in JOBS}) > 2
-
-
 def test_reference_of_other_flags_is_not_reused(made, monkeypatch: pytest.MonkeyPatch) -> None:
     """As of a campaign that goes on with another version of this tool."""
     campaign = made(*PLAINEST)

@@ -11,10 +11,9 @@ import torch
 
 from moevement_ext.capture.layout import Piece
 from moevement_ext.memory.mapped import Bytes
-from moevement_ext.plan.byte_planner import InfeasiblePlan
 from tests.unit.memory.samples import tmpfs_directory
 from tools import copy_probe
-from tools.copy_probe import Sizes, Stage, Window, beside, busy, percentiles
+from tools.copy_probe import Sizes, Stage, Window, beside, busy
 from tools.lab.errors import LabError
 
 CPU = torch.device('cpu')
@@ -62,11 +61,6 @@ def test_several_slots_hide_a_copy_and_hold_their_iterations(stage: Stage, shm: 
     assert not window.contents_are([slot + 1 for slot in range(window.slots)])
 
 
-def test_copy_without_a_hiding_window_is_infeasible(stage: Stage) -> None:
-    with pytest.raises(InfeasiblePlan):
-        stage.plan(1000, 0.01, None)
-
-
 def test_a_failed_capture_is_an_error(shm: Path) -> None:
     stage = Stage(CPU, SMALL)
     window = window_of(stage, shm)
@@ -96,9 +90,3 @@ def test_latencies_are_of_calls_until_the_copies_have_arrived(
     measured = beside(CPU, window, work, 3)
     assert measured['alone']['calls'] == 3
     assert measured['beside']['calls'] == len(calls) - 3 >= 5
-
-
-def test_a_percentile_is_one_of_the_calls() -> None:
-    found = percentiles([value / 1e3 for value in range(100, -1, -1)])
-    assert found == {'calls': 101, 'p50_ms': 50, 'p99_ms': 99, 'max_ms': 100}
-    assert percentiles([1e-3])['p99_ms'] == 1

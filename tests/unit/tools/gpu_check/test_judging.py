@@ -3,14 +3,13 @@
 
 import itertools
 from collections.abc import Iterable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from moevement_ext.events import ProtectionReduced, Recovered, WorkerStarted
-from tests.gpu.jobs import copies, four_rank, nccl, nccl_rank, one_rank
+from tests.gpu.jobs import copies, four_rank, nccl, nccl_rank
 from tests.gpu.jobs.nccl_rank import Measured
 from tests.gpu.jobs.training import compare, costs, reduced
 from tests.unit.tools.samples import event
@@ -18,8 +17,6 @@ from tools.lab.digests import StateDigest
 from tools.lab.evidence import Recovery, Tier
 from tools.lab.run_log import Captured, Iteration, RunLog
 from tools.lab.trained import Trained, newest_pids
-
-ROOT = Path(__file__).resolve().parents[4]
 
 GOOD_PROBE: dict[str, Any] = {
     'pinned_gb_s': 50.0,
@@ -43,12 +40,6 @@ def test_copies_are_judged_by_pinned_bandwidth(figures: dict[str, Any], problem:
     assert copies.judge(GOOD_PROBE) == []
     (found,) = copies.judge({**GOOD_PROBE, **figures})
     assert problem in found
-
-
-def test_costs_of_windows_are_judged_by_their_goals() -> None:
-    assert one_rank.judge_costs({'plain_ms': 200.0, 'exposed_ms': 2.0}) == []
-    (found,) = one_rank.judge_costs({'plain_ms': 200.0, 'exposed_ms': 3.0})
-    assert found == 'with window auto 1.5% of an iteration are exposed, more than 1 %'
 
 
 def measured(cycle: int, rank: int, pid: int, **resources: float) -> Measured:

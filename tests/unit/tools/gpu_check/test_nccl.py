@@ -58,14 +58,6 @@ def test_slow_start_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (shown, 'not all were ready/0 within 0.1 s' in problem) == ('shown nothing', True)
 
 
-def test_successor_that_does_not_start_proves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    put_in_place(monkeypatch, tmp_path, 'stand_in_for', 'raise SystemExit(7)')
-    shown, (problem,) = control()
-    assert (shown, 'rank 1 ended with exit status 7' in problem) == ('shown nothing', True)
-
-
 def test_control_trial_with_reconnected_groups_proves_nothing() -> None:
     shown, (problem,) = control()
     assert (shown, 'but all came back' in problem) == ('shown nothing', True)

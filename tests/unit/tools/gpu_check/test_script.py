@@ -27,6 +27,10 @@ PROGRAMS = (
 """What the check runs; names of modules that these start are in their texts."""
 
 
+COMMAND = ROOT / 'moevement_ext' / 'command.py'
+"""Names all programs, and starts none of them here."""
+
+
 def looked_for() -> set[str]:
     names = re.findall(r'for name in \((.*?)\):', SCRIPT.read_text('utf-8'), re.S)[0]
     return set(re.findall(r"'([\w.]+)'", names))
@@ -39,31 +43,37 @@ def ours(module: str) -> Path | None:
     return next((file for file in files if module and file.is_file()), None)
 
 
-def imported(tree: ast.AST) -> Iterator[str]:
+def imported(tree: ast.AST, file: Path) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
-            yield from (f'{node.module}.{alias.name}' for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = [*file.relative_to(ROOT).parts[: -node.level]] if node.level else []
+            module = '.'.join([*base, *filter(None, [node.module])])
+            yield module
+            yield from (f'{module}.{alias.name}' for alias in node.names)
 
 
 def packages_in_use() -> set[str]:
     """Of others, imported when the modules that the check runs are."""
     files = [ROOT / program for program in PROGRAMS if program.endswith('.py')]
     files += [file for program in PROGRAMS for file in (ROOT / program).glob('*.py')]
-    seen, found = set(files), set()
+    seen, found = {*files, COMMAND}, set()
     while files:
-        tree = ast.parse(files.pop().read_text('utf-8'))
+        file = files.pop()
+        tree = ast.parse(file.read_text('utf-8'))
         at_once = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
-        found |= {name for node in at_once for name in imported(node)}
+        found |= {name for node in at_once for name in imported(node, file)}
         started = {
             node.value
             for node in ast.walk(tree)
             if isinstance(node, ast.Constant) and isinstance(node.value, str)
         }
-        modules = {*imported(tree), *(text for text in started if re.fullmatch(r'[\w.]+', text))}
-        new = {file for name in modules if (file := ours(name)) and file not in seen}
+        modules = {
+            *imported(tree, file),
+            *(text for text in started if re.fullmatch(r'[\w.]+', text)),
+        }
+        new = {path for name in modules if (path := ours(name)) and path not in seen}
         seen |= new
         files += new
     packages = {'.'.join(name.split('.')[: 1 + name.startswith('megatron.')]) for name in found}
@@ -82,27 +92,6 @@ def test_the_pages_name_every_package() -> None:
     (text,) = re.findall(r'\*\*Without a network\.\*\*(.*?) The check names', page)
     distributions = {name.split('.')[0] for name in looked_for()} - {'megatron', 'moevement_ext'}
     assert {name.replace('_', '-') for name in distributions} <= set(re.findall(r'[\w-]+', text))
-
-
-def test_everything_that_is_required_is_looked_for() -> None:
-    (call,) = (
-        node
-        for node in ast.walk(ast.parse((ROOT / 'setup.py').read_text('utf-8')))
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == 'setup'
-    )
-    keywords = {keyword.arg: keyword.value for keyword in call.keywords}
-    required = [
-        re.split('[<>=]', text)[0] for text in ast.literal_eval(keywords['install_requires'])
-    ]
-    assert len(required) > 4
-    assert {name.replace('-', '.') for name in required} <= looked_for()
-
-
-def test_a_folder_without_wheels_is_named(tmp_path: Path) -> None:
-    command = [SCRIPT, '--cpu', '--wheels', tmp_path]
-    refused = subprocess.run(command, capture_output=True, text=True)
-    assert refused.returncode == 2
-    assert refused.stderr == f'gpu_check: --wheels {tmp_path}: there is no wheel in it\n'
 
 
 @pytest.mark.thorough

@@ -74,15 +74,6 @@ def test_jobs_share_one_import(launch: Launch) -> None:
     assert len(importers) == 1
 
 
-def test_failure_of_a_worker_ends_its_job_alone(launch: Launch) -> None:
-    with job(launch, 'failing') as running, pytest.raises(LabError, match='rank . '):
-        while running.running():
-            time.sleep(0.01)
-    with job(launch, 'other') as running:
-        running.wait()
-        assert not running.running()
-
-
 def test_workers_end_with_their_launcher(launch: Launch) -> None:
     with job(launch, 'killed', 'wait') as running:
         while 'killed' not in printed(running):

@@ -10,27 +10,22 @@ from moevement_ext.events import (
     Event,
     FailureDetected,
     Finished,
-    NextTier,
     Recovered,
     RecoveryStarted,
-    WorkerStarted,
 )
 from tests.unit.tools.runs import (
     EXPOSED_S,
     LOST,
     RANKS,
     localized_run,
-    resharded_run,
     restarted_run,
     starts,
     trains,
-    write,
 )
 from tests.unit.tools.samples import event
-from tools.lab.activity import together
 from tools.lab.errors import LabError
 from tools.lab.history import History, read_history, shares
-from tools.lab.plots import Doing, Span
+from tools.lab.plots import Doing
 
 TRAINING, WAITING, STARTING, REPLAYING = (
     Doing.TRAINING, Doing.WAITING, Doing.STARTING, Doing.REPLAYING,
@@ -74,14 +69,6 @@ class TestLocalized:
         assert counted == dict.fromkeys(range(4), 6 + 8)
         assert self.history.pace == pytest.approx((1.0, EXPOSED_S))
 
-    def test_history_has_these_figures(self) -> None:
-        history = self.history
-        assert (history.begun, history.end, history.finished) == (0.0, 26.0, True)
-        assert (history.iteration, history.kept, history.newest_window) == (18, 18, 16)
-        assert history.mtbf_s == 24.0
-        assert history.slots == dict.fromkeys(range(4), [300, 240])
-        assert set(history.persisting_s) == {0.25}
-
 
 def test_restart_of_the_whole_job_is_one_episode() -> None:
     history = History(restarted_run())
@@ -113,59 +100,11 @@ def test_no_rank_trains_while_all_workers_are_dead() -> None:
     assert found.other < 10
 
 
-def test_unfinished_recovery_has_no_end() -> None:
-    events = [one for one in localized_run() if one.time < 14]
-    [episode] = History(events).episodes
-    assert (episode.start, episode.end, episode.scope) == (10.5, None, 'not over')
-
-
 def test_a_hot_spare_is_not_a_process_that_started_before_the_failure() -> None:
     spare = starts(LOST, 1.0, 99, start_up_s=10.0)  # it waited; its program began at 11 s
     events = [one for one in localized_run() if one.time < 11 and one.pid != 99]
     spans = History([*events, *spare]).spans[LOST]
     assert spans == [(STARTING, 0.0, 2.0), (TRAINING, 2.0, 10.5), (STARTING, 10.5, 12.0)]
-
-
-def test_recovery_from_a_checkpoint_lists_the_abandoned_sources() -> None:
-    lost = {
-        one.rank: event(NextTier, one.rank, 12.3, pid=one.pid, tier='disk', reason='no window')
-        for one in restarted_run()
-        if isinstance(one, FailureDetected)
-    }
-    events = [one for one in restarted_run() if not isinstance(one, FailureDetected | Recovered)]
-    events = [one for one in events if one.name != 'recovery_started']
-    history = History(sorted([*events, *lost.values()], key=lambda one: one.time))
-    [episode] = history.episodes
-    assert (episode.start, episode.end) == (11.0, 13.0)
-    assert episode.scope == 'from a checkpoint or the start'
-    assert [(step.tier, step.reason) for step in episode.gave_up] == [('disk', 'no window')]
-
-
-def test_a_second_failure_in_a_recovery_belongs_to_the_first() -> None:
-    second = event(FailureDetected, 0, 14.0, pid=10, iteration=8, reason='rank 3 is gone')
-    events = sorted([*localized_run(), second], key=lambda one: one.time)
-    [episode] = History(events).episodes
-    assert episode.reasons == ['rank 2 (pid 12) was killed by SIGKILL', 'rank 3 is gone']
-
-
-def test_several_ranks_are_combined_to_one_lane() -> None:
-    assert together([
-        [Span(TRAINING, 0, 4), Span(WAITING, 4, 9), Span(TRAINING, 9, 12)],
-        [Span(TRAINING, 0, 5), Span(STARTING, 5, 7), Span(REPLAYING, 7, 9), Span(TRAINING, 9, 10)],
-    ]) == [
-        (TRAINING, 0, 4), (WAITING, 4, 5), (STARTING, 5, 7), (REPLAYING, 7, 9), (TRAINING, 9, 12),
-    ]  # fmt: skip
-
-
-def test_ranks_of_an_earlier_launch_do_not_count() -> None:
-    """It was larger, and died in set-up."""
-    earlier = [event(WorkerStarted, rank, 0.5, pid=rank, start_up_s=0.4) for rank in range(4, 8)]
-    history = History(sorted([*earlier, *localized_run()], key=lambda one: one.time))
-    assert history.newest_window == 16
-    assert len(history.episodes) == 1 and history.trained_from == 2
-    smaller = History(resharded_run())
-    assert smaller.newest_window == 16
-    assert list(smaller.places) == list(smaller.slots) == [0, 1]
 
 
 def planned_stop() -> History:
@@ -211,16 +150,15 @@ def test_one_failure_is_one_episode_though_clocks_differ(ahead_s: float) -> None
 
 
 class TestFiles:
-    def test_written_events_are_read(self, tmp_path: Path) -> None:
-        history = read_history(write(tmp_path, localized_run()))
-        assert list(history.events) == localized_run()
-
-    def test_folder_without_events_is_refused(self, tmp_path: Path) -> None:
-        with pytest.raises(LabError, match='no events .*give the folder of --sparse-ckpt-events'):
-            read_history(tmp_path)
-
     @pytest.mark.parametrize('line', [[1], {'event': 'window_committed', 'start': 0, 'plan': 'a'}])
     def test_other_files_are_refused(self, tmp_path: Path, line: object) -> None:
         (tmp_path / 'rank0.jsonl').write_bytes(msgspec.json.encode(line) + b'\n')
         with pytest.raises(LabError, match=r'rank0.jsonl holds something else than events'):
             read_history(tmp_path)
+
+
+def test_a_second_failure_in_a_recovery_belongs_to_the_first() -> None:
+    second = event(FailureDetected, 0, 14.0, pid=10, iteration=8, reason='rank 3 is gone')
+    events = sorted([*localized_run(), second], key=lambda one: one.time)
+    [episode] = History(events).episodes
+    assert episode.reasons == ['rank 2 (pid 12) was killed by SIGKILL', 'rank 3 is gone']

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What jobs are launched with, and what their launchers say of them."""
 
-import os
 import time
 from pathlib import Path
 
@@ -14,9 +13,8 @@ from moevement_ext.launch.launcher_events import (
     WorkerEnded,
     WorkerLaunched,
 )
-from tools.lab.launch import Death, Launch
+from tools.lab.launch import Launch
 from tools.lab.local_cluster import LocalCluster
-from tools.lab.models import ToyModel
 from tools.lab.torchrun import Agents
 
 pytestmark = pytest.mark.timed
@@ -53,18 +51,6 @@ def test_job_on_a_gpu_runs_over_nccl(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert command[command.index('--') + 1 :] == gpu.program()
     assert '--share-gpu' not in LocalCluster(cpu)._command
     assert cpu.program()[1:] == ['--bf16']
-
-
-def test_job_on_a_gpu_runs_without_flags_for_tests(tmp_path: Path) -> None:
-    """Compiled and fused; that needs neither Transformer Engine nor Apex."""
-    gpu = launch(tmp_path)._replace(flags=ToyModel(32, 2, 32, 4).flags(), share_gpu=True)
-    assert 'TORCHDYNAMO_DISABLE' not in set(gpu.environment()) - set(os.environ)
-    left = {flag for flag in gpu.program() if flag.startswith('--no-') and 'fusion' in flag}
-    assert left == {
-        '--no-gradient-accumulation-fusion',
-        '--no-masked-softmax-fusion',
-        '--no-rope-fusion',
-    }
 
 
 def test_workers_of_agents_share_a_gpu_too(tmp_path: Path) -> None:
@@ -110,19 +96,6 @@ def test_events_of_the_local_launcher_are_decoded(tmp_path: Path) -> None:
     assert all(time.time() - 60 < death.time <= time.time() for death in cluster.deaths)
     assert cluster.given_up.endswith('exit status 3 too often; its last lines:')
     assert str(cluster.deaths[1]) == 'rank 0 (pid 70) ended with exit status 3'
-
-
-def test_ranks_of_agents_are_numbered_node_by_node(tmp_path: Path) -> None:
-    agents = Agents(launch(tmp_path))
-    (tmp_path / 'logs').mkdir()
-    (tmp_path / 'logs' / 'node0.log').write_text('')
-    agents.log_of(3).write_text(
-        'failed (exitcode: -9) local_rank: 1 (pid: 73) of binary: python\n'
-        'failed (exitcode: 1) local_rank: 0 (pid: 72) of binary: python\n'
-    )
-    found = [death._replace(time=0.0) for death in agents.deaths]
-    assert found == [Death(3, 73, None, 0.0), Death(2, 72, 1, 0.0)]
-    assert agents.log_of(2) == agents.log_of(3) != agents.log_of(1)
 
 
 def test_the_tail_is_that_of_the_worker_that_failed_first(tmp_path: Path) -> None:

@@ -5,22 +5,13 @@ from datetime import timedelta
 
 import pytest
 
-from tests.unit.tools.samples import CONVERTED, START, iteration_line, slot_line
-from tools.lab.errors import LabError
+from tests.unit.tools.samples import CONVERTED, START, iteration_line
 from tools.lab.run_log import Captured, parse_log
 
 
 def test_a_line_gives_time_number_duration_and_loss() -> None:
     log = parse_log('noise\n' + iteration_line(7, 3.25, 2.5, 350.5, prefix='[rank3]: ') + 'noise\n')
     assert log.attempts == [[((START + timedelta(seconds=3.25)).timestamp(), 7, 350.5, 2.5)]]
-
-
-@pytest.mark.parametrize('interval', [1, 10])
-def test_an_undisturbed_run_has_one_attempt(interval: int) -> None:
-    numbers = [interval, 2 * interval, 3 * interval]
-    log = parse_log(''.join(iteration_line(n, n, 3.0) for n in numbers))
-    assert [item.number for item in log.iterations] == numbers
-    assert len(log.attempts) == 1
 
 
 def test_restart_from_memory_begins_an_attempt_even_with_consecutive_numbers() -> None:
@@ -34,24 +25,11 @@ def test_a_restart_without_conversion_begins_an_attempt(again: int) -> None:
     assert [[item.number for item in attempt] for attempt in log.attempts] == [[3], [again]]
 
 
-def test_captured_bytes_belong_to_the_iteration_logged_before() -> None:
-    log = parse_log(slot_line(1) + iteration_line(3, 1, 3.0) + slot_line(77))
-    assert log.captured == [Captured(3, 2, 77, 0.3)]
-
-
 def test_wall_seconds_have_the_stall_of_saving_in_them() -> None:
     times = ((1, 1.0), (2, 2.0), (3, 2.5), (4, 4.5))
     log = parse_log(''.join(iteration_line(number, time) for number, time in times))
     assert log.wall_seconds(warm_up=1) == pytest.approx([1.0, 0.5, 2.0])
     assert log.wall_seconds(warm_up=2) == pytest.approx([0.5, 2.0])
-
-
-def test_first_iteration_beyond_a_number_is_found() -> None:
-    log = parse_log(''.join(iteration_line(number, time) for time, number in enumerate((3, 4, 6))))
-    found = log.first_after(4)
-    assert found.number == 6
-    with pytest.raises(LabError, match='never got beyond iteration 6'):
-        log.first_after(6)
 
 
 def test_a_checkpoint_every_few_iterations_counts_by_the_iteration() -> None:

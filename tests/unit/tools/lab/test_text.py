@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import pytest
 
-from tools.lab.text import duration, readable, size, tick
+from tools.lab.text import duration, readable, size
 
 
 @pytest.mark.parametrize(
@@ -14,22 +14,6 @@ from tools.lab.text import duration, readable, size, tick
 )  # fmt: skip
 def test_durations_are_formatted(seconds: float, text: str) -> None:
     assert duration(seconds) == text
-
-
-@pytest.mark.parametrize(
-    ('seconds', 'text'),
-    [
-        (0, '0'),
-        (0.2, '200 ms'),
-        (30, '30 s'),
-        (300, '5 min'),
-        (3600, '1 h'),
-        (5400, '1.5 h'),
-        (86400 * 2, '2 d'),
-    ],
-)
-def test_round_durations_are_formatted_for_an_axis(seconds: float, text: str) -> None:
-    assert tick(seconds) == text
 
 
 @pytest.mark.parametrize(

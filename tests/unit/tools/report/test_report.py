@@ -11,12 +11,12 @@ import msgspec
 import pytest
 
 from moevement_ext.events import FailureDetected, WorkerStarted
-from tests.unit.tools.runs import localized_run, restarted_run, write
+from tests.unit.tools.runs import localized_run, write
 from tests.unit.tools.samples import event
 from tools.lab.history import Episode, History
 from tools.plan import __main__ as plan
 from tools.report.__main__ import main
-from tools.report.lanes import of_run, timeline
+from tools.report.lanes import of_run
 from tools.report.page import _headline
 from tools.report.protection import pace_chart
 
@@ -81,11 +81,6 @@ def test_no_line_is_drawn_through_an_outage() -> None:
     assert [text for _, text in chart.ticks] == ['0', '500 ms', '1 s']
 
 
-def test_the_start_of_processes_is_a_phase_of_a_whole_job_too() -> None:
-    (episode,) = History(restarted_run()).episodes
-    assert episode.phases == {'process_start': 1.0, 'find': 0.25, 'convert': 2.0}
-
-
 def test_many_ranks_are_drawn_by_stage() -> None:
     events = [
         event(type(one), 4 * copy + one.rank, one.time, pid=1000 * copy + one.pid,
@@ -96,15 +91,6 @@ def test_many_ranks_are_drawn_by_stage() -> None:
     assert {title: list(lanes) for title, lanes in drawn.items()} == {
         'stage 0': ['40 ranks'], 'stage 1': ['40 ranks'],
     }  # fmt: skip
-
-
-def test_pieces_fill_the_stretch_that_is_shown() -> None:
-    history = History(localized_run())
-    shown = timeline(of_run(history), 12.0, 16.0)
-    lost = shown.groups['stage 1']['rank 2']
-    assert [(piece.style, piece.left, piece.width) for piece in lost] == [
-        ('starting', 0.0, 25.0), ('replaying', 25.0, 50.0), ('training', 75.0, 25.0),
-    ]  # fmt: skip
 
 
 def test_forecast_is_compared_with_the_run(

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A running job in the terminal."""
 
-import math
 import re
 import subprocess
 import sys
@@ -14,14 +13,11 @@ from rich.console import Console
 
 from moevement_ext.events import (
     Event,
-    EventLog,
-    LossLogged,
     RecoveryPhase,
     WindowCommitted,
     WindowPersisted,
-    WorkerStarted,
 )
-from tests.unit.tools.runs import LOST, localized_run, of_rank, resharded_run, started_over, write
+from tests.unit.tools.runs import localized_run, write
 from tests.unit.tools.samples import event
 from tools.lab.following import Follower
 from tools.lab.history import History
@@ -40,19 +36,6 @@ def shown(events: list[Event], now: float) -> str:
     with console.capture() as capture:
         console.print(show(History(events), now))
     return ' '.join(re.sub(r'[│┃━─┏┓┡┩└┘┳┴╇┼]', ' ', capture.get()).split())
-
-
-@pytest.mark.parametrize('seconds', [14, 22])
-def test_lines_fit_a_terminal(seconds: float) -> None:
-    console = Console(width=80, force_terminal=False)
-    with console.capture() as capture:
-        console.print(show(History(until(seconds)), seconds + 0.5))
-    lines = capture.get().splitlines()
-    (stages_at,) = (number for number, line in enumerate(lines) if line.startswith('stage '))
-    assert lines[stages_at + 1].split()[:2] == ['0', 'node0'], 'a row is a line'
-    assert '…' not in capture.get()
-    (failures_at,) = (number for number, line in enumerate(lines) if line.split()[0] == 'at')
-    assert lines[failures_at + 1 :] == lines[-1:]
 
 
 def test_lost_rank_is_not_shown_as_training() -> None:
@@ -83,16 +66,6 @@ def test_a_job_that_writes_nothing_is_shown_as_silent(
     assert capture.get().startswith(f'\x1b[1;{colour}m{said}')
 
 
-def test_long_iterations_delay_the_warning() -> None:
-    slow = [
-        msgspec.structs.replace(one, training_s=100 * one.training_s)
-        if isinstance(one, WindowCommitted) else one
-        for one in until(22)
-    ]  # fmt: skip
-    assert shown(slow, 500.0).startswith('training, iteration 14')
-    assert shown(slow, 700.0).startswith('NO HEARTBEAT')
-
-
 def test_a_window_that_is_not_safe_for_long_stands_out() -> None:
     stuck = [one for one in localized_run(finished=False)
              if not (isinstance(one, WindowPersisted) and one.start > 8)]  # fmt: skip
@@ -118,15 +91,6 @@ def test_silent_and_missing_ranks() -> None:
     assert 'MISSING ranks 1' in shown([one for one in localized_run() if one.rank != 1], 30.0)
 
 
-def test_restarted_job_is_shown_at_its_present_iteration() -> None:
-    """Not at the iteration that was lost, nor safe by windows that are gone."""
-    early = [one for one in started_over() if one.time < 14.7]
-    assert 'no window is safe on all ranks yet' in shown(early, 15.0)
-    stuck = [one for one in started_over() if one.rank != 1 or one.time < 14.0]
-    stuck += [event(WindowPersisted, 0, 17.0, pid=50, iteration=8, start=6, plan='a')]
-    assert silent(History(stuck)) == [1]
-
-
 class TestFollower:
     def test_appended_events_are_read_once(self, tmp_path: Path) -> None:
         follower = Follower(tmp_path)
@@ -137,17 +101,6 @@ class TestFollower:
         assert follower.look()
         assert follower.events == localized_run()
 
-    def test_incomplete_line_is_read_later(self, tmp_path: Path) -> None:
-        follower = Follower(tmp_path)
-        line = write(tmp_path / 'whole', of_rank(until(12), LOST)) / f'rank{LOST}.jsonl'
-        whole = line.read_bytes()
-        half = tmp_path / f'rank{LOST}.jsonl'
-        half.write_bytes(whole[:-5])
-        assert follower.look()
-        count = len(follower.events)
-        half.write_bytes(whole)
-        assert follower.look() and len(follower.events) == count + 1
-
     def test_files_of_the_next_job_replace_those_of_the_last(self, tmp_path: Path) -> None:
         folder = write(tmp_path / 'events', localized_run())
         follower = Follower(folder)
@@ -156,23 +109,6 @@ class TestFollower:
         write(folder, until(2.5))
         assert follower.look()
         assert follower.events == until(2.5)
-
-
-@pytest.mark.parametrize('loss', [math.inf, math.nan])
-def test_loss_that_is_not_finite_is_shown(
-    loss: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    log = EventLog(str(tmp_path), 0)
-    log.emit(WorkerStarted())
-    log.emit(LossLogged(loss=loss))
-    log.close()
-    assert main([str(tmp_path), '--once']) == 0
-    assert 'not finite, logged at iteration 0' in capsys.readouterr().out
-
-
-def test_once_prints_the_present_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(write(tmp_path, until(22))), '--once']) == 0
-    assert 'before that: training, iteration 14' in capsys.readouterr().out
 
 
 def test_screen_follows_a_job_to_its_end(tmp_path: Path) -> None:
@@ -193,9 +129,3 @@ def test_mistakes_end_in_one_line(
     assert main([str(tmp_path / 'nowhere'), *flags]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert re.match(r'status: .*nowhere: .*--sparse-ckpt-events', line)
-
-
-def test_smaller_layout_is_shown_without_missing_ranks() -> None:
-    history = History(resharded_run(finished=False))
-    assert (silent(history), missing(history)) == ([], [])
-    assert [(stage.title, stage.ranks) for stage in stages(history)] == [('0', [0, 1])]
