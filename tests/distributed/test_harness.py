@@ -3,7 +3,6 @@
 
 import os
 import signal
-import socket
 from datetime import timedelta
 from pathlib import Path
 
@@ -12,8 +11,7 @@ import pytest
 from moevement_ext.membership.mailbox import write_finished
 from moevement_ext.membership.rendezvous import launcher_store
 from tests.distributed import conftest
-from tests.distributed.harness.cluster import Cluster, free_port
-from tests.distributed.harness.commands import run_to_end
+from tests.distributed.harness.cluster import Cluster
 
 pytest_plugins = 'pytester'
 
@@ -57,16 +55,6 @@ def test_failing_test_shows_the_output_of_its_jobs(pytester: pytest.Pytester) ->
         assert 'next_tier' in shown
 
 
-def test_log_tail_is_that_of_the_running_attempt(tmp_path: Path) -> None:
-    """When a second attempt does not end, `attempts` is still that of the first."""
-    job = Cluster([], tmp_path)
-    job.log(rank=0).write_text('first')
-    job.attempts = 1
-    assert 'first' in job.tail()
-    job.log(rank=0).write_text('second')
-    assert 'second' in job.tail() and 'first' not in job.tail()
-
-
 def main() -> None:
     """A rank of a job: rank 0 finishes, and then rank 1 dies, and so does its replacement."""
     store = launcher_store(timedelta(seconds=60))
@@ -84,23 +72,3 @@ def test_worker_that_dies_after_others_finished_is_not_replaced(tmp_path: Path) 
     job = Cluster([], tmp_path, ranks=2, program=__name__)
     with pytest.raises(RuntimeError, match=r'rank 1 died when ranks \[0\] had finished'):
         job.survive()
-
-
-def test_free_port_is_outside_the_ephemeral_range() -> None:
-    """Not while a job makes hundreds of connections before it takes that port itself."""
-    port = free_port()
-    taken = [socket.create_server(('127.0.0.1', 0)) for _ in range(3)]
-    range_of_any = Path('/proc/sys/net/ipv4/ip_local_port_range').read_text().split()
-    assert all(int(range_of_any[0]) <= one.getsockname()[1] for one in taken)
-    assert 1024 < port < int(range_of_any[0])
-    taken.append(socket.create_server(('127.0.0.1', port)))
-    for one in taken:
-        one.close()
-
-
-def test_program_that_does_not_end_shows_its_output(tmp_path: Path) -> None:
-    never = tmp_path / 'never'
-    os.mkfifo(never)
-    says_why = f'echo out; echo err >&2; read line < {never}'
-    with pytest.raises(AssertionError, match='did not end in 3 s\nout\n\nerr'):
-        run_to_end(['sh', '-c', says_why], timeout_s=3)

@@ -12,8 +12,8 @@ import pytest
 
 from tests.distributed.harness import references as places
 from tests.distributed.harness.cluster import Cluster
-from tests.distributed.harness.faults import NOTHING, Fault, InTurn, fail_at, fault_all, struck
-from tests.distributed.harness.references import References, settings
+from tests.distributed.harness.faults import NOTHING, Fault, fault_all, struck
+from tests.distributed.harness.references import References
 
 FIRST, SECOND = Fault('the first', '0:8:step'), Fault('the second', '1:12:p2p,0:12:load')
 DIGEST = {'iteration': 16, 'ranks': {'0': {'weight': 'a'}, '1': {'weight': 'b'}}}
@@ -96,12 +96,6 @@ def test_wrong_results_are_found(spoil: Break | None, said: list[str], tmp_path:
     assert struck(Recorded(tmp_path, spoil), [FIRST, SECOND], DIGEST) == said
 
 
-def test_attempts_are_counted_over_all_faults() -> None:
-    assert fail_at([FIRST, SECOND]) == '0:8:step:0,1:12:p2p:0,0:12:load:1'
-    lost = Fault('with one that goes by itself', '1:2:step', also=(0,))
-    assert fail_at([lost, FIRST]) == '1:2:step:0,0:8:step:1'
-
-
 def test_faults_are_repeated_one_by_one_after_a_failure(tmp_path: Path) -> None:
     made: list[Recorded] = []
 
@@ -120,30 +114,7 @@ def test_faults_are_repeated_one_by_one_after_a_failure(tmp_path: Path) -> None:
     ]
 
 
-def test_steps_resume_when_their_conditions_hold() -> None:
-    seen: list[str] = []
-
-    def steps(workers: list, start: Callable) -> Any:
-        seen.append('begun')
-        yield lambda: 'first' in workers
-        seen.append('went on')
-        yield lambda: True
-
-    in_turn, workers = InTurn(steps), []
-    in_turn(workers, print)
-    assert (seen, in_turn.done) == (['begun'], False)
-    workers.append('first')
-    in_turn(workers, print)
-    assert (seen, in_turn.done) == (['begun', 'went on'], True)
-
-
 # ---- references
-
-
-def test_flag_order_does_not_change_the_reference() -> None:
-    one = settings('--lr 2 --bf16 --spread 1 2 --save=there --lr 3'.split())
-    assert one == settings('--save there --lr 3 --spread 1 2 --bf16'.split())
-    assert one != settings('--save there --lr 3 --spread 2 1 --bf16'.split())
 
 
 def test_references_are_cached_and_one_is_recomputed(

@@ -22,19 +22,11 @@ NUM_EXPERTS = 4
 # Flags and the layers that are Mixture-of-Experts layers.
 ALL_LAYERS = {1, 2, 3, 4}
 SETUPS = {
-    'bf16-distributed-pp2-ep2': (f'{BF16} {PP2} {EP2} {UNTIED}', ALL_LAYERS),
-    'bf16-distributed-ep2-edp2': (f'{BF16} {EP2} {UNTIED}', ALL_LAYERS),
-    'bf16-plain-dp2-pp2': (f'--bf16 {PP2} {UNTIED}', ALL_LAYERS),
     'fp32-tied-dp2-pp2': (PP2, ALL_LAYERS),
-    'tied-one-stage-ep2': (f'{BF16} {EP2}', ALL_LAYERS),
     'shared-experts-and-dense-layer': (
         f'{BF16} {PP2} {EP2} {UNTIED} --moe-layer-freq [0,1,1,1] '
         '--moe-shared-expert-intermediate-size 32',
         {2, 3, 4},
-    ),
-    'tp2-sequence-parallel': (
-        f'{BF16} {PP2} {UNTIED} --tensor-model-parallel-size 2 --sequence-parallel',
-        ALL_LAYERS,
     ),
     'etp1-tp2-ep2': (
         f'{BF16} {PP2} {EP2} {UNTIED} --tensor-model-parallel-size 2 --sequence-parallel '

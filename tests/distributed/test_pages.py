@@ -88,24 +88,6 @@ def run(command: str, checkout: Path) -> str:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    ('program', 'said'),
-    [
-        ('loop.py', r'recovered at iteration: \d+ \| replayed iterations: [1-9]'),
-        ('examples/data_parallel_loop.py', r'the state of data-parallel replicas on ranks 1'),
-        ('examples/pipeline_loop.py', r'recovered at iteration: \d+ \| replayed iterations: [1-9]'),
-    ],
-)
-def test_commands_of_api_survive_a_lost_worker(program: str, said: str, checkout: Path) -> None:
-    commands = re.findall(r'^\.venv/(?:.*\\\n)*.*$', '\n'.join(blocks(API, 'bash')), re.M)
-    assert len(commands) == 3
-    (command,) = (found for found in commands if re.search(rf'\s{program}', found))
-    printed = run(command, checkout)
-    assert re.search(r'rank 1: a hot spare takes over', printed), printed[-5000:]
-    assert re.search(said, printed), printed[-5000:]
-
-
-@pytest.mark.thorough
 def test_program_of_api_has_the_same_bits_after_a_loss(checkout: Path) -> None:
     """By the digest tool: also generators that the program does not use are seeded."""
     trains = '        job.train(loop, batches)\n'

@@ -2,7 +2,6 @@
 """Reports of a run: its log lines and upstream's, TensorBoard, events, checkpoints, evaluation."""
 
 import re
-import statistics
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from tests.distributed.harness.faults import SETTLED
 from tests.distributed.harness.output import upstream_lines
 from tools.lab.history import read_history, shares
 from tools.report.page import render
-from tools.simulate.iteration import iteration_of, read_stages
 from tools.simulate.run_profile import derive
 
 RANKS = 2
@@ -77,37 +75,6 @@ def test_log_lines_after_a_recovery_match_a_fault_free_run(
     broken = f'mutations.localized:{mutation}' if mutation else None
     assert job.survive(fail_at='1:10:backward', mutation=broken) == {1: 1}
     assert (set(upstream_lines(job, 0)) <= expected) is not bool(mutation)
-
-
-TIMERS = '--timing-log-level 2 --timing-log-option all --logging-level 20'.split()
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize('fail_at', ['', '1:10:backward'])
-def test_simulator_reads_iteration_times_from_a_job_log(
-    fail_at: str, cluster: Callable[..., Cluster], tmp_path: Path
-) -> None:
-    """No stage computes longer than the iteration lasts, however busy the machine is."""
-    job = cluster(*EVERY_ITERATION, *TIMERS, *WINDOW, ranks=RANKS)
-    if fail_at:
-        job.survive(fail_at=fail_at)
-    else:
-        job.finish()
-    log = tmp_path / 'train.log'
-    log.write_text(job.output(0))
-    profile = read_stages(log)
-    assert (profile.layers, profile.micro_batches, profile.chunks) == ((2, 2), 4, 1)
-    iterations = {len(seconds) for seconds in profile.micro_batch_s}
-    assert len(iterations) == 1 and iterations.pop() >= ITERATIONS - 4
-    lasted = re.findall(r'elapsed time per iteration \(ms\): ([\d.]+)', log.read_text())
-    lasted_s = statistics.median(map(float, lasted)) / 1000
-    found = iteration_of(profile)
-    print(f'iteration: {found.iteration_s:.3f} s computed, {lasted_s:.3f} s measured')
-    assert 0 < found.update_s < lasted_s
-    assert max(found.stage_s) * profile.micro_batches < lasted_s
-    assert found.iteration_s == pytest.approx(
-        5 * max(found.stage_s) + found.sync_s + found.update_s
-    )
 
 
 def check_our_lines(job: Cluster) -> None:

@@ -13,7 +13,6 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
-from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from megatron.moevement import attachment
@@ -60,17 +59,6 @@ def c5() -> None:
     """Masters in fp8, too."""
     _weights_in_fp8('delayed')
     _keep(FP8, FP8, torch.float16)
-
-
-def fused() -> None:
-    """What upstream's trainer fuses by default, as far as a CPU can: compiled functions."""
-    _preset(
-        TransformerConfig,
-        bias_dropout_fusion=True,
-        bias_activation_fusion=True,
-        gated_linear_unit=True,
-        activation_func=functional.silu,
-    )
 
 
 def draws_between_steps() -> None:
