@@ -63,9 +63,7 @@ def require_writable(root: Path) -> None:
     """Check as `DiskWindows` does, with a `UserError`, but create nothing."""
     with _refused(root):
         require_mounted(root)
-        reason = private.modes_ignored(probe(root))
-        if reason is not None:
-            raise private.ForeignFileError(reason)
+        private.require_modes(probe(root))
         private.check_root(root)
 
 
@@ -80,10 +78,13 @@ def _refused(root: Path) -> Iterator[None]:
             f'this user can write to.'
         ) from error
     except private.ForeignFileError as error:
-        reason = str(error)
-        with suppress(OSError):  # a full disk
-            reason = private.modes_ignored(probe(root)) or reason
-        reason = reason.replace('--sparse-ckpt-dir', _FLAG)
+        reason = error.about(_FLAG)
+        try:
+            private.require_modes(probe(root))
+        except private.ForeignFileError as modes:
+            reason = modes.about(_FLAG)
+        except OSError:  # a full disk
+            pass
         raise UserError(f'{_FLAG} {root}: windows cannot be kept there: {reason}') from error
 
 

@@ -11,6 +11,7 @@ import re
 import socket
 import time
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,33 +22,29 @@ from moevement_ext.memory.file_system import is_in_memory
 
 logger = logger_of(__name__)
 
-LOCK_SECONDS = 10.0
+LOCK_S = 10.0
 """Longest wait for an earlier process of the job, which may be about to end."""
-TO_DIE_SECONDS = 120.0
+TO_DIE_S = 120.0
 """Longest wait for a process that is ending, or was killed."""
-ELSEWHERE_SECONDS = 180.0
+ELSEWHERE_S = 180.0
 """Longest wait for a process of another host. If that host is gone, the network file system frees
 the lock with the host's lease (NFS: 90 s by default), or evicts the host (Lustre: up to 150 s)."""
 
-_PAUSE_SECONDS = 0.1
+_PAUSE_S = 0.1
 _PF_EXITING = 0x4
 _SIGKILL_PENDING = re.compile(r'^(?:SigPnd|ShdPnd):\t[0-9a-f]*[1-9a-f][0-9a-f]{2}$', re.MULTILINE)
 
 
 class StoreInUseError(UserError):
-    """A live process already holds the directory of this rank.
+    """A process holds the directory of this rank, and is waited for at most `patience_s`.
 
-    `dies` if the process is ending, `elsewhere` if its host may be gone.
+    `elsewhere` if it is on another host, which may be gone.
     """
 
-    dies = elsewhere = False
-
-    @property
-    def patience_s(self) -> float:
-        """Longest wait for the lock."""
-        if self.elsewhere:
-            return ELSEWHERE_SECONDS
-        return TO_DIE_SECONDS if self.dies else LOCK_SECONDS
+    def __init__(self, message: str, patience_s: float, elsewhere: bool = False) -> None:
+        super().__init__(message)
+        self.patience_s = patience_s
+        self.elsewhere = elsewhere
 
 
 class HolderLock:
@@ -63,12 +60,11 @@ class HolderLock:
         self._fd = private.open_file(path, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        except OSError as error:
             holder = os.read(self._fd, 300).decode(errors='replace')
             os.close(self._fd)
-            raise _in_use(path.parent, holder) from None
-        except OSError:
-            os.close(self._fd)
+            if isinstance(error, BlockingIOError):
+                raise _in_use(path.parent, holder) from None
             raise
         with suppress(OSError):  # on a full file system the lock works, without its holder's name
             os.truncate(self._fd, 0)
@@ -81,31 +77,13 @@ class HolderLock:
             _LIVE_LOCKS.discard(self)
             os.close(self._fd)
 
-    def forget(self) -> None:
-        """Close the descriptor that a forked child has inherited; the parent keeps its lock."""
-        os.close(self._fd)
-
 
 def taken(path: Path, elsewhere_s: float | None = None) -> HolderLock:
     """Wait until an earlier process releases the lock; `path` and errors as for `HolderLock`.
 
-    Waits `elsewhere_s` seconds (None: `ELSEWHERE_SECONDS`) if that process is on another host.
+    Waits `elsewhere_s` seconds (None: `ELSEWHERE_S`) if that process is on another host.
     """
-    began = time.monotonic()
-    told = False
-    while True:
-        try:
-            return HolderLock(path)
-        except StoreInUseError as error:
-            limit = error.patience_s
-            if error.elsewhere and elsewhere_s is not None:
-                limit = elsewhere_s
-            if time.monotonic() - began >= limit:
-                raise
-            if error.elsewhere and not told:
-                logger.warning('waiting up to %.0f s: %s', limit, error)
-                told = True
-        time.sleep(_PAUSE_SECONDS)
+    return _patiently(lambda: HolderLock(path), elsewhere_s)
 
 
 def is_held(path: Path) -> bool:
@@ -122,39 +100,58 @@ def is_held(path: Path) -> bool:
 
 def wait_until_free(path: Path, job: str) -> None:
     """Wait for an ending process of `job`; `StoreInUseError` if it stays alive."""
+
+    def require_free() -> None:
+        if is_held(path):
+            holder = ''
+            with suppress(OSError):
+                holder = path.read_text(errors='replace')
+            raise _in_use(path.parent, holder, job)
+
+    _patiently(require_free)
+
+
+def _patiently[Found](attempt: Callable[[], Found], elsewhere_s: float | None = None) -> Found:
+    """The result of `attempt`, repeated while the process that it names is waited for."""
     began = time.monotonic()
-    while is_held(path):
-        holder = ''
-        with suppress(OSError):
-            holder = path.read_text(errors='replace')
-        error = _in_use(path.parent, holder, job)
-        if time.monotonic() - began >= error.patience_s:
-            raise error
-        time.sleep(_PAUSE_SECONDS)
+    told = False
+    while True:
+        try:
+            return attempt()
+        except StoreInUseError as error:
+            limit = error.patience_s
+            if error.elsewhere and elsewhere_s is not None:
+                limit = elsewhere_s
+            if time.monotonic() - began >= limit:
+                raise
+            if error.elsewhere and not told:
+                logger.warning('waiting up to %.0f s: %s', limit, error)
+                told = True
+        time.sleep(_PAUSE_S)
 
 
 def _in_use(path: Path, holder: str, job: str = 'another job') -> StoreInUseError:
     """The error about a directory that `job` has locked by the process in the lock file."""
     if _dies(holder):
-        error = StoreInUseError(
+        return StoreInUseError(
             f'{path} is in use by process {holder}, which was killed but still waits in the '
-            f'kernel: see dmesg; this machine may have to be restarted.'
+            f'kernel: see dmesg; this machine may have to be restarted.',
+            TO_DIE_S,
         )
-        error.dies = True
-        return error
     host = holder.partition(' on ')[2]
     if host not in ('', socket.gethostname()) and not is_in_memory(path):
-        error = StoreInUseError(
+        return StoreInUseError(
             f'{path} is in use by process {holder}: if that host is gone, the file system frees '
             f'the lock after some minutes; else {job} runs with the same '
-            f'--sparse-ckpt-run-id: give each its own.'
+            f'--sparse-ckpt-run-id: give each its own.',
+            ELSEWHERE_S,
+            elsewhere=True,
         )
-        error.elsewhere = True
-        return error
     return StoreInUseError(
         f'{path} is in use by the live process {holder or "unknown"}: {job} runs with the '
         f'same --sparse-ckpt-run-id. Give each job its own --sparse-ckpt-run-id, or end the '
-        f'other job first.'
+        f'other job first.',
+        LOCK_S,
     )
 
 
@@ -178,8 +175,7 @@ _LIVE_LOCKS: 'weakref.WeakSet[HolderLock]' = weakref.WeakSet()
 
 def _drop_inherited_locks() -> None:
     for lock in list(_LIVE_LOCKS):
-        lock.forget()
-    _LIVE_LOCKS.clear()
+        lock.release()
 
 
 os.register_at_fork(after_in_child=_drop_inherited_locks)

@@ -8,7 +8,8 @@ reserved, replica holders are placed and servers started.
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -18,9 +19,9 @@ from moevement_ext.config import SparseCheckpointConfig, node_name
 from moevement_ext.cpu_cost import CpuCost
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.logger import logger_of
-from moevement_ext.memory.budget import LEDGER_RECORDS, HostMemoryPlan, rank_memory
+from moevement_ext.memory.budget import LEDGER_RECORDS, HostMemoryPlan, RankMemory, rank_memory
 from moevement_ext.memory.device import pin, threads_beside
-from moevement_ext.memory.file_system import file_system_of, gib
+from moevement_ext.memory.file_system import gib
 from moevement_ext.memory.ledger import Ledger, LedgerEntry
 from moevement_ext.memory.limits import cores_left
 from moevement_ext.memory.mapped import in_pages
@@ -33,19 +34,18 @@ from moevement_ext.memory.window.refusal import RefusedWindow, UnreadableWindow
 from moevement_ext.memory.window.slot import SlotHeader
 from moevement_ext.plan.strategy.choice import disk_only
 from moevement_ext.replicate.client import PeerLost, PeerRefused, ReplicaClient, TwinClient
-from moevement_ext.replicate.domains import own_domain
-from moevement_ext.replicate.greeting import new_secret
 from moevement_ext.replicate.inbox import Inbox
 from moevement_ext.replicate.node_plan import (
     Member,
     Share,
     copies_of,
+    described,
     held_by,
     log_bytes,
     node_plan,
     warn_of_same_names,
 )
-from moevement_ext.replicate.own_address import host_identity, local_host
+from moevement_ext.replicate.own_address import local_host
 from moevement_ext.replicate.replica_server import ReplicaServer
 from moevement_ext.replicate.secret import mark, of_attempt
 
@@ -107,19 +107,7 @@ class HostMemory:
         self.disk = share.disk
         self.disk_only = disk_only(config)
         self.store = NodeStore(Path(config.dir), run_id, node_name())
-        own = Member(
-            node=node_name(),
-            capacity_bytes=share.capacity_bytes,
-            logged=share.logged,
-            host=host_identity(),
-            salt=new_secret(),
-            domain=own_domain(node_name(), config.topology),
-            family=share.family,
-            stub_bytes=share.stub_bytes,
-            slot_bytes=share.slot_bytes,
-            shorter=list(share.shorter),
-            memory=f'{host_identity()}/{file_system_of(self.store.path)}',
-        )
+        own = described(share, config.topology, self.store.path)
         self.members = [_MEMBER.decode(item) for item in exchange(msgspec.msgpack.encode(own))]
         # A process that replaces this one later receives the same salt from the other ranks.
         self._secret = of_attempt(secret, self.members[0].salt)
@@ -129,67 +117,63 @@ class HostMemory:
             warn_of_same_names(self.members)
         # A replacement may run on another node; the placement of replicas does not change.
         self.members[self.rank] = own
-        self.log: UpstreamLog | None = None
         self.forget_other_layouts: Callable[[], None] = lambda: None
         self._fetching: ReplicaClient | None = None
         self.receive_cost = CpuCost()
-        self._inboxes: dict[int, Inbox] = {}
         self.plan = self._plan(self._longest_window)
         self.window = share.window or self._longest_window
         self._changing = threading.Lock()
-        try:
+        self.addresses: list[tuple[str, int]] = []
+        with ExitStack() as failed, _named_by(self.store.path):
+            failed.callback(self._leave)
             self.plan.check(config.host_memory_gb, self.store.path)
             self._plan(self._longest_window, shared=True).check(None, self.store.path)
-            self._reserve(own, device, on_degraded)
-        except HostMemoryError:
-            self.give_up()
-            raise
-        except OSError as error:  # costs only protection, not the training
-            self.give_up()
-            raise HostMemoryError(f'{self.store.path}: {error}') from error
-
-    def _reserve(
-        self, own: Member, device: torch.device, on_degraded: Callable[[str], None]
-    ) -> None:
-        present = self._sized_for(self.window)
-        size = FileSize(own.capacity_bytes, present[self.rank].capacity_bytes)
-        self.windows = OwnerWindows(self.store, self.rank, self.rank, size, holdable=self._to_disk)
-        pinned = self.windows.files() if device.type == 'cuda' else []
-        with threads_beside(device) as beside:  # pinning takes seconds for some GB
-            begun = [beside.submit(pin, file, file.room) for file in pinned]
-            begun.append(beside.submit(self._open_log, own, device, on_degraded))
-            self._serve(own, present)
-        for done in begun:
-            done.result()
-        if self.log is not None:
+            present = self._sized_for(self.window)
+            self.windows = self._own_windows(present)
+            pinned = self.windows.files() if device.type == 'cuda' else []
+            with threads_beside(device) as beside:  # pinning takes seconds for some GB
+                begun = [beside.submit(pin, file, file.room) for file in pinned]
+                opened = beside.submit(self._open_log, device, on_degraded)
+                failed.callback(_close_log, opened)
+                path = self.store.ledger_path(self.rank)
+                self.ledger = Ledger(path, LEDGER_RECORDS, share.identity)
+                failed.callback(self.ledger.close)
+                self._inboxes = self._reserve_replicas(present)
+            self.log = opened.result()
+            for done in begun:
+                done.result()
+            hosts = Counter(member.host for member in self.members)
+            self.cores = cores_left() / hosts[own.host]
+            host = local_host(config.interface, several_hosts=len(hosts) > 1)
+            self.server = ReplicaServer(
+                self.store, self.rank, self._inboxes, self._secret, host, ledger=self.ledger
+            )
+            failed.callback(self.server.stop)
             self.server.serve_log(self.log)
-        self._make_room_for(self.window)
+            self._reserved = self._make_room_for(self.window)
+            self._parts = failed.pop_all()
+
+    def _own_windows(self, present: Sequence[Member]) -> OwnerWindows:
+        longest, now = (members[self.rank] for members in (self.members, present))
+        size = FileSize(longest.capacity_bytes, now.capacity_bytes)
+        return OwnerWindows(self.store, self.rank, self.rank, size, holdable=self._to_disk)
 
     def _open_log(
-        self, own: Member, device: torch.device, on_degraded: Callable[[str], None]
-    ) -> None:
-        nbytes = self._log_bytes(own, self.window)
-        if nbytes:
-            path = self.store.holder_path(self.rank) / 'upstream-log'
-            self.log = UpstreamLog(path, nbytes, device, self._config.max_wait, on_degraded)
+        self, device: torch.device, on_degraded: Callable[[str], None]
+    ) -> UpstreamLog | None:
+        nbytes = self._own_log_bytes(self.window)
+        path = self.store.holder_path(self.rank) / 'upstream-log'
+        wait_s = self._config.max_wait
+        return UpstreamLog(path, nbytes, device, wait_s, on_degraded) if nbytes else None
 
-    def _serve(self, own: Member, present: Sequence[Member]) -> None:
-        rank, config = self.rank, self._config
-        self.ledger = Ledger(self.store.ledger_path(rank), LEDGER_RECORDS, self._share.identity)
-        hosts = Counter(member.host for member in self.members)
-        self.cores = cores_left() / hosts[own.host]
-        host = local_host(config.interface, several_hosts=len(hosts) > 1)
-        sizes = self._held(present)
+    def _reserve_replicas(self, present: Sequence[Member]) -> dict[int, Inbox]:
+        sizes, inboxes = self._held(present), {}
         for owner, longest in self._held(self.members).items():
-            of_twin = rank in self.copies.twins[owner]
+            of_twin = self.rank in self.copies.twins[owner]
             size = FileSize(longest, sizes[owner])
-            windows = OwnerWindows(self.store, rank, owner, size, stubs=of_twin)
-            bases = self.windows if of_twin else None
-            inbox = Inbox(windows, self.receive_cost, bases)
-            self._inboxes[owner] = inbox
-        self.server = ReplicaServer(
-            self.store, rank, self._inboxes, self._secret, host, ledger=self.ledger
-        )
+            windows = OwnerWindows(self.store, self.rank, owner, size, stubs=of_twin)
+            inboxes[owner] = Inbox(windows, self.receive_cost, self.windows if of_twin else None)
+        return inboxes
 
     def make_room_in_log(self, window: int) -> None:
         """Enlarge the log for windows of this length, within the memory plan. Any thread.
@@ -218,7 +202,7 @@ class HostMemory:
         if not self._changing.acquire(blocking=window > self.window):
             return
         try:
-            self._make_room_for(window)
+            self._reserved = self._make_room_for(window)
             self.window = window
         except BaseException:
             self._make_room_for(self.window)
@@ -226,14 +210,14 @@ class HostMemory:
         finally:
             self._changing.release()
 
-    def _make_room_for(self, window: int) -> None:
+    def _make_room_for(self, window: int) -> RankMemory:
         present = self._sized_for(window)
         replicas = self._held(present)
         own = present[self.rank].capacity_bytes
         self.windows.make_room(own)
         for owner, nbytes in replicas.items():
             self._inboxes[owner].windows.make_room(nbytes)
-        self._reserved = rank_memory(own, replicas.values(), 0, self._to_disk)
+        return rank_memory(own, replicas.values(), 0, self._to_disk)
 
     def describe(self) -> str:
         return (
@@ -407,12 +391,9 @@ class HostMemory:
 
     def give_up(self) -> None:
         """Free the reserved memory, but keep windows that a recovery may still need."""
-        if hasattr(self, 'server'):
-            self.server.stop()
-        if self.log is not None:
-            self.log.close()
-        if hasattr(self, 'ledger'):
-            self.ledger.close()
+        self._parts.close()
+
+    def _leave(self) -> None:
         with suppress(UnreadableWindow):
             if not any(window.holder == self.rank for window in self.store.scan()):
                 self.store.remove_rank(self.rank)
@@ -455,3 +436,18 @@ class HostMemory:
         """Size of a rank's upstream log for windows of this length; None: for the longest."""
         longest = window or self._longest_window
         return log_bytes(member, self.members, longest, self._config.log_lag)
+
+
+def _close_log(opened: Future[UpstreamLog | None]) -> None:
+    log = None if opened.exception() is not None else opened.result()
+    if log is not None:
+        log.close()
+
+
+@contextmanager
+def _named_by(path: Path) -> Iterator[None]:
+    """Raise an error of the system, which costs only protection, as a `HostMemoryError`."""
+    try:
+        yield
+    except OSError as error:
+        raise HostMemoryError(f'{path}: {error}') from error

@@ -31,7 +31,7 @@ from moevement_ext.replicate.protocol import (
 logger = logger_of(__name__)
 
 # Wait for the base of a stub before the owner must ask again.
-_BASE_SECONDS = 0.5
+_BASE_WAIT_S = 0.5
 
 
 class Inbox:
@@ -199,7 +199,7 @@ class Inbox:
         """True if the base of the stub is here; `OtherBytes` if the base holds another state."""
         if self._bases is None:
             return True
-        base = self._bases.file(name, _BASE_SECONDS)
+        base = self._bases.file(name, _BASE_WAIT_S)
         if base is None:
             return False
         try:

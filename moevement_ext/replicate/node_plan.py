@@ -3,10 +3,12 @@
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
+from moevement_ext.config import node_name
 from moevement_ext.logger import logger_of
 from moevement_ext.memory.budget import (
     NOTHING_LOGGED,
@@ -17,9 +19,12 @@ from moevement_ext.memory.budget import (
     window_lengths,
 )
 from moevement_ext.memory.disk import DiskWindows
+from moevement_ext.memory.file_system import file_system_of
 from moevement_ext.memory.window.name import RankIdentity
 from moevement_ext.memory.window.twin import OwnParts
-from moevement_ext.replicate.domains import failure_domains
+from moevement_ext.replicate.domains import failure_domains, own_domain
+from moevement_ext.replicate.greeting import new_secret
+from moevement_ext.replicate.own_address import host_identity
 from moevement_ext.replicate.placement import Copies, place_copies
 
 logger = logger_of(__name__)
@@ -83,6 +88,23 @@ class Share(NamedTuple):
     slot_bytes: int = 0
     own_parts: OwnParts = frozenset()
     """Parts that may differ at a twin."""
+
+
+def described(share: Share, topology: str | None, directory: Path) -> Member:
+    """The description of this rank, with windows in `directory`, and a new salt."""
+    return Member(
+        node=node_name(),
+        capacity_bytes=share.capacity_bytes,
+        logged=share.logged,
+        host=host_identity(),
+        salt=new_secret(),
+        domain=own_domain(node_name(), topology),
+        family=share.family,
+        stub_bytes=share.stub_bytes,
+        slot_bytes=share.slot_bytes,
+        shorter=list(share.shorter),
+        memory=f'{host_identity()}/{file_system_of(directory)}',
+    )
 
 
 def copies_of(members: Sequence[Member], topology: str | None, replicas: int) -> Copies:

@@ -60,11 +60,11 @@ if TYPE_CHECKING:  # a process that only holds replicas needs no torch
 logger = logger_of(__name__)
 
 _REFUSALS = (RefusedWindow, HostMemoryError, LogGap, ValueError)
-_POLL_SECONDS = 0.1  # longest delay of stop()
-_GREETING_SECONDS = 5.0
+_POLL_S = 0.1  # longest delay of stop()
+_GREETING_S = 5.0
 _MAX_CONNECTIONS = 512
 # Longest wait for a record that is not in the log yet, before the client must ask again.
-_LOG_WAIT_SECONDS = 0.5
+_LOG_WAIT_S = 0.5
 
 
 class _Served(NamedTuple):
@@ -121,7 +121,7 @@ class ReplicaServer:
         self._listener = _Listener((host, port), self)
         self._thread = threading.Thread(
             target=self._listener.serve_forever,
-            args=(_POLL_SECONDS,),
+            args=(_POLL_S,),
             name=f'replica-server-{rank}',
             daemon=True,
         )
@@ -177,7 +177,7 @@ class ReplicaServer:
 
     def _serve(self, connection: Connection) -> None:
         try:
-            connection.set_deadline(_GREETING_SECONDS)
+            connection.set_deadline(_GREETING_S)
             greeting.admit(connection, self._secret)
             self._strangers.forget(connection)
             while True:
@@ -233,7 +233,7 @@ class ReplicaServer:
     def _send_record(self, connection: Connection, request: FetchLog) -> None:
         if self._log is None:
             raise ValueError('no upstream log is kept here')
-        found = self._log.read(request.key, _LOG_WAIT_SECONDS)
+        found = self._log.read(request.key, _LOG_WAIT_S)
         if found is None:
             connection.send(NotYet())
             return

@@ -24,9 +24,9 @@ from moevement_ext.token_bucket import TokenBucket
 
 logger = logger_of(__name__)
 
-_FIRST_RETRY_SECONDS = 0.1
-_LAST_RETRY_SECONDS = 30.0
-_BASE_RETRY_SECONDS = 0.02
+_FIRST_RETRY_S = 0.1
+_LAST_RETRY_S = 30.0
+_BASE_RETRY_S = 0.02
 # Windows for the measured rate: enough to average, and few enough to follow the link.
 _WINDOWS_MEASURED = 2
 
@@ -44,7 +44,7 @@ class _Peer:
 
     def backoff(self) -> float:
         """Count a failure; the result is the seconds until the next attempt."""
-        delay = min(_FIRST_RETRY_SECONDS * 2.0**self.failures, _LAST_RETRY_SECONDS)
+        delay = min(_FIRST_RETRY_S * 2.0**self.failures, _LAST_RETRY_S)
         self.failures = min(self.failures + 1, 16)
         self.retry_at = time.monotonic() + delay
         return delay
@@ -356,7 +356,7 @@ class Replicator:
     def _ask_again(self, job: _Job, peer: _Peer) -> None:
         """Retry later: a twin captures the window soon, or never if it has joined since."""
         with self._changed:
-            peer.retry_at = time.monotonic() + _BASE_RETRY_SECONDS
+            peer.retry_at = time.monotonic() + _BASE_RETRY_S
             newer = any(other.name > job.name for other in self._jobs)
             if newer and self._agreed.is_persisted(job.name.start):
                 self._drop(job.name)

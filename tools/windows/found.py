@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from moevement_ext.memory.node_store import FORMER, STUB
-from moevement_ext.memory.private import REMEDY, ForeignFileError
+from moevement_ext.memory.private import ForeignFileError
 from moevement_ext.memory.window.format import Expected
 from moevement_ext.memory.window.reader import WindowReader
 from moevement_ext.memory.window.refusal import RefusedWindow, TruncatedWindow, UnreadableWindow
@@ -170,10 +170,12 @@ def _look(path: Path, verify: bool) -> Found | None:
             return None
         if one.state == 'being written' and isinstance(refusal, TruncatedWindow):
             return one  # no problem
-        problem = str(refusal).removeprefix(str(path)).removeprefix(': ').strip()
+        cause = refusal.__cause__
+        said = cause.problem if isinstance(cause, ForeignFileError) else str(refusal)
+        problem = said.removeprefix(str(path)).removeprefix(': ').strip()
         foreign = isinstance(refusal, UnreadableWindow)
-        if isinstance(refusal.__cause__, ForeignFileError | PermissionError):
-            problem = f'{problem.removesuffix(f". {REMEDY}")}: run as its owner, after chmod 600'
+        if isinstance(cause, ForeignFileError | PermissionError):
+            problem = f'{problem}: run as its owner, after chmod 600'
         return msgspec.structs.replace(one, problem=problem, foreign=foreign)
 
 

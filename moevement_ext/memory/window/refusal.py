@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moevement_ext.errors import SparseCheckpointError
-from moevement_ext.memory.private import REMEDY
+from moevement_ext.memory.private import ForeignFileError
 
 UNKNOWN = 2**62
 """Start of windows in a directory that cannot be listed: they may be newer than all others."""
@@ -63,7 +63,8 @@ def not_read(refusal: RefusedWindow, start: int = UNKNOWN) -> dict[str, int]:
     if isinstance(refusal, UnknownVersion):
         why = f'in another format ({refusal}): start the job with that release'
     elif isinstance(refusal, UnreadableWindow):
-        reason = str(refusal).removesuffix(f'. {REMEDY}')
+        cause = refusal.__cause__
+        reason = cause.problem if isinstance(cause, ForeignFileError) else str(refusal)
         why = f'and {reason}: mend that (chmod 600, one name), and start again'
     else:
         return {}

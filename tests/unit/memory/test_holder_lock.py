@@ -101,7 +101,7 @@ class Waiting:
 def test_directory_of_a_live_process_is_not_touched(
     earlier: subprocess.Popen[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, 'LOCK_SECONDS', 0.0)
+    monkeypatch.setattr(module, 'LOCK_S', 0.0)
     with pytest.raises(UserError, match=f'in use by the live process {earlier.pid} on .*--sparse'):
         DiskWindows(tmp_path, 'run1', 0)
     assert (tmp_path / 'run1' / 'rank0' / 'writing-6-plan1.window').exists()
@@ -122,7 +122,7 @@ def test_dying_process_is_waited_for(
 
     Its unfinished copy is then deleted.
     """
-    monkeypatch.setattr(module, 'LOCK_SECONDS', 0.0 if known else 100.0)
+    monkeypatch.setattr(module, 'LOCK_S', 0.0 if known else 100.0)
     if known:
         monkeypatch.setattr(module, '_dies', lambda holder: holder.startswith(f'{earlier.pid} on '))
     waiting = Waiting(take, tmp_path)
@@ -137,7 +137,7 @@ def test_dying_process_is_waited_for(
 @pytest.fixture
 def gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[IO[str]]:
     """The lock of a host that is gone, which a network file system still holds."""
-    monkeypatch.setattr(module, 'LOCK_SECONDS', 0.0)
+    monkeypatch.setattr(module, 'LOCK_S', 0.0)
     monkeypatch.setattr(module, 'is_in_memory', lambda path: False)
     directory = tmp_path / 'run1' / 'rank0'
     directory.mkdir(parents=True)
@@ -169,7 +169,7 @@ def test_rank_that_joins_copies_once_such_a_lock_is_free(
     with pytest.raises(module.StoreInUseError, match='a-host-that-is-gone'):
         disk.write(file, RankIdentity(RUN, TOPOLOGY, 0))
     assert not disk.stored()
-    monkeypatch.setattr(module, 'ELSEWHERE_SECONDS', 0.0)
+    monkeypatch.setattr(module, 'ELSEWHERE_S', 0.0)
     with pytest.raises(module.StoreInUseError):
         DiskWindows(tmp_path, 'run1', 0)
     gone.close()
@@ -185,7 +185,7 @@ def test_process_that_never_dies_is_named_with_the_remedy(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, 'TO_DIE_SECONDS', 0.0)
+    monkeypatch.setattr(module, 'TO_DIE_S', 0.0)
     monkeypatch.setattr(module, '_dies', lambda holder: True)
     with pytest.raises(UserError, match=f'process {earlier.pid} on .* still waits .*restarted'):
         take(tmp_path)

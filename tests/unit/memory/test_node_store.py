@@ -54,7 +54,7 @@ def test_forked_child_does_not_keep_the_lock(store: NodeStore) -> None:
 def test_lock_of_a_rank_does_not_lock_out_other_ranks(
     store: NodeStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(holder_lock, 'LOCK_SECONDS', 0.0)
+    monkeypatch.setattr(holder_lock, 'LOCK_S', 0.0)
     store.lock(0)
     other = NodeStore(store.root, store.run_id, 'node0')
     other.lock(1)

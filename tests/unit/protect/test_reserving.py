@@ -135,7 +135,7 @@ def test_running_job_of_the_same_name_keeps_its_secret(
     shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A replacement in that job needs it."""
-    monkeypatch.setattr(holder_lock, 'LOCK_SECONDS', 0.0)
+    monkeypatch.setattr(holder_lock, 'LOCK_S', 0.0)
     monkeypatch.delenv(secret.VARIABLE, raising=False)
     running = NodeStore(shm, 'run1', node_name())
     running.lock(0)

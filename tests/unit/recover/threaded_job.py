@@ -47,7 +47,7 @@ from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.name import RankIdentity, WindowName
 from moevement_ext.plan.strategy.choice import only_source
 from moevement_ext.recover.inventory import replacement_report
-from moevement_ext.replicate import host_memory
+from moevement_ext.replicate import node_plan
 from tests.unit.recover.fake_groups import FakeGroups, Network
 from tests.unit.recover.fake_trainer import FakeTrainer
 
@@ -473,7 +473,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(faults, 'at_iteration', at_iteration)
     monkeypatch.setattr(socket, 'gethostname', name)
     monkeypatch.setattr(round_groups, 'ProcessGroups', groups)
-    monkeypatch.setattr(host_memory, 'host_identity', lambda: host)
+    monkeypatch.setattr(node_plan, 'host_identity', lambda: host)
 
 
 @functools.cache

@@ -170,14 +170,14 @@ def test_strangers_take_few_threads_and_no_memory(
 def test_a_silent_stranger_is_dropped_soon(
     server: ReplicaServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server_module, '_GREETING_SECONDS', 0.2)
+    monkeypatch.setattr(server_module, '_GREETING_S', 0.2)
     with socket.create_connection(server.address) as sock:
-        sock.settimeout(server_module._GREETING_SECONDS + DEADLINE_S)
+        sock.settimeout(server_module._GREETING_S + DEADLINE_S)
         assert sock.recv(1) == b''
 
 
 def test_a_peer_may_stay_silent(server: ReplicaServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, '_GREETING_SECONDS', 1.0)
+    monkeypatch.setattr(server_module, '_GREETING_S', 1.0)
     connection = connected(server)
     time.sleep(1.5)
     connection.send(FetchHeaders(OWNER, 0))

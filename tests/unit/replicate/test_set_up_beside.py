@@ -35,13 +35,14 @@ def shm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def served(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Set once all is reserved that this rank holds for others."""
     done = threading.Event()
-    serve = HostMemory._serve
+    reserve = HostMemory._reserve_replicas
 
-    def serving(*args: Any) -> None:
-        serve(*args)
+    def reserving(*args: Any) -> Any:
+        found = reserve(*args)
         done.set()
+        return found
 
-    monkeypatch.setattr(HostMemory, '_serve', serving)
+    monkeypatch.setattr(HostMemory, '_reserve_replicas', reserving)
     return done
 
 

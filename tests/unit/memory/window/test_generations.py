@@ -312,7 +312,7 @@ def start_victim(shm: Path) -> 'subprocess.Popen[str]':
 def test_committed_window_survives_sigkill(
     shm: Path, store: NodeStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(holder_lock, 'LOCK_SECONDS', 0.0)
+    monkeypatch.setattr(holder_lock, 'LOCK_S', 0.0)
     victim = start_victim(shm)
     with victim:
         with pytest.raises(StoreInUseError, match='--sparse-ckpt-run-id') as refusal:

@@ -425,7 +425,7 @@ def test_a_live_job_of_another_layout_is_not_read(
     shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     leave(shm, SPREAD)
-    monkeypatch.setattr('moevement_ext.memory.holder_lock.LOCK_SECONDS', 0.0)
+    monkeypatch.setattr('moevement_ext.memory.holder_lock.LOCK_S', 0.0)
     live = NodeStore(shm, OLD, 'a')
     live.lock(0)
     with pytest.raises(StoreInUseError, match='a job of another layout'):
@@ -441,7 +441,7 @@ def test_a_killed_job_of_another_layout_may_take_its_time(
     leave(shm, SPREAD)
     live = NodeStore(shm, OLD, 'a')
     live.lock(0)
-    monkeypatch.setattr('moevement_ext.memory.holder_lock.LOCK_SECONDS', 0.0)
+    monkeypatch.setattr('moevement_ext.memory.holder_lock.LOCK_S', 0.0)
     monkeypatch.setattr('moevement_ext.memory.holder_lock._dies', lambda holder: True)
     monkeypatch.setattr('time.sleep', lambda seconds: live.close())
     assert stock(Shelf(NodeStore(shm, NEW, 'a'), None)).seen
