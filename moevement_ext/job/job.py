@@ -26,6 +26,7 @@ from moevement_ext.config import (
 from moevement_ext.errors import EXIT_STUCK, HostMemoryError, UserError
 from moevement_ext.events import Finished, ProtectionReduced, RecoveryStarted, WorkerStarted
 from moevement_ext.job import before_training, own_device
+from moevement_ext.job.before_training import leave_for_successors, node_store, reserve_early
 from moevement_ext.job.digest_file import digest_of_bytes, digest_of_slices, write_digest
 from moevement_ext.job.ending import LastBarrier, end, trained_together
 from moevement_ext.job.exporting import is_export, reads_memory, refuse_without_window
@@ -34,7 +35,6 @@ from moevement_ext.job.localized_mode import LocalizedMode
 from moevement_ext.job.loop_entry import LoopEntry
 from moevement_ext.job.metrics import observer as metrics
 from moevement_ext.job.other_layouts import OtherLayouts
-from moevement_ext.job.successors import leave_for_successors, node_store, reserve_early
 from moevement_ext.job.whole_job_mode import (
     Restart,
     UnprotectedMode,

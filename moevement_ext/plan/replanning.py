@@ -8,6 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
+from msgspec import Struct
+
+from moevement_ext.plan.byte_planner import WindowPlan
 
 # A plan decided in window k reaches the store well before window k + 2 ends on any rank.
 _WINDOWS_AHEAD = 3
@@ -33,7 +36,7 @@ class TokenCounter:
         return None
 
 
-class WindowLoad(msgspec.Struct, frozen=True):
+class WindowLoad(Struct, frozen=True, kw_only=True):
     """Measurements of one rank in the window that began at `start`."""
 
     start: int
@@ -79,13 +82,13 @@ class WindowLoad(msgspec.Struct, frozen=True):
     """Largest `PlanParameters.experts` before the newest rollback, and the `lost` with it."""
 
 
-class PlanParameters(msgspec.Struct, frozen=True):
+class PlanParameters(Struct, frozen=True, kw_only=True):
     """Inputs of the plans of all stages, besides the sizes of their operators."""
 
-    version: int
-    origin: int
+    version: int = 0
+    origin: int = 0
     window: int
-    shares: dict[str, float]
+    shares: dict[str, float] = {}
     """Popularity by expert operator; see `plan.popularity`."""
     idle: int = 0
     """Iterations without a capture after each window."""
@@ -112,3 +115,40 @@ class PlanParameters(msgspec.Struct, frozen=True):
         """The next plan, decided by measurements of the cycle that began at `start`."""
         numbers = {'version': self.version + 1, 'origin': self.after(start)}
         return msgspec.structs.replace(self, **numbers, **fields)
+
+
+class Cycle(Struct, frozen=True, kw_only=True):
+    """The state that a stage captures in each iteration. Every rank captures its own part.
+
+    Cycles begin at `origin`, `origin + period`, ... on every rank, so that a rank that receives
+    a plan late joins at the next boundary. The first iterations of a cycle are its window, one
+    slot each; the other, `idle` iterations capture nothing. `digest` covers the plans of all
+    stages, so that windows of different plans never count as one. Of two cycles, the one with
+    the higher `version` is later.
+    """
+
+    origin: int
+    """Iteration whose state is the first to be captured."""
+    plan: WindowPlan
+    digest: str
+    version: int = 0
+    idle: int = 0
+    experts: int = 0
+    shares: Mapping[str, float] | None = None
+    """Share of the layer's tokens by expert of the stage, as far as it is known."""
+    lost: float = 0.0
+    """Share of tokens that was lost before `experts` came into force."""
+
+    @property
+    def period(self) -> int:
+        """Iterations from the start of a window to the start of the next."""
+        return self.plan.window + self.idle
+
+    def position(self, iteration: int) -> int:
+        """Iterations since the cycle that captures the state after `iteration` began."""
+        return (iteration - self.origin) % self.period
+
+    def slot(self, iteration: int) -> int | None:
+        """The slot for the state after `iteration`; None if it is not captured."""
+        position = self.position(iteration)
+        return position if iteration >= self.origin and position < self.plan.window else None

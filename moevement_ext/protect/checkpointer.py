@@ -22,7 +22,7 @@ from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.name import History, RankIdentity, WindowName
 from moevement_ext.memory.window.refusal import RefusedWindow
 from moevement_ext.memory.window.slot import FORMAT_VERSION, SlotContext, SlotHeader
-from moevement_ext.plan.strategy.cycle import Cycle
+from moevement_ext.plan.replanning import Cycle
 from moevement_ext.protect.lifecycle import WindowLifecycle
 
 if TYPE_CHECKING:  # jobs of other strategies do not import it

@@ -32,10 +32,8 @@ from moevement_ext.memory.window.slot import (
     decode_context,
     merged,
 )
-from moevement_ext.plan.replanning import TokenCounter, WindowLoad
-from moevement_ext.plan.strategy.choice import lossy_strategy
-from moevement_ext.plan.strategy.cycle import Cycle
-from moevement_ext.plan.strategy.strategy import LossyStrategy
+from moevement_ext.plan.replanning import Cycle, TokenCounter, WindowLoad
+from moevement_ext.plan.strategy.choice import LossyStrategy, lossy_strategy
 
 _LOSSY_LINE = (
     ' sparse ckpt | strategy {strategy} is lossy: a recovery loses what experts have learned since '

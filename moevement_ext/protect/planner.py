@@ -32,10 +32,9 @@ from moevement_ext.plan.byte_planner import (
     window_bytes_bound,
 )
 from moevement_ext.plan.popularity import order_by_popularity
-from moevement_ext.plan.replanning import PlanParameters
-from moevement_ext.plan.strategy.cycle import Cycle
+from moevement_ext.plan.replanning import Cycle, PlanParameters
 from moevement_ext.plan.windows import Budgets, Need, needs, shortest
-from moevement_ext.protect.stage_plan import hand_out, handed_out, packed, published, unpacked
+from moevement_ext.protect.replanner import hand_out, handed_out, packed, published, unpacked
 
 _NEEDS = msgspec.msgpack.Decoder(list[Need])
 
@@ -154,14 +153,14 @@ class Planner:
         everything += [parameters.experts] if parameters.experts else []
         everything += [sorted(parameters.by_stage.items())] if parameters.by_stage else []
         return Cycle(
-            parameters.origin,
-            balanced(table, window),
-            xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode(everything)),
-            parameters.version,
-            parameters.idle,
-            parameters.experts_of(self.place.stage),
-            {name: shares[name] for name in table.names if name in shares},
-            parameters.lost,
+            origin=parameters.origin,
+            plan=balanced(table, window),
+            digest=xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode(everything)),
+            version=parameters.version,
+            idle=parameters.idle,
+            experts=parameters.experts_of(self.place.stage),
+            shares={name: shares[name] for name in table.names if name in shares},
+            lost=parameters.lost,
         )
 
     def announced_plan(self, version: int, store: Store) -> Cycle:

@@ -26,19 +26,17 @@ from moevement_ext.memory.window.name import WindowName
 from moevement_ext.memory.window.slot import SlotHeader
 from moevement_ext.plan.auto_window import Measured
 from moevement_ext.plan.popularity import sampled
-from moevement_ext.plan.replanning import TokenCounter, WindowLoad
+from moevement_ext.plan.replanning import Cycle, TokenCounter, WindowLoad
 from moevement_ext.plan.strategy.choice import strategy_of
-from moevement_ext.plan.strategy.cycle import Cycle
 from moevement_ext.plan.windows import budgets, checkpoint_s
 from moevement_ext.protect.checkpointer import SparseCheckpointer
 from moevement_ext.protect.disk_tier import DiskTier, disk_tier
 from moevement_ext.protect.lifecycle import WindowLifecycle
 from moevement_ext.protect.persistence import PersistenceTracker
 from moevement_ext.protect.planner import Planner
-from moevement_ext.protect.replanner import Replanner
+from moevement_ext.protect.replanner import Replanner, event
 from moevement_ext.protect.reserving import longest_window, reserve
 from moevement_ext.protect.room import WindowRoom
-from moevement_ext.protect.stage_plan import event
 from moevement_ext.protect.statistics import CaptureStatistics, Figures
 from moevement_ext.replicate.node_plan import Share
 
@@ -346,19 +344,21 @@ class Protection:
     def _load(self, start: int) -> WindowLoad:
         """Measurements of the cycle that began at `start` and ends now."""
         tokens, capacity = self._counted
-        rates = self.checkpointer.copier.bytes_per_s(), self.windows.replicator.bytes_per_s()
+        copied, sent = self.checkpointer.copier.bytes_per_s(), self.windows.replicator.bytes_per_s()
         holders, slot_bytes = self.windows.replicator.holders, self._statistics.slot_bytes
+        limit = self._rank.config.network_bytes_per_s
         load = WindowLoad(
-            start,
-            tokens,
-            statistics.median(self._seconds),
-            *rates,
-            capacity,
-            self._cpu_bytes_per_s(),
-            self._statistics.waited_s(),
-            checkpoint_s(slot_bytes, *rates, holders, self._rank.config.network_bytes_per_s),
-            self._statistics.persist_s,
-            self._room.limit,
+            start=start,
+            tokens=tokens,
+            iteration_s=statistics.median(self._seconds),
+            copy_bytes_per_s=copied,
+            send_bytes_per_s=sent,
+            capacity=capacity,
+            cpu_bytes_per_s=self._cpu_bytes_per_s(),
+            waited_s=self._statistics.waited_s(),
+            checkpoint_s=checkpoint_s(slot_bytes, copied, sent, holders, limit),
+            persist_s=self._statistics.persist_s,
+            room=self._room.limit,
             stage=self.planner.place.stage,
         )
         if self._experts is None:

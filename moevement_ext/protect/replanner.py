@@ -4,22 +4,24 @@
 Every rank publishes its measurements of a window to the launcher's store. Rank 0 decides, the first
 rank of each stage plans the stage, and all ranks switch to the new plan at the same, later window
 boundary. This uses no training communicator. A rank that receives a plan too late only loses one
-window, because windows carry the plan's digest.
+window, because windows carry the plan's digest. The other ranks of a stage neither read the shares
+of all experts of the model nor repeat the first rank's computation.
 """
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from datetime import timedelta
 from functools import partial
 
 import msgspec
-from torch.distributed import DistError, Store
+from torch.distributed import DistError, DistStoreError, Store
 
+from moevement_ext.events import Replanned
 from moevement_ext.logger import logger_of
-from moevement_ext.plan.replanning import PlanParameters, WindowLoad
-from moevement_ext.plan.strategy.cycle import Cycle
-from moevement_ext.protect.stage_plan import publish, published
-from moevement_ext.protect.store_connection import StoreConnection
+from moevement_ext.membership import exchange
+from moevement_ext.plan.replanning import Cycle, PlanParameters, WindowLoad
+from moevement_ext.protect.persistence import StoreConnection
 from moevement_ext.store.answers import peek, read_in_parts
 
 logger = logger_of(__name__)
@@ -27,9 +29,74 @@ logger = logger_of(__name__)
 _FIRST_POLL_SECONDS = 0.02
 _LAST_POLL_SECONDS = 0.32
 _COUNTS_KEPT = 4
-
+VERSIONS_KEPT = 4
+"""Plans kept in the store; the plan in force is the newest or the previous one."""
+# Wait for the stage's first rank; if it is lost, its replacement hands the plan out.
+_LONGEST_WAIT = timedelta(seconds=5)
 
 _LOAD = msgspec.json.Decoder(WindowLoad)
+_PARAMETERS = msgspec.msgpack.Decoder(PlanParameters)
+_PLAN = msgspec.msgpack.Decoder(Cycle)
+
+
+def packed(plan: Cycle) -> bytes:
+    """Encode and compress a plan, as operator names repeat."""
+    return exchange.packed(msgspec.msgpack.encode(plan))
+
+
+def unpacked(content: bytes) -> Cycle:
+    """Inverse of `packed`."""
+    return _PLAN.decode(exchange.unpacked(content))
+
+
+def event(plan: Cycle, operators: Collection[str]) -> Replanned:
+    """The event of a rank with these operators that adopts a plan."""
+    shares = plan.shares or {}
+    return Replanned(
+        origin=plan.origin,
+        window=plan.plan.window,
+        version=plan.version,
+        shares={name: share for name, share in shares.items() if name in operators},
+        interval=plan.period,
+    )
+
+
+def publish(store: Store, parameters: PlanParameters) -> None:
+    """Publish the inputs of all stages' plans, for the first rank of each stage."""
+    content = exchange.packed(msgspec.msgpack.encode(parameters))
+    store.set(_parameters_key(parameters.version), content)  # type: ignore[arg-type]
+    store.delete_key(_parameters_key(parameters.version - VERSIONS_KEPT))
+
+
+def published(store: Store, version: int) -> PlanParameters:
+    """Read published inputs by version; waits up to the store's timeout."""
+    content = exchange.unpacked(store.get(_parameters_key(version)))
+    return _PARAMETERS.decode(content)
+
+
+def hand_out(store: Store, stage: int, plan: Cycle) -> None:
+    """Store the plan for the other ranks of the stage, and delete the oldest plan."""
+    store.set(_plan_key(plan.version, stage), packed(plan))  # type: ignore[arg-type]
+    store.delete_key(_plan_key(plan.version - VERSIONS_KEPT, stage))
+
+
+def handed_out(store: Store, stage: int, version: int) -> Cycle | None:
+    """Read the plan of the stage; None if its first rank does not hand one out within seconds."""
+    key = _plan_key(version, stage)
+    try:
+        store.wait([key], _LONGEST_WAIT)
+    except DistStoreError:
+        if not store.check([key]):  # raises if the connection is lost
+            return None
+    return unpacked(store.get(key))
+
+
+def _parameters_key(version: int) -> str:
+    return f'plan/{version}'
+
+
+def _plan_key(version: int, stage: int) -> str:
+    return f'plan/{version}/{stage}'
 
 
 class Replanner:
@@ -59,12 +126,11 @@ class Replanner:
         self._version = present.version
         # On rank 0: the plan to compare the next one with; without shares until they are read.
         self._present = PlanParameters(
-            present.version,
-            present.origin,
-            present.plan.window,
-            {},
-            present.idle,
-            present.experts,
+            version=present.version,
+            origin=present.origin,
+            window=present.plan.window,
+            idle=present.idle,
+            experts=present.experts,
         )
         self._decide = decide
         self._next_plan = next_plan

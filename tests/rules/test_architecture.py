@@ -139,10 +139,7 @@ def arrows(package: Path) -> set[tuple[str, str]]:
 
 STRATEGIES = {
     'moevement_ext.protect.expert_ledger',
-    *(
-        f'moevement_ext.plan.strategy.{name}'
-        for name in 'dense checkfreq gemini moc moetion'.split()
-    ),
+    *(f'moevement_ext.plan.strategy.{name}' for name in ('dense', 'moc', 'moetion')),
 }
 """What jobs of other strategies than the default import."""
 
@@ -157,7 +154,7 @@ def test_the_default_strategy_imports_no_other() -> None:
     }
     own = {f'{name.replace(".", "/")}.py' for name in STRATEGIES}
     assert found <= own
-    assert 'moevement_ext/plan/strategy/gemini.py' in found
+    assert all((ROOT / name).exists() for name in own)
 
 
 def running_up(found: set[tuple[str, str]], floors: tuple[set[str], ...]) -> set[tuple[str, str]]:

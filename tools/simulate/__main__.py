@@ -26,7 +26,7 @@ from importlib import import_module
 
 from rich.console import Console
 
-from moevement_ext.plan.strategy import intervals
+from moevement_ext.plan.strategy.dense import daly_s, young_s
 
 from ..lab.arguments import Parser
 from ..lab.figures import print_json
@@ -101,8 +101,8 @@ def optimal_interval(system: System) -> dict[str, object]:
         'optimal_interval_young': best.young,
         'optimal_interval_daly': best.daly,
         'optimal_interval_exact_s': closed_form.exact_s(*spacing),
-        'optimal_interval_young_s': intervals.young_s(*spacing),
-        'optimal_interval_daly_s': intervals.daly_s(*spacing),
+        'optimal_interval_young_s': young_s(*spacing),
+        'optimal_interval_daly_s': daly_s(*spacing),
     }
 
 

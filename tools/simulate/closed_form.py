@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from moevement_ext.plan.strategy.intervals import daly_s, young_s
+from moevement_ext.plan.strategy.dense import daly_s, young_s
 
 from . import fields
 

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from moevement_ext.plan.byte_planner import OperatorTable, balanced, fewest_slots
-from moevement_ext.plan.strategy.intervals import young_s
+from moevement_ext.plan.strategy.dense import young_s
 
 from ..plan.algorithm1 import plan_as_printed
 from . import closed_form as intervals

@@ -5,13 +5,12 @@ from collections.abc import Callable, Collection, Iterator
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import nn, optim
 from torch.optim import Optimizer
 
 from moevement_ext.capture.layout import OperatorSlices, TensorSlice, check_fits
 from moevement_ext.capture.trainer_state import broadcast_packed
 from moevement_ext.config import ConfigurationError
-from moevement_ext.job.torch_loop.first_state import create_state
 from moevement_ext.memory.mapped import Bytes
 from moevement_ext.memory.tensors import copy_all, dtype_name, dtype_of
 from moevement_ext.memory.window.slot import SlotContext, SlotHeader
@@ -231,3 +230,47 @@ def _check_parameter(name: str, parameter: nn.Parameter, trained: Collection[int
         )
     if id(parameter) not in trained:
         raise ConfigurationError(f'The optimizer does not have {name}; give it all parameters.')
+
+
+# Optimizers whose state is all zeros before the first step.
+_BEGIN_AT_ZERO = (
+    *(optim.Adadelta, optim.Adagrad, optim.Adam, optim.Adamax, optim.AdamW),
+    *(optim.RMSprop, optim.SGD),
+)
+
+
+def create_state(optimizer: optim.Optimizer) -> None:
+    """Create the state that the first step would create, with its initial values.
+
+    Existing state and parameters do not change; gradients are dropped. Raises
+    `ConfigurationError` if the initial state of this optimizer is not known to be zero.
+    """
+    optimizer.zero_grad()
+    for group in optimizer.param_groups:
+        for parameter in group['params']:
+            if not optimizer.state.get(parameter):
+                _check(optimizer, group.get('dampening', 0))
+                _step_once(optimizer, parameter)
+
+
+def _check(optimizer: optim.Optimizer, dampening: float) -> None:
+    name = type(optimizer).__name__
+    if not isinstance(optimizer, _BEGIN_AT_ZERO) or dampening:
+        with_it = ' with dampening' if dampening else ''
+        raise ConfigurationError(
+            f'{name}{with_it} has no state for some parameters yet, and what it begins with is not '
+            'known: fill optimizer.state before the trainer is built, or take one of '
+            f'{", ".join(kind.__name__ for kind in _BEGIN_AT_ZERO)} (SGD without dampening).'
+        )
+
+
+@torch.no_grad()
+def _step_once(optimizer: optim.Optimizer, parameter: torch.Tensor) -> None:
+    before = parameter.detach().clone()
+    parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    parameter.grad = None
+    parameter.copy_(before)
+    for value in optimizer.state.get(parameter, {}).values():
+        if torch.is_tensor(value):
+            value.zero_()

@@ -1,15 +1,56 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds the strategy of a job; imports only the module of this strategy."""
+"""The interface of a strategy, and the one of a job.
+
+A strategy is pure: it uses no rank, no file and no clock. Rank 0 asks it for the next plan, from
+the measurements of all ranks. Captures, windows, replicas, disk and recovery are the same for all
+strategies. A job imports only the module of its own.
+"""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from moevement_ext.config import AUTO, CHECKFREQ, GEMINI, MOETION, SparseCheckpointConfig
 from moevement_ext.memory.disk import directory_of
 from moevement_ext.plan.auto_window import AutoWindow, Measured
+from moevement_ext.plan.replanning import Cycle, PlanParameters, WindowLoad
 from moevement_ext.plan.strategy.moevement import MoEvement
-from moevement_ext.plan.strategy.strategy import LossyStrategy, Strategy
+
+
+class Strategy(Protocol):
+    """Decides when which state is captured."""
+
+    counts_tokens: bool
+    """Plans depend on the load of the experts."""
+
+    def first(self) -> PlanParameters:
+        """The plan of a new job, before anything is measured."""
+
+    def next(self, present: PlanParameters, loads: Sequence[WindowLoad]) -> PlanParameters | None:
+        """The next plan, or None to keep `present`, which was in force in the cycle of `loads`.
+
+        Called for one cycle after another; `loads` has every rank's measurements.
+        """
+
+
+class LossyStrategy(Strategy, Protocol):
+    """A strategy whose checkpoints keep the state of some experts from an earlier checkpoint."""
+
+    makes_up: bool
+    """After a recovery, experts that lost tokens get more capacity, where that has a limit."""
+
+    def choose(
+        self, layers: Sequence[Sequence[str]], cycle: Cycle, iteration: int, ages: Mapping[str, int]
+    ) -> Collection[str]:
+        """Experts that a checkpoint copies. All ranks of a stage choose alike, without messages.
+
+        Args:
+            layers: all experts of each layer of the stage.
+            cycle: the plan in force.
+            iteration: of the checkpoint's state.
+            ages: iterations since the state in the newest copy, by expert.
+        """
 
 
 def disk_only(config: SparseCheckpointConfig) -> bool:
@@ -42,11 +83,11 @@ def strategy_of(
     """The strategy of a job with host memory for W = `longest`; `shortest` as of `AutoWindow`."""
     interval = config.interval
     if config.strategy == GEMINI:
-        from moevement_ext.plan.strategy.gemini import gemini
+        from moevement_ext.plan.strategy.dense import gemini
 
         return gemini(1 if interval == AUTO else interval, config.mtbf or math.inf)
     if config.strategy == CHECKFREQ:
-        from moevement_ext.plan.strategy.checkfreq import checkfreq
+        from moevement_ext.plan.strategy.dense import checkfreq
 
         return checkfreq(None if isinstance(interval, str) else interval)
     if config.lossy:

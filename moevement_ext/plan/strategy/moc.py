@@ -12,8 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 import msgspec
 
 from moevement_ext.config import DYNAMIC
-from moevement_ext.plan.replanning import PlanParameters, WindowLoad
-from moevement_ext.plan.strategy.cycle import Cycle
+from moevement_ext.plan.replanning import Cycle, PlanParameters, WindowLoad
 
 LOST_SHARE = 0.0375
 """Share of all tokens of the training, lost in recoveries at one dynamic K, that doubles it."""
@@ -65,7 +64,7 @@ class Moc:
 
     def first(self) -> PlanParameters:
         """The whole state in one slot, with new copies of K experts of each layer."""
-        return PlanParameters(0, 0, 1, {}, idle=self._interval - 1, experts=self._first)
+        return PlanParameters(window=1, idle=self._interval - 1, experts=self._first)
 
     def next(self, present: PlanParameters, loads: Sequence[WindowLoad]) -> PlanParameters | None:
         """A plan with another K; None if it does not change."""

@@ -15,8 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from moevement_ext.plan.byte_planner import DEFAULT_HIDDEN_FRACTION
 from moevement_ext.plan.popularity import at_risk, moved, shares_of
-from moevement_ext.plan.replanning import PlanParameters, WindowLoad
-from moevement_ext.plan.strategy.cycle import Cycle
+from moevement_ext.plan.replanning import Cycle, PlanParameters, WindowLoad
 from moevement_ext.plan.windows import DEFAULT_NETWORK_SHARE, held_to
 
 _CHANGE, _FRACTION = 0.1, 0.25
@@ -101,7 +100,7 @@ class Moetion:
 
     def first(self) -> PlanParameters:
         """The whole state in one slot, with one new expert copy, until the rates are known."""
-        return PlanParameters(0, 0, 1, {}, experts=1)
+        return PlanParameters(window=1, experts=1)
 
     def next(self, present: PlanParameters, loads: Sequence[WindowLoad]) -> PlanParameters | None:
         """A plan with another number of experts or token shares; None if neither changes."""

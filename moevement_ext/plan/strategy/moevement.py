@@ -33,7 +33,7 @@ class MoEvement:
 
     def first(self) -> PlanParameters:
         """Windows of the fixed length, or short ones, in the order of the model."""
-        return PlanParameters(0, 0, self._first, {})
+        return PlanParameters(window=self._first)
 
     def next(self, present: PlanParameters, loads: Sequence[WindowLoad]) -> PlanParameters | None:
         """A plan with another order or W, once loads or rates have changed enough."""

@@ -26,7 +26,7 @@ def write_inventory() -> None:
 
 def _look(session: Any, training: TrainingState) -> dict[str, Any]:
     planner: Planner = session.job.planner
-    plan = planner.first_plan(PlanParameters(0, 0, 3, {}))
+    plan = planner.first_plan(PlanParameters(window=3))
     return {
         'place': {
             'stage': parallel_state.get_pipeline_model_parallel_rank(),

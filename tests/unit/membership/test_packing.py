@@ -11,7 +11,7 @@ from torch.distributed import TCPStore
 
 from moevement_ext.membership import exchange
 from moevement_ext.membership.exchange import Exchange
-from moevement_ext.protect import stage_plan
+from moevement_ext.protect import replanner
 
 LIMIT = 1 << 20
 """Replaces the real limits, which would need as much memory."""
@@ -55,7 +55,7 @@ def readers() -> dict[str, Callable[[TCPStore], object]]:
 
     def plan(store: TCPStore) -> object:
         store.set('plan/1', BOMB)
-        return stage_plan.published(store, 1)
+        return replanner.published(store, 1)
 
     return {
         'exchange': left,
@@ -63,7 +63,7 @@ def readers() -> dict[str, Callable[[TCPStore], object]]:
         'one rank': lambda store: exchange.unpacked(BOMB),
         'handed out': handed_out,
         'a plan': plan,
-        'plan of a stage': lambda store: stage_plan.unpacked(BOMB),
+        'plan of a stage': lambda store: replanner.unpacked(BOMB),
     }
 
 

@@ -39,7 +39,7 @@ class Training:
     """Rank 0 of a job, window after window."""
 
     def __init__(self, window: int = 2, version: int = 0) -> None:
-        self.present = PlanParameters(version, 0, window, {})
+        self.present = PlanParameters(version=version, window=window)
         self.auto = AutoWindow(demanded, LONGEST)
         self.strategy = MoEvement(FIXED, LONGEST, self.auto, change=0.1, fraction=0.25)
         self.windows = [window]
@@ -50,7 +50,14 @@ class Training:
         """All ranks report a window; return the next W."""
         spared = cores or [None] * len(sent)
         loads = [
-            WindowLoad(self.present.origin, {}, 1.0, copied, rate, cpu_bytes_per_s=cpu)
+            WindowLoad(
+                start=self.present.origin,
+                tokens={},
+                iteration_s=1.0,
+                copy_bytes_per_s=copied,
+                send_bytes_per_s=rate,
+                cpu_bytes_per_s=cpu,
+            )
             for rate, cpu in zip(sent, spared, strict=True)
         ]
         chosen = self.strategy.next(self.present, loads)
@@ -159,15 +166,30 @@ def test_permanently_busy_cores_cause_no_warning(
 def test_shortest_measured_iteration_time_counts() -> None:
     """All ranks wait for the rank that its copies delay; only that rank measures the true time."""
     auto = AutoWindow(demanded, LONGEST)
-    loads = [WindowLoad(0, {}, seconds, 1e4, None) for seconds in (3.0, 0.1, 3.0)]
-    assert auto(PlanParameters(0, 0, 2, {}), loads) == demanded(Measured(0.1, 1e4, None))
+    loads = [
+        WindowLoad(
+            start=0, tokens={}, iteration_s=seconds, copy_bytes_per_s=1e4, send_bytes_per_s=None
+        )
+        for seconds in (3.0, 0.1, 3.0)
+    ]
+    assert auto(PlanParameters(window=2), loads) == demanded(Measured(0.1, 1e4, None))
 
 
 def test_window_stays_without_a_measured_copy() -> None:
     training = Training()
     assert training.observe(None, copied=PLENTY) == 1, 'no holder has taken anything: no limit'
     auto = AutoWindow(demanded, LONGEST)
-    assert auto(PlanParameters(0, 0, 2, {}), [WindowLoad(0, {}, 1.0, None, 7.0)]) == 2
+    assert (
+        auto(
+            PlanParameters(window=2),
+            [
+                WindowLoad(
+                    start=0, tokens={}, iteration_s=1.0, copy_bytes_per_s=None, send_bytes_per_s=7.0
+                )
+            ],
+        )
+        == 2
+    )
 
 
 def test_warning_about_the_longest_window_is_given_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -184,7 +206,15 @@ def test_rank_without_space_shortens_the_window_of_all() -> None:
     training = Training()
     assert training.observe(1.0) == LONGEST
     loads = [
-        WindowLoad(training.present.origin, {}, 1.0, PLENTY, 1.0, room=room) for room in (3, 2)
+        WindowLoad(
+            start=training.present.origin,
+            tokens={},
+            iteration_s=1.0,
+            copy_bytes_per_s=PLENTY,
+            send_bytes_per_s=1.0,
+            room=room,
+        )
+        for room in (3, 2)
     ]
     assert training.auto(training.present, loads) == 2
     training.present = msgspec.structs.replace(training.present, window=2)

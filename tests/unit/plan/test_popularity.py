@@ -19,7 +19,9 @@ FIRST, SECOND = 'layer1.expert0', 'layer1.expert1'
 
 
 def load(tokens: dict[str, float], capacity: float | None = None) -> WindowLoad:
-    return WindowLoad(0, tokens, 1.0, copy_bytes_per_s=1e9, capacity=capacity)
+    return WindowLoad(
+        start=0, tokens=tokens, iteration_s=1.0, copy_bytes_per_s=1e9, capacity=capacity
+    )
 
 
 def test_shares_are_per_layer_and_summed_over_ranks() -> None:

@@ -18,7 +18,7 @@ BALANCED = {f'layer1.expert{expert}': 25.0 for expert in range(4)}
 
 
 def load(start: int, tokens: dict[str, float], iteration_s: float = 1.0) -> WindowLoad:
-    return WindowLoad(start, tokens, iteration_s, copy_bytes_per_s=1e9)
+    return WindowLoad(start=start, tokens=tokens, iteration_s=iteration_s, copy_bytes_per_s=1e9)
 
 
 of_default = partial(MoEvement, POPULARITY, 3, change=0.1, fraction=0.25)
@@ -27,7 +27,13 @@ fixed = of_default(None).next
 
 def test_layers_without_counted_tokens_keep_their_order() -> None:
     """For example, their routers are in CUDA graphs."""
-    assert fixed(PlanParameters(1, 0, 3, shares_of([load(0, BALANCED)])), [load(6, {})]) is None
+    assert (
+        fixed(
+            PlanParameters(version=1, window=3, shares=shares_of([load(0, BALANCED)])),
+            [load(6, {})],
+        )
+        is None
+    )
 
 
 @pytest.mark.parametrize(
@@ -39,7 +45,7 @@ def test_layers_without_counted_tokens_keep_their_order() -> None:
     ],
 )
 def test_large_popularity_changes_cause_a_new_plan(tokens: list[int], replanned: bool) -> None:
-    present = PlanParameters(1, 0, 3, shares_of([load(0, BALANCED)]))
+    present = PlanParameters(version=1, window=3, shares=shares_of([load(0, BALANCED)]))
     seen = load(6, dict(zip(BALANCED, tokens, strict=True)))
     chosen = fixed(present, [seen])
     assert (chosen is not None) is replanned
@@ -50,11 +56,11 @@ def test_large_popularity_changes_cause_a_new_plan(tokens: list[int], replanned:
 
 
 def test_dense_models_are_not_replanned_by_popularity() -> None:
-    assert fixed(PlanParameters(0, 0, 3, {}), [load(0, {})]) is None
+    assert fixed(PlanParameters(window=3), [load(0, {})]) is None
 
 
 def test_auto_window_changes_the_window_and_keeps_the_order() -> None:
-    present = PlanParameters(1, 0, 2, shares_of([load(0, BALANCED)]))
+    present = PlanParameters(version=1, window=2, shares=shares_of([load(0, BALANCED)]))
     asked = []
 
     def auto(plan: PlanParameters, loads: Sequence[WindowLoad]) -> int:
@@ -64,11 +70,13 @@ def test_auto_window_changes_the_window_and_keeps_the_order() -> None:
     loads = [load(4, BALANCED)]
     chosen = of_default(auto).next(present, loads)
     assert asked == [(present, loads)]
-    assert chosen == PlanParameters(2, 10, 5, present.shares)
+    assert chosen == PlanParameters(version=2, origin=10, window=5, shares=present.shares)
 
 
 def test_load_without_a_measured_rate_can_be_encoded() -> None:
     copier = Copier(torch.device('cpu'))
-    unmeasured = WindowLoad(4, BALANCED, 1.0, copier.bytes_per_s())
+    unmeasured = WindowLoad(
+        start=4, tokens=BALANCED, iteration_s=1.0, copy_bytes_per_s=copier.bytes_per_s()
+    )
     copier.stop()
     assert msgspec.json.decode(msgspec.json.encode(unmeasured), type=WindowLoad) == unmeasured

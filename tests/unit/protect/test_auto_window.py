@@ -13,8 +13,7 @@ from torch.distributed import TCPStore
 
 from moevement_ext.config import POPULARITY
 from moevement_ext.plan.auto_window import AutoWindow, Measured
-from moevement_ext.plan.replanning import PlanParameters, WindowLoad
-from moevement_ext.plan.strategy.cycle import Cycle
+from moevement_ext.plan.replanning import Cycle, PlanParameters, WindowLoad
 from moevement_ext.plan.strategy.moevement import MoEvement
 from moevement_ext.plan.windows import budgets
 from moevement_ext.protect.replanner import Replanner
@@ -77,7 +76,15 @@ class Job:
         for _ in range(windows):
             start = self._begin_window()
             for rank, replanner in enumerate(self.replanners):
-                replanner.observe(WindowLoad(start, {}, 1.0, FAST, sent[rank]))
+                replanner.observe(
+                    WindowLoad(
+                        start=start,
+                        tokens={},
+                        iteration_s=1.0,
+                        copy_bytes_per_s=FAST,
+                        send_bytes_per_s=sent[rank],
+                    )
+                )
             self._wait_until_decided(start)
             found.append(self.present[0].plan.window)
         return found
@@ -93,7 +100,15 @@ class Job:
         self.present[0] = self._adopted[0].get(timeout=DEADLINE_S)
         for rank in range(1, WORLD):
             # They look after each window that they observe.
-            self.replanners[rank].observe(WindowLoad(start, {}, 1.0, FAST, FAST))
+            self.replanners[rank].observe(
+                WindowLoad(
+                    start=start,
+                    tokens={},
+                    iteration_s=1.0,
+                    copy_bytes_per_s=FAST,
+                    send_bytes_per_s=FAST,
+                )
+            )
             self.present[rank] = self._adopted[rank].get(timeout=DEADLINE_S)
 
 

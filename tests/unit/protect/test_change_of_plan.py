@@ -7,12 +7,12 @@ import msgspec
 import pytest
 
 from moevement_ext.plan.byte_planner import WindowPlan
-from moevement_ext.plan.strategy.cycle import Cycle
+from moevement_ext.plan.replanning import Cycle
 from tests.unit.memory.samples import tmpfs_directory
 from tests.unit.protect.training import SCHEDULE, Training, W
 
 LATER = Cycle(
-    2 * W, WindowPlan((('router', 'expert0'), ('expert1',))), 'later', version=1
+    origin=2 * W, plan=WindowPlan((('router', 'expert0'), ('expert1',))), digest='later', version=1
 )  # of two iterations
 TARGET = 2 * W + 1
 """Where a recovery has all ranks begin a window."""

@@ -16,7 +16,7 @@ from moevement_ext.memory.window import format
 from moevement_ext.memory.window.name import WindowName
 from moevement_ext.memory.window.slot import SlotHeader, decode_context, decode_frame
 from moevement_ext.plan.byte_planner import WindowPlan
-from moevement_ext.plan.strategy.cycle import Cycle
+from moevement_ext.plan.replanning import Cycle
 from tests.unit.memory.samples import PLAN, digest, tmpfs_directory
 from tests.unit.protect.training import (
     DEADLINE_S,
@@ -103,7 +103,7 @@ def test_nothing_is_captured_before_the_origin(shm: Path) -> None:
 
 def test_another_plan_takes_over_at_its_origin(training: Training) -> None:
     """The window that it cuts short is given up, and its file is used again."""
-    other = Cycle(7, WindowPlan((('router',), ('expert1', 'expert0'))), 'plan2')
+    other = Cycle(origin=7, plan=WindowPlan((('router',), ('expert1', 'expert0'))), digest='plan2')
     training.run_until(4)
     training.checkpointer.schedule_next(other)
     training.run_until(7)
@@ -327,10 +327,10 @@ def test_after_a_rollback_later_windows_are_captured_again(shm: Path) -> None:
 def test_recovered_window_is_not_recaptured_by_another_plan(shm: Path) -> None:
     """Only the first window of a start counts, so the file of the second would be lost for ever."""
     plan = WindowPlan((NAMES,))
-    before = Training(shm, Cycle(0, plan, 'plan1'))
+    before = Training(shm, Cycle(origin=0, plan=plan, digest='plan1'))
     before.run_until(3)
     before.stop()
-    after = Training(shm, Cycle(2, plan, 'plan2'), max_wait_s=0)
+    after = Training(shm, Cycle(origin=2, plan=plan, digest='plan2'), max_wait_s=0)
     after.iteration = 2
     after.heard.extend(window.name for window in after.windows.committed())
     after.lifecycle.go_back_to(WindowName(2, 'plan1'))

@@ -19,8 +19,7 @@ from moevement_ext.memory.window.slot import (
     decode_context,
 )
 from moevement_ext.plan.byte_planner import WindowPlan
-from moevement_ext.plan.replanning import WindowLoad
-from moevement_ext.plan.strategy.cycle import Cycle
+from moevement_ext.plan.replanning import Cycle, WindowLoad
 from moevement_ext.plan.strategy.moc import Moc
 from moevement_ext.plan.strategy.moetion import Moetion
 from moevement_ext.protect.expert_ledger import ExpertLedger
@@ -32,7 +31,7 @@ SIZES = dict.fromkeys(EXPERTS, 2 * 448)
 """Master and moment of 100 elements, aligned."""
 INTERVAL = 2
 LAST = 20
-CYCLE = Cycle(0, WindowPlan((NAMES,)), PLAN, idle=INTERVAL - 1, experts=1)
+CYCLE = Cycle(origin=0, plan=WindowPlan((NAMES,)), digest=PLAN, idle=INTERVAL - 1, experts=1)
 
 pytestmark = pytest.mark.timed
 
@@ -204,7 +203,9 @@ def test_windows_keep_the_number_of_experts_that_a_job_has_reached(
         assert (copies.most, copies.lost_before) == (2, 0.04)
         ledger = ExpertLedger(job.tokens, Moc(INTERVAL, DYNAMIC), SIZES)
         ledger.go_back(header_of(copies), LAST)
-        assert ledger.load(WindowLoad(0, {}, 1.0, None), LAST, True, 2).restored == (2, 0.04)
+        assert ledger.load(
+            WindowLoad(start=0, tokens={}, iteration_s=1.0, copy_bytes_per_s=None), LAST, True, 2
+        ).restored == (2, 0.04)
 
 
 def test_context_has_room_for_the_experts(lossy: Callable[[int], Lossy]) -> None:
@@ -325,9 +326,13 @@ def test_an_iteration_that_was_cut_off_does_not_count(lossy: Callable[[int], Los
 def test_load_has_the_figures_that_a_strategy_needs(lossy: Callable[[int], Lossy]) -> None:
     job = lossy(1)
     job.run_until(4)
-    job.ledger.load(WindowLoad(0, {}, 1.0, None), LAST, True, 2)
+    job.ledger.load(
+        WindowLoad(start=0, tokens={}, iteration_s=1.0, copy_bytes_per_s=None), LAST, True, 2
+    )
     job.run_until(8)
-    found = job.ledger.load(WindowLoad(4, {}, 1.0, None), LAST, True, 2)
+    found = job.ledger.load(
+        WindowLoad(start=4, tokens={}, iteration_s=1.0, copy_bytes_per_s=None), LAST, True, 2
+    )
     assert found.tokens == routed_by(8, since=4)
     assert found.expected == sum(routed_by(8).values()) / 8 * LAST
     assert (found.lost, found.experts, found.stage_experts, found.holders) == (0, 2, 2, 2)

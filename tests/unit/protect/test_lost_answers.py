@@ -8,7 +8,7 @@ import pytest
 from torch.distributed import DistNetworkError, Store, TCPStore
 
 from moevement_ext.memory.window.name import Agreed, WindowName
-from moevement_ext.protect import store_connection
+from moevement_ext.protect import persistence
 from moevement_ext.protect.persistence import PersistenceTracker
 from tests.unit.replicate.peers import wait_for
 
@@ -75,7 +75,7 @@ class Job:
 
 @pytest.fixture
 def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
-    monkeypatch.setattr(store_connection, '_FIRST_RETRY_SECONDS', 0.01)
+    monkeypatch.setattr(persistence, '_FIRST_RETRY_SECONDS', 0.01)
     job = Job()
     yield job
     job.stop()

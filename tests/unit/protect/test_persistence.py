@@ -10,7 +10,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from moevement_ext.memory.window.name import MAX_GIVEN_UP, Agreed, WindowName
-from moevement_ext.protect import store_connection
+from moevement_ext.protect import persistence
 from moevement_ext.protect.persistence import PersistenceTracker
 from tests.unit.membership.counted_store import CountedStore, Tally
 from tests.unit.protect.distant_store import DistantStore
@@ -376,8 +376,8 @@ def test_withdrawal_does_not_wait_once_the_store_answers_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It had been away for long, so that it is asked every half a minute."""
-    monkeypatch.setattr(store_connection, '_FIRST_RETRY_SECONDS', 1000.0)
-    monkeypatch.setattr(store_connection, '_LAST_RETRY_SECONDS', 1000.0)
+    monkeypatch.setattr(persistence, '_FIRST_RETRY_SECONDS', 1000.0)
+    monkeypatch.setattr(persistence, '_LAST_RETRY_SECONDS', 1000.0)
     server = DistantStore()
     heard: queue.Queue[Agreed] = queue.Queue()
     tracker = PersistenceTracker(server.connect(TIMEOUT), 0, 2, heard.put)

@@ -16,12 +16,11 @@ from moevement_ext.capture.layout import OperatorSlices, TensorSlice, operator_t
 from moevement_ext.membership.rank import Place
 from moevement_ext.memory.window.name import RankIdentity
 from moevement_ext.plan.byte_planner import balanced
-from moevement_ext.plan.replanning import PlanParameters
-from moevement_ext.plan.strategy.cycle import Cycle
+from moevement_ext.plan.replanning import Cycle, PlanParameters
 from moevement_ext.plan.windows import Budgets
-from moevement_ext.protect import stage_plan
+from moevement_ext.protect import replanner
 from moevement_ext.protect.planner import Planner, _RankOperators
-from moevement_ext.protect.stage_plan import publish, published
+from moevement_ext.protect.replanner import publish, published
 
 pytestmark = pytest.mark.timed
 
@@ -35,7 +34,7 @@ HELD = [
 BYTES = 1024
 """Of an operator in full."""
 WORLD = len(HELD)
-FIRST = PlanParameters(0, 0, 2, {})
+FIRST = PlanParameters(window=2)
 
 
 class Gathered:
@@ -130,7 +129,7 @@ def store() -> TCPStore:
 
 
 def plan(planner: Planner, window: int, shares: dict[str, float]) -> Cycle:
-    return planner.plan(PlanParameters(1, 0, window, shares))
+    return planner.plan(PlanParameters(version=1, window=window, shares=shares))
 
 
 def copied(nbytes: int) -> Budgets:
@@ -209,16 +208,16 @@ def test_windows_of_an_earlier_version_keep_their_names(
 
 
 def test_a_plan_with_idle_iterations_is_another_plan(planners: list[Planner]) -> None:
-    dense = planners[0].plan(PlanParameters(1, 0, 1, {}, idle=4))
+    dense = planners[0].plan(PlanParameters(version=1, window=1, idle=4))
     assert dense.digest not in DIGESTS[1]
     assert [len(dense.plan.slots), dense.idle, dense.period] == [1, 4, 5]
 
 
 def test_stages_may_save_different_numbers_of_experts(planners: list[Planner]) -> None:
-    parameters = PlanParameters(1, 0, 1, {}, experts=1, by_stage={0: 3})
+    parameters = PlanParameters(version=1, window=1, experts=1, by_stage={0: 3})
     first, second = (planners[rank].plan(parameters) for rank in (0, 2))
     assert (first.experts, second.experts) == (3, 1)
-    alike = planners[0].plan(PlanParameters(1, 0, 1, {}, experts=1))
+    alike = planners[0].plan(PlanParameters(version=1, window=1, experts=1))
     assert first.digest == second.digest != alike.digest
 
 
@@ -231,7 +230,9 @@ def test_a_job_begins_with_the_plan_of_the_first_rank_of_each_stage(stages: Stag
 
 def test_the_first_rank_of_a_stage_hands_its_plan_out(stages: Stages, store: TCPStore) -> None:
     """Others need neither what all hold nor the shares of other stages."""
-    announced = PlanParameters(1, 8, 3, {'expert0': 0.4, 'expert1': 0.6})
+    announced = PlanParameters(
+        version=1, origin=8, window=3, shares={'expert0': 0.4, 'expert1': 0.6}
+    )
     with ThreadPoolExecutor(1) as thread:
         waiting = thread.submit(stages.planners[1].next_plan, 1, store.clone())
         publish(store, announced)
@@ -247,15 +248,15 @@ def test_plan_that_is_not_handed_out_is_requested_again(
     stages: Stages, store: TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first rank of the stage has died; its replacement hands out the plan in force."""
-    monkeypatch.setattr(stage_plan, '_LONGEST_WAIT', timedelta(seconds=0.2))
-    publish(store, PlanParameters(1, 8, 3, {}))
+    monkeypatch.setattr(replanner, '_LONGEST_WAIT', timedelta(seconds=0.2))
+    publish(store, PlanParameters(version=1, origin=8, window=3))
     assert stages.planners[1].next_plan(1, store) is None
     made = stages.join(0).announced_plan(1, store)
     assert stages.planners[1].next_plan(1, store) == made
 
 
 def test_joining_rank_computes_its_plan_alone(stages: Stages, store: TCPStore) -> None:
-    publish(store, PlanParameters(1, 8, 3, {'expert1': 0.5}))
+    publish(store, PlanParameters(version=1, origin=8, window=3, shares={'expert1': 0.5}))
     for rank in range(WORLD):
         joined = stages.join(rank)
         assert joined.first_plan(FIRST) == stages.first[rank]
@@ -267,9 +268,9 @@ def test_joining_rank_computes_its_plan_alone(stages: Stages, store: TCPStore) -
 
 def test_unneeded_plans_are_deleted(stages: Stages, store: TCPStore) -> None:
     for version in range(1, 20):
-        publish(store, PlanParameters(version, 8 * version, 2, {}))
+        publish(store, PlanParameters(version=version, origin=8 * version, window=2))
         stages.planners[0].next_plan(version, store)
-    assert len(store.list_keys()) == 2 * stage_plan.VERSIONS_KEPT
+    assert len(store.list_keys()) == 2 * replanner.VERSIONS_KEPT
 
 
 def test_the_window_is_as_long_as_the_largest_stage_needs(planners: list[Planner]) -> None:

@@ -11,11 +11,9 @@ import pytest
 from torch.distributed import Store, TCPStore
 
 from moevement_ext.config import POPULARITY
-from moevement_ext.plan.replanning import PlanParameters, WindowLoad
-from moevement_ext.plan.strategy.cycle import Cycle
+from moevement_ext.plan.replanning import Cycle, PlanParameters, WindowLoad
 from moevement_ext.plan.strategy.moevement import MoEvement
-from moevement_ext.protect.replanner import Replanner
-from moevement_ext.protect.stage_plan import publish
+from moevement_ext.protect.replanner import Replanner, publish
 from tests.unit.protect.distant_store import DistantStore
 from tests.unit.protect.stage_plans import FIRST, planned, stage_plan
 from tests.unit.replicate.peers import wait_for
@@ -34,7 +32,7 @@ def load(start: int, *tokens: int) -> WindowLoad:
 
 
 def seen(start: int, tokens: dict[str, int]) -> WindowLoad:
-    return WindowLoad(start, tokens, 1.0, copy_bytes_per_s=1e9)
+    return WindowLoad(start=start, tokens=tokens, iteration_s=1.0, copy_bytes_per_s=1e9)
 
 
 def test_a_lost_connection_does_not_end_planning(caplog: pytest.LogCaptureFixture) -> None:
@@ -147,7 +145,7 @@ def _wait_until_published(store: TCPStore, rank: int, start: int) -> None:
 def test_a_rank_that_joins_late_adopts_the_plan_in_force_at_once() -> None:
     """It takes the place of a lost one; without the plan its next windows would not count."""
     master = TCPStore('127.0.0.1', 0, is_master=True, timeout=timedelta(seconds=DEADLINE_S))
-    announced = PlanParameters(3, 12, 2, {'layer1.expert0': 0.5})
+    announced = PlanParameters(version=3, origin=12, window=2, shares={'layer1.expert0': 0.5})
     publish(master, announced)
     master.set('plan/newest', '3')
     plan = stage_plan(announced)
@@ -157,7 +155,7 @@ def test_a_rank_that_joins_late_adopts_the_plan_in_force_at_once() -> None:
         store = TCPStore('127.0.0.1', master.port, is_master=False)
         return Replanner(store, 1, 2, present, fixed, planned, adopted.put)
 
-    late = join(stage_plan(PlanParameters(1, 0, 4, {})))
+    late = join(stage_plan(PlanParameters(version=1, window=4)))
     try:
         assert adopted.get(timeout=DEADLINE_S) == plan, 'although it has observed nothing'
     finally:
@@ -169,7 +167,7 @@ def test_a_rank_that_joins_late_adopts_the_plan_in_force_at_once() -> None:
 def test_plan_not_handed_out_yet_is_requested_after_the_next_window() -> None:
     """The first rank of the stage was lost before it did."""
     store = TCPStore('127.0.0.1', 0, is_master=True, timeout=timedelta(seconds=DEADLINE_S))
-    publish(store, PlanParameters(1, 8, 2, {}))
+    publish(store, PlanParameters(version=1, origin=8, window=2))
     store.set('plan/newest', '1')
     asked: queue.Queue[int] = queue.Queue()
     adopted: queue.Queue[Cycle] = queue.Queue()

@@ -6,8 +6,8 @@ from datetime import timedelta
 import pytest
 from torch.distributed import DistError
 
-from moevement_ext.protect import store_connection
-from moevement_ext.protect.store_connection import StoreConnection
+from moevement_ext.protect import persistence
+from moevement_ext.protect.persistence import StoreConnection
 from tests.unit.protect.distant_store import DistantStore
 from tests.unit.replicate.peers import wait_for
 
@@ -23,7 +23,7 @@ def server() -> DistantStore:
 
 @pytest.fixture
 def connection(server: DistantStore, monkeypatch: pytest.MonkeyPatch) -> StoreConnection:
-    monkeypatch.setattr(store_connection, '_TIMEOUT', timedelta(seconds=1))  # of each attempt
+    monkeypatch.setattr(persistence, '_TIMEOUT', timedelta(seconds=1))  # of each attempt
     return StoreConnection(server.connect(TIMEOUT), 'so nothing is written')
 
 

@@ -17,7 +17,7 @@ from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.memory.window.name import Agreed, RankIdentity, WindowName
 from moevement_ext.memory.window.slot import SlotHeader, decode_context
 from moevement_ext.plan.byte_planner import WindowPlan
-from moevement_ext.plan.strategy.cycle import Cycle
+from moevement_ext.plan.replanning import Cycle
 from moevement_ext.protect.checkpointer import SparseCheckpointer
 from moevement_ext.protect.expert_ledger import ExpertLedger
 from moevement_ext.protect.lifecycle import WindowLifecycle
@@ -35,7 +35,7 @@ DEADLINE_S = 30.0
 """How long a test waits for something that comes at once."""
 
 NAMES = ('expert0', 'expert1', 'router')
-SCHEDULE = Cycle(0, WindowPlan(tuple((name,) for name in NAMES)), PLAN)
+SCHEDULE = Cycle(origin=0, plan=WindowPlan(tuple((name,) for name in NAMES)), digest=PLAN)
 
 
 class Training:

@@ -20,10 +20,9 @@ from moevement_ext.faults import Phase
 from moevement_ext.memory.disk import DiskWindows
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.name import RankIdentity
-from moevement_ext.plan.replanning import WindowLoad
-from moevement_ext.plan.strategy import checkfreq
-from moevement_ext.plan.strategy.cycle import Cycle
-from moevement_ext.plan.strategy.strategy import Strategy
+from moevement_ext.plan.replanning import Cycle, WindowLoad
+from moevement_ext.plan.strategy import dense
+from moevement_ext.plan.strategy.choice import Strategy
 from moevement_ext.protect import protection
 from moevement_ext.protect.disk_tier import DiskTier
 from moevement_ext.protect.replanner import Replanner
@@ -117,9 +116,9 @@ def test_all_ranks_change_to_the_same_interval(
         if trainer.iteration == 10 and not job.recovered:
             wait_for(lambda: len(changes) >= STAGES)
 
-    def measured(*figures: Any, **named: Any) -> WindowLoad:
+    def measured(**figures: Any) -> WindowLoad:
         """A load with the first copy to disk, however late that is."""
-        return msgspec.structs.replace(WindowLoad(*figures, **named), persist_s=0.01)
+        return msgspec.structs.replace(WindowLoad(**figures), persist_s=0.01)
 
     def observed(replanner: Replanner, load: WindowLoad) -> None:
         """No rank is so slow that its load is skipped: none hears of a plan without one."""
@@ -140,7 +139,7 @@ def test_all_ranks_change_to_the_same_interval(
     monkeypatch.setattr(ThreadedJob, 'note', followed)
     monkeypatch.setattr(protection.Protection, '_adopt', noted)
     monkeypatch.setattr(protection, 'strategy_of', tuned)
-    monkeypatch.setattr(checkfreq, 'shortest_interval', lambda *measured: 3)
+    monkeypatch.setattr(dense, 'shortest_interval', lambda *measured: 3)
     job = launch([Fault(1, Phase.FORWARD, 22)], 24)
     assert len(changes) in (STAGES, STAGES + 1), 'the new process may hear of it by itself'
     ((origin, interval),) = set(changes)

@@ -16,9 +16,8 @@ from moevement_ext.config import DYNAMIC, MOC, SparseCheckpointConfig
 from moevement_ext.events import Event, Recovered, Replanned, TokensLost
 from moevement_ext.faults import Phase
 from moevement_ext.memory.window.name import WindowName
-from moevement_ext.plan.replanning import PlanParameters
+from moevement_ext.plan.replanning import Cycle, PlanParameters
 from moevement_ext.plan.strategy import moc
-from moevement_ext.plan.strategy.cycle import Cycle
 from moevement_ext.protect.disk_tier import DiskTier
 from moevement_ext.protect.expert_ledger import ExpertLedger
 from moevement_ext.protect.protection import Protection

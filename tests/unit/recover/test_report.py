@@ -44,7 +44,8 @@ def recovery(folder: Path, experts: int) -> LocalizedRecovery:
         SimpleNamespace(
             memory=memory,
             checkpointer=SimpleNamespace(
-                schedule=PlanParameters(VERSION, ORIGIN, 4, shares), history=History()
+                schedule=PlanParameters(version=VERSION, origin=ORIGIN, window=4, shares=shares),
+                history=History(),
             ),
         ),
         RankState(ORIGIN, Start(ORIGIN, b'state')),

@@ -15,7 +15,7 @@ from enum import StrEnum
 import msgspec
 import numpy as np
 
-from moevement_ext.plan.strategy.intervals import young_s
+from moevement_ext.plan.strategy.dense import young_s
 
 from ..closed_form import Dense, Sparse, first_order
 from .printed import (

@@ -8,7 +8,7 @@ import torch
 from torch import nn, optim
 
 from moevement_ext.config import ConfigurationError
-from moevement_ext.job.torch_loop.first_state import create_state
+from moevement_ext.job.torch_loop.module_operators import create_state
 
 OPTIMIZERS = [
     lambda given: optim.Adam(given, amsgrad=True),

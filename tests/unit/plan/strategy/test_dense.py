@@ -8,9 +8,13 @@ import pytest
 
 from moevement_ext.config import INTERVAL_RULES
 from moevement_ext.plan.replanning import PlanParameters, WindowLoad
-from moevement_ext.plan.strategy.checkfreq import checkfreq, shortest_interval
-from moevement_ext.plan.strategy.dense import DenseCycles
-from moevement_ext.plan.strategy.gemini import best_interval, gemini
+from moevement_ext.plan.strategy.dense import (
+    DenseCycles,
+    best_interval,
+    checkfreq,
+    gemini,
+    shortest_interval,
+)
 from tools.simulate.closed_form import Dense
 from tools.simulate.profile import FORMAT, OperatorProfile, Profile
 from tools.simulate.systems import Options, build
@@ -25,7 +29,7 @@ def load(
 ) -> WindowLoad:
     """Load of a rank with iterations of one second."""
     measured = {'waited_s': stall_s, 'checkpoint_s': checkpoint_s, 'persist_s': persist_s}
-    return WindowLoad(0, {}, 1.0, 1e9, **measured)
+    return WindowLoad(start=0, tokens={}, iteration_s=1.0, copy_bytes_per_s=1e9, **measured)
 
 
 def intervals(strategy: DenseCycles, loads: list[WindowLoad]) -> list[int]:
@@ -40,7 +44,7 @@ def intervals(strategy: DenseCycles, loads: list[WindowLoad]) -> list[int]:
 
 def test_fixed_interval_never_changes() -> None:
     for strategy in (checkfreq(7), gemini(7, math.inf)):
-        assert strategy.first() == PlanParameters(0, 0, 1, {}, idle=6)
+        assert strategy.first() == PlanParameters(window=1, idle=6)
         assert intervals(strategy, 5 * [load(9.0, 9.0, (9.0, 9.0))]) == 6 * [7]
 
 

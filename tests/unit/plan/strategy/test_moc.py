@@ -11,8 +11,7 @@ from msgspec.structs import replace
 
 from moevement_ext.config import DYNAMIC
 from moevement_ext.plan.byte_planner import WindowPlan
-from moevement_ext.plan.replanning import PlanParameters, WindowLoad
-from moevement_ext.plan.strategy.cycle import Cycle
+from moevement_ext.plan.replanning import Cycle, PlanParameters, WindowLoad
 from moevement_ext.plan.strategy.moc import Moc, doubled, in_turn
 from tools.simulate.experts import stale_checkpoints
 
@@ -49,7 +48,7 @@ def lost_after_each(most: int, shares: Sequence[float], checkpoints: int) -> lis
     (layer,) = layers = layers_of(1, len(shares))
     share = dict(zip(layer, shares, strict=True))
     strategy = Moc(1, most)
-    cycle = Cycle(0, WindowPlan(((),)), '', experts=most, shares=share)
+    cycle = Cycle(origin=0, plan=WindowPlan(((),)), digest='', experts=most, shares=share)
     copied = dict.fromkeys(layer, 0)
     found = []
     for iteration in range(1, checkpoints + 1):
@@ -82,12 +81,20 @@ def test_loss_of_sequential_turns_has_a_closed_form(experts: int, most: int) -> 
 )
 def test_k_doubles_at_the_limit(share: float, before: float, experts: int, then: int) -> None:
     """Loss at an earlier K does not count again."""
-    present = PlanParameters(3, 0, 1, {}, experts=experts, lost=before)
+    present = PlanParameters(version=3, window=1, experts=experts, lost=before)
     assert doubled(present, share, 4).experts == then
 
 
 def load(lost: float, expected: float, tokens: dict[str, float] | None = None) -> WindowLoad:
-    return WindowLoad(8, tokens or {}, 1.0, 1e9, lost=lost, expected=expected, experts=4)
+    return WindowLoad(
+        start=8,
+        tokens=tokens or {},
+        iteration_s=1.0,
+        copy_bytes_per_s=1e9,
+        lost=lost,
+        expected=expected,
+        experts=4,
+    )
 
 
 def test_all_ranks_change_to_the_next_k_together() -> None:
@@ -96,7 +103,9 @@ def test_all_ranks_change_to_the_next_k_together() -> None:
     assert (first.period, first.experts, strategy.counts_tokens) == (4, 1, False)
     assert strategy.next(first, [load(3, 100), load(4, 100)]) is None
     second = strategy.next(first, [load(4, 100), load(4, 100)])
-    assert second == PlanParameters(1, first.after(8), 1, {}, idle=3, experts=2, lost=0.04)
+    assert second == PlanParameters(
+        version=1, origin=first.after(8), window=1, idle=3, experts=2, lost=0.04
+    )
     assert strategy.next(second, [load(4, 100), load(4, 100)]) is None
     assert strategy.next(second, [load(4, 100), load(12, 100)]) is not None
 

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from moevement_ext.plan.byte_planner import WindowPlan
-from moevement_ext.plan.replanning import WindowLoad
-from moevement_ext.plan.strategy.cycle import Cycle
+from moevement_ext.plan.replanning import Cycle, WindowLoad
 from moevement_ext.plan.strategy.moetion import Moetion, affordable, divided
 
 MB = 1_000_000
@@ -17,9 +16,17 @@ MB = 1_000_000
 def load(copied: float | None = 100e6, sent: float | None = 400e6, holders: int = 2) -> WindowLoad:
     """Load of a rank with all 16 experts of its stage, 5 MB each, and 20 MB of others."""
     return WindowLoad(
-        8, {}, 1.0, copied, sent, experts=8, stage_experts=16, expert_bytes=80 * MB,
-        other_bytes=20 * MB, holders=holders,
-    )  # fmt: skip
+        start=8,
+        tokens={},
+        iteration_s=1.0,
+        copy_bytes_per_s=copied,
+        send_bytes_per_s=sent,
+        experts=8,
+        stage_experts=16,
+        expert_bytes=80 * MB,
+        other_bytes=20 * MB,
+        holders=holders,
+    )
 
 
 @pytest.mark.parametrize(
@@ -63,7 +70,7 @@ def test_layers_share_by_risk() -> None:
 def test_experts_with_most_tokens_since_their_copy_are_saved() -> None:
     layers = [['0.expert0', '0.expert1', '0.expert2'], ['1.expert0', '1.expert1', '1.expert2']]
     shares = dict(zip([*layers[0], *layers[1]], [0.8, 0.1, 0.1, 0.4, 0.3, 0.3], strict=True))
-    cycle = Cycle(0, WindowPlan(((),)), '', experts=2, shares=shares)
+    cycle = Cycle(origin=0, plan=WindowPlan(((),)), digest='', experts=2, shares=shares)
     ages = dict.fromkeys(shares, 1)
     chosen = Moetion(None).choose(layers, cycle, 5, ages)
     assert chosen == {'0.expert0', '1.expert0'}
@@ -76,9 +83,9 @@ def test_experts_with_few_tokens_are_saved_in_time(shares: tuple[float, ...]) ->
     """The risk of an expert grows with the age of its copy, even without tokens in one cycle."""
     (layer,) = layers = [[f'0.expert{index}' for index in range(4)]]
     cycle = Cycle(
-        0,
-        WindowPlan(((),)),
-        '',
+        origin=0,
+        plan=WindowPlan(((),)),
+        digest='',
         experts=1,
         shares=dict(zip(layer, shares, strict=True)),
     )

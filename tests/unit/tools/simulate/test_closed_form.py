@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moevement_ext.plan.strategy.intervals import daly_s, young_s
+from moevement_ext.plan.strategy.dense import daly_s, young_s
 from tools.simulate.closed_form import Dense, Sparse, attempts_s, exact_s, optimal
 
 SECONDS = st.floats(0.1, 10)
