@@ -32,12 +32,11 @@ from .lab.errors import LabError
 from .lab.evidence import kind_of, persisted
 from .lab.four_ranks import NODES, STAGE_RANKS, WORKERS_PER_NODE, WORLD_SIZE, training_flags
 from .lab.history import History
-from .lab.job import Job, memory_directory
+from .lab.job import Job, Trained, memory_directory, train
 from .lab.launch import Launch, add_share_gpu
 from .lab.models import native_precision, prepare_text, sparse_flags
 from .lab.plots import Doing, Failure, Span, plot
 from .lab.run_log import Iteration
-from .lab.trained import Trained, train
 
 RUN_ID = 'demo'
 LOST = 0

@@ -34,8 +34,8 @@ from .lab.benchmark import exit_on_sigterm, print_failure
 from .lab.digests import kinds_of_difference, read_digest
 from .lab.errors import LabError
 from .lab.following import read_events
+from .lab.job import DIGEST
 from .lab.launch import PROGRAM, ROOT
-from .lab.trained import DIGEST
 from .lab.trainer_flags import groups, parse_trainer_flags, value_of
 
 _END = '--'

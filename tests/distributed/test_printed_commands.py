@@ -72,7 +72,6 @@ ELSEWHERE = {
     r'scripts/test\.sh|(.*-m )?pytest ': 'they run these tests',
     rf'{_PYTHON}tests\.fuzz': 'a package for fuzzing; tests/fuzz/test_fuzz.py',
     r'scripts/gpu_check\.sh': 'a GPU; tests/distributed/test_gpu_check.py',
-    rf'{_PYTHON}tools\.copy_probe': 'started by scripts/gpu_check.sh with what that has made',
     rf'{_PYTHON}tools\.bench overhead --precision .* 300$': 'a GPU',
     rf'{_PYTHON}moevement_ext\.launch\.shared_gpu': 'a GPU, and the launcher',
     rf'{_LAUNCH}.*(loop\.py$)': 'tests/distributed/test_pages.py',

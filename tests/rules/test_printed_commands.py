@@ -16,7 +16,7 @@ from tests.support.printed_commands import ROOT, parse, printed
 FOREIGN = r'docker |kubectl |pip |promtool |apt-get |srun |pytest |.*-m pytest '
 """Programs of others, whose flags are not known here."""
 INTERNAL = (
-    r'python -m (tests\.fuzz|tools\.copy_probe|moevement_ext\.store\.branch'
+    r'python -m (tests\.fuzz|moevement_ext\.store\.branch'
     r'|moevement_ext\.launch\.shared_gpu)'
 )
 """Started by another program of this project; those of fuzzing need a package."""

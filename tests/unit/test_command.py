@@ -15,7 +15,6 @@ from tests.support.printed_commands import ROOT, printed
 OF_A_CHECKOUT = {
     'tools.compatibility': 'writes a page of the documents',
     'tools.flags': 'the same',
-    'tools.copy_probe': 'a process of scripts/gpu_check.sh',
     'tools.simulate.paper': 'moevement simulate paper',
     'moevement_ext.launch.shared_gpu': 'a process of moevement launch',
 }

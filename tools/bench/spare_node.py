@@ -42,12 +42,11 @@ from ..lab.evidence import kind_of
 from ..lab.figures import Spread
 from ..lab.following import read_events
 from ..lab.hardware import Hardware
-from ..lab.job import memory_directory
+from ..lab.job import DIGEST, memory_directory, train
 from ..lab.launch import Launch
 from ..lab.models import sparse_flags
 from ..lab.run_log import parse_log
 from ..lab.tables import say, table
-from ..lab.trained import DIGEST, train
 from . import model
 
 _HOSTS = ('a', 'b', 'c')

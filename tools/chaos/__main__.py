@@ -60,8 +60,7 @@ from ..lab.models import prepare_text
 from .campaign import Campaign
 from .configuration import HANG_TIMEOUT_S
 from .elastic import ElasticCampaign, draw_lives, run_here
-from .landing import landing_table
-from .results import NAME, Begun, ResultError, Results
+from .results import NAME, Begun, ResultError, Results, landing_table
 
 _MOST_SHOWN = 8
 _ALWAYS = (Kind.KILL, Kind.STOP, Kind.NODE, Kind.DOUBLE)

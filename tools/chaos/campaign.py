@@ -15,21 +15,21 @@ from rich.console import Console
 
 from ..lab.digests import StateDigest, difference_table, differences, read_digest
 from ..lab.errors import LabError
-from ..lab.job import Job, Kind, memory_directory
+from ..lab.job import DIGEST, Job, Kind, memory_directory, train
 from ..lab.launch import Launch
 from ..lab.local_cluster import log_file
 from ..lab.run_log import read_log
-from ..lab.trained import DIGEST, train
 from .configuration import (
     LONGEST_WINDOW,
+    RUN_ID,
     Configuration,
     Feature,
     Precision,
     draw_configuration,
+    parse_layout,
 )
 from .drawing import Fault, draw_faults, draw_window
 from .injecting import FEWEST_ITERATIONS, LAST_ITERATIONS, FaultInjector
-from .model import RUN_ID, parse_layout
 from .results import FaultRecord, JobDone, Refused, Results
 
 _ITERATIONS_PER_FAULT = 2 * FEWEST_ITERATIONS

@@ -22,12 +22,11 @@ from ..lab.digests import Difference, differences, read_digest
 from ..lab.errors import LabError
 from ..lab.evidence import kind_of
 from ..lab.following import read_events
-from ..lab.job import Job
+from ..lab.job import DIGEST, Job
 from ..lab.launch import Launch
 from ..lab.local_cluster import log_file
 from ..lab.run_log import read_log
-from ..lab.trained import DIGEST
-from .model import COMMON_FLAGS, Layout
+from .configuration import COMMON_FLAGS, Layout
 
 RUN_ID = 'elastic'
 EVENTS = 'events'

@@ -20,8 +20,7 @@ from ..lab.job import Injection, Job, Kind
 from ..lab.run_log import Iteration
 from .configuration import Configuration
 from .drawing import Fault
-from .landing import Cell, landed
-from .results import FaultRecord
+from .results import Cell, FaultRecord, landed
 
 LAST_ITERATIONS = 6
 """Last iterations of a job, without faults: a finished worker cannot help another to recover."""

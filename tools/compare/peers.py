@@ -36,10 +36,9 @@ from ..lab.cpu_clock import Spent, memory_bytes, spent
 from ..lab.errors import LabError
 from ..lab.figures import Spread
 from ..lab.hardware import Hardware
-from ..lab.job import Job, memory_directory
+from ..lab.job import Job, Trained, memory_directory, train
 from ..lab.run_log import RunLog
 from ..lab.tables import say, table
-from ..lab.trained import Trained, train
 from . import peer_program, peer_rows, running
 from .peer_rows import CANNOT, PEERS, PLAIN, PLAIN_DATA, RANKS, SITE, PeerRow
 

@@ -17,10 +17,9 @@ from moevement_ext.config import UNFLAGGED
 
 from ..lab import four_ranks, models
 from ..lab.errors import LabError
-from ..lab.job import Job, Kind, memory_directory
+from ..lab.job import Job, Kind, Trained, memory_directory, train
 from ..lab.launch import Launch
 from ..lab.run_log import RunLog
-from ..lab.trained import Trained, train
 from . import program
 from .rows import PLAIN, RUN_ID, Keeps, Row
 

@@ -64,7 +64,7 @@ def judge(probed: dict[str, Any]) -> list[str]:
 def _probe(settings: Settings, connections: str, target: Path) -> dict[str, Any]:
     """Figures of one process; its error output is shown, and kept next to `target`."""
     device = 'gpu' if settings.gpu else 'cpu'
-    command = [sys.executable, '-m', 'tools.copy_probe']
+    command = [sys.executable, '-m', 'tests.gpu.jobs.copy_probe']
     command += [str(settings.memory), device, str(target)]
     environment = {**os.environ, 'CUDA_DEVICE_MAX_CONNECTIONS': connections}
     log = target.with_suffix('.log')

@@ -8,7 +8,7 @@ from tests.gpu.jobs.findings import Findings, Settings
 from tests.gpu.jobs.training import Kill, Trials, compare, costs, iteration_ms, reduced
 from tools.lab import models, precisions
 from tools.lab.evidence import Tier
-from tools.lab.trained import Trained
+from tools.lab.job import Trained
 
 WINDOW = 4
 ITERATIONS = 20

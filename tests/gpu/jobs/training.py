@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 from moevement_ext.events import ProtectionReduced
 from tests.gpu.jobs.findings import Settings
 from tools.lab import evidence
-from tools.lab.job import memory_directory
+from tools.lab.job import Trained, memory_directory, train
 from tools.lab.launch import PROGRAM, Launch, Launcher
 from tools.lab.models import sparse_flags
-from tools.lab.trained import Trained, train
 
 _MAX_RESTARTS = 3
 # Iterations at the start that are not timed.

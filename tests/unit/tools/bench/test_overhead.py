@@ -11,15 +11,17 @@ from rich.console import Console
 from moevement_ext.events import WindowCommitted
 from tests.unit.megatron.moevement.job.test_identity import parsed
 from tests.unit.tools.samples import HARDWARE, iteration_line
-from tools.bench import model, overhead, overhead_report
-from tools.bench.overhead import AGAIN, FORMATS, Bench
-from tools.bench.overhead_report import (
+from tools.bench import model, overhead
+from tools.bench.overhead import (
+    AGAIN,
     AGAINST,
     DENSE_IN_MEMORY,
     DISK,
+    FORMATS,
     PLAIN,
     SPARSE,
     TITLES,
+    Bench,
     OverheadReport,
     Run,
 )
@@ -134,7 +136,7 @@ def test_each_precision_is_compared_with_itself() -> None:
     report = overhead.summarize(bench, HARDWARE, {'bf16': rounds, 'c4': other})
     assert not report.exact
     with (console := Console(width=200)).capture() as shown:
-        overhead_report.print_report(report, console)
+        overhead.print_report(report, console)
     text = shown.get()
     assert 'DIFFERENT in c4' in text and 'stand-ins for Transformer Engine' in text
     assert 'NaN' in text and '2.500' in text
@@ -147,9 +149,9 @@ def log_of(*losses: float) -> RunLog:
 
 def test_the_losses_of_the_last_tenth_are_averaged() -> None:
     falling = [float(20 - number) for number in range(20)]
-    assert overhead_report.final_loss(log_of(*falling), 20) == 1.5
-    assert overhead_report.final_loss(log_of(*falling[:5]), 5) == 16
-    assert overhead_report.final_loss(log_of(*falling[:19], float('nan')), 20) is None
+    assert overhead.final_loss(log_of(*falling), 20) == 1.5
+    assert overhead.final_loss(log_of(*falling[:5]), 5) == 16
+    assert overhead.final_loss(log_of(*falling[:19], float('nan')), 20) is None
 
 
 def test_a_cpu_that_emulates_bf16_trains_in_fp32(

@@ -16,8 +16,7 @@ from moevement_ext.events import (
 )
 from tests.unit.tools.samples import CONVERTED, HARDWARE, START, event, iteration_line
 from tools.bench import recovery
-from tools.bench import recovery_report as reports
-from tools.bench.recovery_report import VICTIM, Comeback, RecoveryReport
+from tools.bench.recovery import VICTIM, Comeback, RecoveryReport
 from tools.lab.errors import LabError
 from tools.lab.run_log import Iteration, RunLog, parse_log
 
@@ -35,8 +34,8 @@ def log_of(*iterations: tuple[int, float] | str) -> RunLog:
 
 def test_phases_of_a_dense_recovery_add_up() -> None:
     log = log_of((4, 4.0), (5, 5.0), (3, 15.5), (4, 16.5), (5, 17.5), (6, 18.5))
-    found = reports.dense_restart(log, KILLED_AT, [])
-    assert found.stage_iterations == 3 * reports.STAGES
+    found = recovery.dense_restart(log, KILLED_AT, [])
+    assert found.stage_iterations == 3 * recovery.STAGES
     assert found.seconds == pytest.approx(13.5)
     assert found.phases == pytest.approx(
         {'process start, load': 10.0, 'recompute': 2.5, 'new iteration': 1.0}
@@ -46,7 +45,7 @@ def test_phases_of_a_dense_recovery_add_up() -> None:
 def sparse_events() -> list[Event]:
     """The last rank is slower."""
     seconds = {'find': 0.5, 'obtain': 0.5, 'load': 1.0, 'convert': 2.0, 'catch_up': 1.0}
-    last = reports.STAGES - 1
+    last = recovery.STAGES - 1
     return [
         event(WorkerStarted, 0, KILLED_AT - 9),
         *(event(WorkerStarted, rank, KILLED_AT + 4) for rank in range(last)),
@@ -63,8 +62,8 @@ BACK = log_of((4, 4.0), (5, 5.0), CONVERTED, (5, 16.8), (6, 18.0))
 
 
 def test_phases_of_a_sparse_recovery_add_up() -> None:
-    found = reports.sparse_recovery(BACK, KILLED_AT, sparse_events(), ['rng'])
-    assert (found.stage_iterations, found.different) == (3 * reports.STAGES, ['rng'])
+    found = recovery.sparse_recovery(BACK, KILLED_AT, sparse_events(), ['rng'])
+    assert (found.stage_iterations, found.different) == (3 * recovery.STAGES, ['rng'])
     assert found.seconds == pytest.approx(13.0)
     assert sum(found.phases.values()) == pytest.approx(found.seconds)
     assert found.phases['process start'] == pytest.approx(5.0)
@@ -75,13 +74,13 @@ def test_phases_of_a_sparse_recovery_add_up() -> None:
 
 def test_a_rank_that_did_not_recover_from_memory_is_no_result() -> None:
     with pytest.raises(LabError, match='did not report'):
-        reports.sparse_recovery(BACK, KILLED_AT, sparse_events()[:-1], [])
+        recovery.sparse_recovery(BACK, KILLED_AT, sparse_events()[:-1], [])
 
 
 def test_a_job_that_gave_up_host_memory_is_no_result() -> None:
     fallen_back = event(NextTier, 0, KILLED_AT + 1, reason='too small', tier='the start')
     with pytest.raises(LabError, match='not used: too small'):
-        reports.sparse_recovery(BACK, KILLED_AT, [*sparse_events(), fallen_back], [])
+        recovery.sparse_recovery(BACK, KILLED_AT, [*sparse_events(), fallen_back], [])
 
 
 # One worker
@@ -91,7 +90,7 @@ def localized() -> list[Event]:
     """A worker is killed at 100 s and started again at 101 s; all are back at 104 s."""
     nothing = dict.fromkeys(('unblock', 'respawn', 'regroup', 'fetch', 'convert', 'catch_up'), 0.0)
     events = [event(WorkerStarted, VICTIM, 101.0)]
-    for rank in range(reports.STAGES):
+    for rank in range(recovery.STAGES):
         seconds, replayed = nothing | {'unblock': 0.1}, 0
         if rank == VICTIM:
             seconds, replayed = nothing | {'regroup': 0.5, 'convert': 1.0, 'catch_up': 0.5}, 6
@@ -105,7 +104,7 @@ def run_log(*numbers: int) -> RunLog:
 
 
 def test_localized_recovery_has_the_phases_of_the_rolled_back_stage() -> None:
-    found = reports.sparse_recovery(run_log(35, 39, 40, 41), 100.0, localized(), [])
+    found = recovery.sparse_recovery(run_log(35, 39, 40, 41), 100.0, localized(), [])
     assert found.seconds == pytest.approx(5.5)
     assert found.phases == pytest.approx(
         {
@@ -128,23 +127,23 @@ def report(*different: str, lose: str = recovery.WORKER) -> RecoveryReport:
         return Comeback(seconds, {'all': seconds}, stage_iterations, list(kinds))
 
     runs = {
-        reports.SPARE: back(3.0, 6, *different),
-        reports.COLD: back(9.0, 6),
-        reports.WHOLE: back(18.0, 24),
-        reports.DISK: back(30.0, 40, 'rng'),
+        recovery.SPARE: back(3.0, 6, *different),
+        recovery.COLD: back(9.0, 6),
+        recovery.WHOLE: back(18.0, 24),
+        recovery.DISK: back(30.0, 40, 'rng'),
     }
     bench = recovery.Bench(Path(), Path(), 4, lose)
     rounds = [{name: runs[name] for name in bench.methods}]
-    methods = reports.over_rounds(rounds)
-    return RecoveryReport(HARDWARE, lose, reports.STAGES, 4, 30, 20, methods, rounds)
+    methods = recovery.over_rounds(rounds)
+    return RecoveryReport(HARDWARE, lose, recovery.STAGES, 4, 30, 20, methods, rounds)
 
 
 def test_summary_has_ratios_and_exactness() -> None:
     found = report()
-    assert found.methods[reports.DISK].ratio.median == pytest.approx(10.0)
+    assert found.methods[recovery.DISK].ratio.median == pytest.approx(10.0)
     assert found.exact, 'plain checkpoints need not lead to the same bits'
     assert not report('exp_avg').exact
-    reports.print_report(found, Console(quiet=True))
+    recovery.print_report(found, Console(quiet=True))
 
 
 def test_exit_status_is_that_of_sparse_checkpointing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,11 +153,11 @@ def test_exit_status_is_that_of_sparse_checkpointing(monkeypatch: pytest.MonkeyP
 
 
 def test_selected_methods_run_alone() -> None:
-    args = recovery.parse_arguments(['--only', reports.DISK, reports.SPARE])
+    args = recovery.parse_arguments(['--only', recovery.DISK, recovery.SPARE])
     bench = recovery.Bench(Path(), Path(), 4, only=args.only)
-    assert bench.methods == [reports.SPARE, reports.DISK]
-    assert bench._replace(lose=recovery.ALL).methods == [reports.DISK]
-    assert bench._replace(only=tuple(reports.TITLES)).methods == list(reports.TITLES)
+    assert bench.methods == [recovery.SPARE, recovery.DISK]
+    assert bench._replace(lose=recovery.ALL).methods == [recovery.DISK]
+    assert bench._replace(only=tuple(recovery.TITLES)).methods == list(recovery.TITLES)
 
 
 @pytest.mark.parametrize(

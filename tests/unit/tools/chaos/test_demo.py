@@ -21,9 +21,9 @@ from tools.demo import LOST, result, story
 from tools.lab.digests import StateDigest
 from tools.lab.errors import LabError
 from tools.lab.four_ranks import STAGE_RANKS, WORLD_SIZE
+from tools.lab.job import Trained
 from tools.lab.plots import Doing
 from tools.lab.run_log import Iteration, RunLog
-from tools.lab.trained import Trained
 
 KILLED_AT = 100.0
 Events = list[Event]

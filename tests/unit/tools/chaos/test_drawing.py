@@ -6,9 +6,15 @@ from pathlib import Path
 import pytest
 
 from moevement_ext.config import REPORT, STOP, UNFLAGGED
-from tools.chaos.configuration import AUTO, Configuration, Feature, Precision, draw_configuration
+from tools.chaos.configuration import (
+    AUTO,
+    Configuration,
+    Feature,
+    Precision,
+    draw_configuration,
+    parse_layout,
+)
 from tools.chaos.drawing import draw_faults, draw_window
-from tools.chaos.model import parse_layout
 from tools.lab import precisions
 from tools.lab.job import Kind
 from tools.lab.launch import PROGRAM, Launcher

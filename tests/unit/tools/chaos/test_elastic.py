@@ -19,7 +19,7 @@ from tools.chaos.elastic import (
 )
 from tools.lab.digests import StateDigest
 from tools.lab.errors import LabError
-from tools.lab.trained import DIGEST
+from tools.lab.job import DIGEST
 
 BEGAN = [None, 3, 3, None, 7]
 EP2, EP3, EP4 = LAYOUTS[:3]

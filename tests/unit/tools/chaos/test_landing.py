@@ -5,7 +5,7 @@ import pytest
 
 from moevement_ext.events import Event, FailureDetected, RecoveryPhase, WindowPersisted
 from tests.unit.tools.samples import happened
-from tools.chaos.landing import Cell, Phase, landed, landing_table
+from tools.chaos.results import Cell, Phase, landed, landing_table
 from tools.lab.job import Kind
 
 pytestmark = pytest.mark.timed

@@ -8,8 +8,17 @@ from typing import Any
 import pytest
 
 from tools.chaos.__main__ import _clear, lock, main, parse_arguments, verdict
-from tools.chaos.landing import Cell, Phase
-from tools.chaos.results import NAME, Begun, FaultRecord, JobDone, Refused, ResultError, Results
+from tools.chaos.results import (
+    NAME,
+    Begun,
+    Cell,
+    FaultRecord,
+    JobDone,
+    Phase,
+    Refused,
+    ResultError,
+    Results,
+)
 from tools.lab.evidence import Tier
 from tools.lab.job import Kind
 

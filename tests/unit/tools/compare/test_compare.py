@@ -41,10 +41,9 @@ from tools.lab.digests import StateDigest
 from tools.lab.errors import LabError
 from tools.lab.figures import Spread
 from tools.lab.hardware import Hardware
-from tools.lab.job import Kind
+from tools.lab.job import Kind, Trained
 from tools.lab.launch import ROOT, Launch
 from tools.lab.run_log import Captured, RunLog, parse_log
-from tools.lab.trained import Trained
 from tools.lab.trainer_flags import trainer_parser
 
 VALUES = {'window': '3', 'mtbf_s': 60.0, 'network_gb_per_s': 0.02, 'disk': '/disk'}

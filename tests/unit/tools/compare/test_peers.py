@@ -20,8 +20,8 @@ from tools.lab.cpu_clock import Spent, memory_bytes, spent
 from tools.lab.digests import StateDigest
 from tools.lab.errors import LabError
 from tools.lab.hardware import Hardware
+from tools.lab.job import Trained
 from tools.lab.launch import ROOT
-from tools.lab.trained import Trained
 
 SAME, OTHER = StateDigest('00', 8, {}), StateDigest('11', 8, {'0': {'parameter/x': '1'}})
 

@@ -11,9 +11,9 @@ import torch
 
 from moevement_ext.capture.layout import Piece
 from moevement_ext.memory.mapped import Bytes
+from tests.gpu.jobs import copy_probe
+from tests.gpu.jobs.copy_probe import Sizes, Stage, Window, beside, busy
 from tests.unit.memory.samples import tmpfs_directory
-from tools import copy_probe
-from tools.copy_probe import Sizes, Stage, Window, beside, busy
 from tools.lab.errors import LabError
 
 CPU = torch.device('cpu')

@@ -15,8 +15,8 @@ from tests.gpu.jobs.training import compare, costs, reduced
 from tests.unit.tools.samples import event
 from tools.lab.digests import StateDigest
 from tools.lab.evidence import Recovery, Tier
+from tools.lab.job import Trained, newest_pids
 from tools.lab.run_log import Captured, Iteration, RunLog
-from tools.lab.trained import Trained, newest_pids
 
 GOOD_PROBE: dict[str, Any] = {
     'pinned_gb_s': 50.0,

@@ -17,13 +17,7 @@ pytestmark = pytest.mark.timed
 
 ROOT = Path(__file__).resolve().parents[4]
 SCRIPT = ROOT / 'scripts' / 'gpu_check.sh'
-PROGRAMS = (
-    'tools/copy_probe.py',
-    'tests/gpu',
-    'tests/gpu/jobs',
-    'tests/conftest.py',
-    'pretrain_gpt.py',
-)
+PROGRAMS = ('tests/gpu', 'tests/gpu/jobs', 'tests/conftest.py', 'pretrain_gpt.py')
 """What the check runs; names of modules that these start are in their texts."""
 
 

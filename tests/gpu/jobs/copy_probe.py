@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures the capture path of one GPU, and its effect on other work, with one connection count.
 
-    python -m tools.copy_probe <directory in a tmpfs> gpu|cpu <file for figures>
+    python -m tests.gpu.jobs.copy_probe <directory in a tmpfs> gpu|cpu <file for figures>
 
 The state is that of a MoE stage: many experts, each with master weights, two moments and bf16
 weights. Captures work as in training: into a window file in a tmpfs, registered as pinned; copies
@@ -39,9 +39,8 @@ from moevement_ext.plan.byte_planner import (
     fewest_slots,
     hideable_budget,
 )
-
-from .lab.errors import LabError
-from .lab.figures import write_json
+from tools.lab.errors import LabError
+from tools.lab.figures import write_json
 
 _NAME = 'probe'
 _GIB = 1 << 30
