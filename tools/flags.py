@@ -54,6 +54,7 @@ _HEAD = """# Flags
 scale](memory.md#flags-by-scale).
 
 """
+# Flags that there were before, and what decides now.
 _WENT = {
     'max-window': 'at most 8, and what host memory has room for; `--sparse-ckpt-window` N for more',
     'cpu-share': '2 % of the cores of a node, if the cores also train',
@@ -67,7 +68,6 @@ _WENT = {
     'expert-choice': '`moc`: experts in turn',
     'lost-share': '`moc`: 3.75 % of the tokens, lost in recoveries, double `dynamic` experts',
 }
-"""Flags that there were before, and what decides now."""
 _DEFAULT = re.compile(r' ?Default: (.*)\.$')
 
 

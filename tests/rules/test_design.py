@@ -8,13 +8,11 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.rules.trees import ROOT, python_files, text, tree
+
 DESIGN = ROOT / 'docs' / 'design.md'
 PAGES = [DESIGN, *(ROOT / 'docs').glob('*.md'), *ROOT.glob('*.md'), ROOT / 'tests' / 'README.md']
 PRODUCT = ('moevement_ext', 'megatron')
-
-# Files that the pages name already; to be taken off when they are there.
-COMING: set[str] = set()
 
 # Collectives of ours, and when they happen; all of them outside of fault-free iterations.
 COLLECTIVES = {
@@ -29,18 +27,13 @@ COLLECTIVES = {
 }
 
 
-def sources(*folders: str) -> list[Path]:
-    return sorted(path for folder in folders for path in (ROOT / folder).rglob('*.py'))
-
-
 def calls(path: Path) -> Iterator[ast.Call]:
-    tree = ast.parse(path.read_text('utf-8'))
-    return (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+    return (node for node in ast.walk(tree(path)) if isinstance(node, ast.Call))
 
 
 def invariants() -> dict[str, str]:
     """Text of each, by its number."""
-    found = re.findall(r'^### (I\d+) [^\n]*\n(.*?)(?=^##)', DESIGN.read_text('utf-8'), re.M | re.S)
+    found = re.findall(r'^### (I\d+) [^\n]*\n(.*?)(?=^##)', text(DESIGN), re.M | re.S)
     return dict(found)
 
 
@@ -49,39 +42,37 @@ def test_there_are_eight_invariants_in_order() -> None:
 
 
 def test_every_invariant_that_is_cited_is_there() -> None:
-    files = [*sources(*PRODUCT, 'tools', 'tests'), *PAGES]
-    cited = {found for path in files for found in re.findall(r'\bI\d+\b', path.read_text('utf-8'))}
+    files = [*python_files(*PRODUCT, 'tools', 'tests'), *PAGES]
+    cited = {found for path in files for found in re.findall(r'\bI\d+\b', text(path))}
     assert len(cited) > 3
     assert cited <= invariants().keys()
 
 
 def test_every_invariant_names_tests() -> None:
-    for number, text in invariants().items():
-        assert re.search(r'Tests?:\s+`test_', text), number
+    for number, said in invariants().items():
+        assert re.search(r'Tests?:\s+`test_', said), number
 
 
 def existing_tests() -> set[str]:
     return {
         node.name
-        for path in sources('tests')
-        for node in ast.walk(ast.parse(path.read_text('utf-8')))
+        for path in python_files('tests')
+        for node in ast.walk(tree(path))
         if isinstance(node, ast.FunctionDef) and node.name.startswith('test_')
     }
 
 
 def test_every_test_that_is_named_exists() -> None:
-    named = {
-        name for page in PAGES for name in re.findall(r'`(test_\w+)`', page.read_text('utf-8'))
-    }
+    named = {name for page in PAGES for name in re.findall(r'`(test_\w+)`', text(page))}
     assert len(named) > 40
     assert named <= existing_tests()
 
 
 @pytest.mark.parametrize('page', sorted(set(PAGES)), ids=lambda page: page.name)
 def test_every_file_that_is_named_exists(page: Path) -> None:
-    for code in re.findall(r'`([^`\n]+)`', page.read_text('utf-8')):
+    for code in re.findall(r'`([^`\n]+)`', text(page)):
         if re.fullmatch(r'[\w.-]+(/[\w.-]+)+/?', code) and code.split('/')[0] in top_level():
-            assert code in COMING or (ROOT / code).exists(), code
+            assert (ROOT / code).exists(), code
         elif re.fullmatch(r'test_\w+\.py', code):
             assert (ROOT / 'tests' / 'distributed' / code).exists(), code
 
@@ -91,25 +82,21 @@ def top_level() -> set[str]:
     return {path.name for path in ROOT.iterdir()} - {'runs'}
 
 
-def test_planned_files_do_not_exist_yet() -> None:
-    assert not {name for name in COMING if (ROOT / name).exists()}
-
-
 # ---- threads
 
 
 def thread_names() -> dict[str, str]:
     """File by name; of a name with a number in it, the part before that."""
     names = {}
-    for path in sources(*PRODUCT):
+    for path in python_files(*PRODUCT):
         for call in calls(path):
             if ast.unparse(call.func).split('.')[-1] in ('Thread', 'ThreadPoolExecutor'):
                 given = {k.arg: k.value for k in call.keywords}
                 name = given.get('name', given.get('thread_name_prefix'))
                 if isinstance(name, ast.JoinedStr):
                     name = name.values[0]
-                text = name.value if isinstance(name, ast.Constant) else '(a pool without a name)'
-                names[str(text)] = path.name
+                known = name.value if isinstance(name, ast.Constant) else '(a pool without a name)'
+                names[str(known)] = path.name
     return names
 
 
@@ -121,8 +108,8 @@ def test_every_thread_is_in_the_table_and_no_other() -> None:
 
 
 def threads_section() -> str:
-    text = DESIGN.read_text('utf-8')
-    return text[text.index('## Threads') : text.index('## Keys of the store')]
+    whole = text(DESIGN)
+    return whole[whole.index('## Threads') : whole.index('## Keys of the store')]
 
 
 # ---- keys of the store
@@ -132,7 +119,7 @@ def test_every_key_of_a_round_is_in_the_table_and_no_other() -> None:
     source = (ROOT / 'moevement_ext' / 'membership' / 'rendezvous.py').read_text('utf-8')
     forgotten = re.search(r"r'\(\?:([a-z|]+)\)'\n", source)
     assert forgotten is not None
-    _, _, section = DESIGN.read_text('utf-8').partition('\n## Keys of the store\n')
+    _, _, section = text(DESIGN).partition('\n## Keys of the store\n')
     keys = ' '.join(re.findall(r'^\| (`.*?) \|', section, re.M))
     assert set(re.findall(r'`(\w+)/<e>', keys)) == set(forgotten[1].split('|'))
 
@@ -144,7 +131,7 @@ def test_engine_has_no_collective_in_an_iteration() -> None:
     """Invariant I8: those that there are happen elsewhere, see the list."""
     found = {
         path.name
-        for path in sources(*PRODUCT)
+        for path in python_files(*PRODUCT)
         for call in calls(path)
         if re.fullmatch(
             r'((torch\.)?distributed\.|dist\.)?(all_reduce|all_gather\w*|all_to_all\w*|broadcast\w*|'

@@ -6,14 +6,10 @@ import io
 import re
 import tokenize
 from collections.abc import Iterator
-from pathlib import Path
 
-import pytest
+from tests.rules.trees import ROOT, name_of, python_files, text
 
-ROOT = Path(__file__).resolve().parents[2]
-ADAPTER: tuple[str, ...] = ('megatron/moevement', 'examples', 'pretrain_gpt.py')
-ENGINE: tuple[str, ...] = ('moevement_ext',)
-TOOLS: tuple[str, ...] = ('tools', 'scripts')
+SOURCES = ('moevement_ext', 'megatron', 'tools', 'examples', 'scripts', 'pretrain_gpt.py')
 PAGES = sorted(
     [*ROOT.glob('*.md'), *ROOT.glob('docs/*.md'), *ROOT.glob('findings/*.md')]
     + [ROOT / 'tests' / 'README.md']
@@ -38,15 +34,6 @@ DIALECT = {
     'skip, or ignore': r'(pass|passes|passed) over',
     'except': r'but for',
 }
-
-
-def sources() -> list[Path]:
-    paths = [ROOT / name for name in (*ADAPTER, *ENGINE, *TOOLS)]
-    assert all(path.exists() for path in paths)
-    below = (
-        file for path in paths for suffix in ('py', 's[hb]*') for file in path.rglob(f'*.{suffix}')
-    )
-    return sorted({*below, *(path for path in paths if path.is_file())})
 
 
 def blocks(tree: ast.Module) -> Iterator[list[ast.stmt]]:
@@ -104,21 +91,6 @@ def private_strings(source: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize(
-    ('source', 'offends'),
-    [
-        ('"""Whoever calls this."""', True),
-        ('def f():\n    """One.\n\n    Nobody reads it.\n    """', True),
-        ('x = 1  # who knows', True),
-        ('class C:\n    x: int\n    """Somebody\'s."""', True),
-        ("x = 'who'", False),
-        ('# The whole of it.', False),
-    ],
-)
-def test_words_for_persons_are_found(source: str, offends: bool) -> None:
-    assert bool(persons(source)) is offends
-
-
 def without_code(page: str) -> str:
     """A page with spaces for code (fenced, indented or in backticks) and for targets of links."""
     fences = re.compile(r'^```.*?^```', re.M | re.S)
@@ -138,57 +110,34 @@ def dialect(page: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize(
-    ('page', 'found'),
-    [
-        ('Groups are connected anew.\n', 1),
-        ('A window that is to be kept comes back.\n', 2),
-        ('We restart, and all met in our store.\n', 3),
-        ('```text\nanew\n```\n', 0),
-        ('Text:\n\n    comes back from: window 3\n\nText.\n', 0),
-        ('- A list\n  comes\n  back in\n    its third line, as ever.\n', 2),
-        ('The system `ours` of\n`tools as ever` and [this](anew.md#what-of).\n', 0),
-        ('The power of it, goes only once, renewed.\n', 0),
-    ],
-)
-def test_the_dialect_is_found(page: str, found: int) -> None:
-    assert len(dialect(page)) == found
+def test_offences_are_found() -> None:
+    """In docstrings, comments and pages, and nowhere else."""
+    for source in ('"""Whoever calls."""', 'x = 1  # who knows', 'def f():\n "Nobody."'):
+        assert persons(source)
+    assert not persons("x = 'who'") and not persons('# The whole of it.')
+    for source in ("_X: int = 1\n'''Text.'''", "class C:\n    _x: int\n    '''Text.'''"):
+        assert private_strings(source)
+    assert not private_strings("X = 1\n'''Text.'''")
+    assert len(dialect('- A list\n  comes\n  back in\n    its third line, as ever.\n')) == 2
+    assert not dialect('```text\nanew\n```\n`we` [this](anew.md#what-of)\n\n    in vain\n')
 
 
 def test_pages_have_plain_words() -> None:
-    offenders = [
-        f'{page.relative_to(ROOT)}:{found}'
-        for page in PAGES
-        for found in dialect(page.read_text('utf-8'))
-    ]
+    offenders = [f'{name_of(page)}:{found}' for page in PAGES for found in dialect(text(page))]
     assert not offenders
 
 
-@pytest.mark.parametrize(
-    ('source', 'offends'),
-    [
-        ("_X = 1\n'''Text.'''", True),
-        ("_X: int = 1\n'''Text.'''", True),
-        ("type _X = int\n'''Text.'''", True),
-        ("class C:\n    _x: int\n    '''Text.'''", True),
-        ("X = 1\n'''Text.'''", False),
-        ("_X = 1\n\n\ndef f():\n    '''Text.'''", False),
-    ],
-)
-def test_strings_after_private_constants_are_found(source: str, offends: bool) -> None:
-    assert bool(private_strings(source)) is offends
-
-
 def test_processes_are_no_persons() -> None:
+    scripts = (path for path in (ROOT / 'scripts').iterdir() if path.suffix in ('.sh', '.sbatch'))
     offenders = [
-        f'{path.relative_to(ROOT)}:{found}'
-        for path in (*sources(), *sorted((ROOT / 'tests').rglob('*.py')))
-        for found in persons(path.read_text('utf-8'), path.suffix == '.py')
+        f'{name_of(path)}:{found}'
+        for path in (*python_files(*SOURCES, 'tests'), *scripts)
+        for found in persons(text(path), path.suffix == '.py')
     ]
     offenders += [
-        f'{page.relative_to(ROOT)}:{number}: {line}'
+        f'{name_of(page)}:{number}: {line}'
         for page in PAGES
-        for number, line in enumerate(page.read_text('utf-8').splitlines(), 1)
+        for number, line in enumerate(text(page).splitlines(), 1)
         if PERSONS.search(line)
     ]
     assert not offenders
@@ -197,9 +146,8 @@ def test_processes_are_no_persons() -> None:
 def test_private_constants_have_comments() -> None:
     """A comment in front of the constant; docstrings are for public names."""
     offenders = [
-        f'{path.relative_to(ROOT)}:{found}'
-        for path in sources()
-        if path.suffix == '.py'
-        for found in private_strings(path.read_text('utf-8'))
+        f'{name_of(path)}:{found}'
+        for path in python_files(*SOURCES)
+        for found in private_strings(text(path))
     ]
     assert not offenders

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from megatron.moevement.seams import cpu_device
+from tests.rules.trees import ROOT, name_of
 from tests.support.each import each
 
 if cpu_device.needed():
@@ -25,7 +26,6 @@ from tools import flags  # noqa: E402
 from tools.chaos.__main__ import parse_arguments, verdict  # noqa: E402
 from tools.chaos.results import Results  # noqa: E402
 
-ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / 'README.md'
 MEASURED = ROOT / 'docs' / 'measured.md'
 TESTS = ROOT / 'tests' / 'README.md'
@@ -37,17 +37,6 @@ PAGES = sorted(
     ]
 )
 MOST_CHARACTERS = 100
-
-# Programs that the pages name already; to be taken off when they are there.
-COMING: set[str] = set()
-
-
-def test_planned_files_do_not_exist_yet() -> None:
-    assert not {module for module in COMING if importlib.util.find_spec(module)}
-
-
-def name_of(page: Path) -> str:
-    return str(page.relative_to(ROOT))
 
 
 def section(page: Path, title: str) -> str:
@@ -286,7 +275,7 @@ def anchors(page: Path) -> set[str]:
 def test_documented_programs_exist(page: Path) -> None:
     text = page.read_text('utf-8')
     for module in re.findall(r'python -m ((?:tools|tests)\.[\w.]*\w)', text):
-        assert module in COMING or importlib.util.find_spec(module), module
+        assert importlib.util.find_spec(module), module
     for script in re.findall(r'\bscripts/[\w.]+\w', text):
         assert (ROOT / script).exists(), script
     assert not re.search(r'\btools/\w+\.py\b', text), 'tools are started by python -m'

@@ -10,37 +10,17 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-SOURCE_FOLDERS = ('moevement_ext', 'megatron', 'tools', 'examples', 'tests')
+from tests.rules.trees import ROOT, name_of, python_files, sources, text, tree
+
+TREE = ('moevement_ext', 'megatron', 'tools', 'examples', 'tests', 'setup.py', 'pretrain_gpt.py')
 SHELL_SCRIPTS = sorted(
     [*ROOT.glob('scripts/*.s[hb]*'), *ROOT.glob('findings/*.sh'), ROOT / '.ci' / 'run']
 )
 MAX_LINES = 900
-
-
-def python_files(*folders: str) -> list[Path]:
-    below = (path for folder in folders for path in (ROOT / folder).rglob('*.py'))
-    return sorted([*below, *ROOT.glob('*.py')] if folders == SOURCE_FOLDERS else below)
-
-
-def imported_modules(source: str) -> Iterator[str]:
-    """Names of all modules a source imports, by statement or by importlib.import_module('...')."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and not node.level:
-            yield node.module or ''
-        elif isinstance(node, ast.Call) and 'import' in ast.unparse(node.func):
-            yield from (
-                arg.value
-                for arg in node.args
-                if isinstance(arg, ast.Constant) and isinstance(arg.value, str)
-            )
 
 
 def bundled_linter(name: str) -> str:
@@ -77,32 +57,6 @@ def test_namespace_joins_ours_and_upstreams() -> None:
     assert Path(core).parents[1] == Path(training).parents[1] != ROOT / 'megatron'
 
 
-@pytest.mark.parametrize(
-    ('source', 'expected'),
-    [
-        ('import megatron.core as m', {'megatron.core'}),
-        ('def f():\n    from megatron.core import utils', {'megatron.core'}),
-        ("importlib.import_module('megatron.core')", {'megatron.core'}),
-        ("__import__('megatron')", {'megatron'}),
-        ('from . import megatron', set()),
-    ],
-)
-def test_import_scan_sees_every_form(source: str, expected: set[str]) -> None:
-    assert set(imported_modules(source)) == expected
-
-
-def test_engine_never_imports_megatron() -> None:
-    files = python_files('moevement_ext')
-    assert files
-    offenders = [
-        f'{path.relative_to(ROOT)}: {name}'
-        for path in files
-        for name in imported_modules(path.read_text('utf-8'))
-        if name.split('.')[0] == 'megatron'
-    ]
-    assert not offenders
-
-
 @pytest.mark.parametrize('package', ['moevement_ext', 'megatron/moevement'])
 def test_every_package_folder_is_packaged(package: str) -> None:
     """setup.py finds packages by __init__.py: a folder without one would be left out."""
@@ -126,9 +80,9 @@ def is_module(name: str) -> bool:
 def test_imports_in_text_are_of_modules_that_exist() -> None:
     """In docstrings and in programs that tests start; imports proper are checked by mypy."""
     dangling = [
-        f'{path.relative_to(ROOT)}: {name}'
-        for path in python_files(*SOURCE_FOLDERS)
-        for node in ast.walk(ast.parse(path.read_text('utf-8')))
+        f'{name_of(path)}: {name}'
+        for path in python_files(*TREE)
+        for node in ast.walk(tree(path))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
         for name in {
             *MODULES_IN_TEXT.findall(node.value),
@@ -151,7 +105,7 @@ def defines(module: str, name: str) -> bool:
     names = {
         getattr(node, field, None)
         for path in sources
-        for node in ast.walk(ast.parse(path.read_text('utf-8')))
+        for node in ast.walk(tree(path))
         for field in ('name', 'id')
     }
     return not sources or name in names
@@ -160,21 +114,15 @@ def defines(module: str, name: str) -> bool:
 # ---- docstrings
 
 
-def docstrings(tree: ast.Module) -> Iterator[str]:
-    """All of a module, those of attributes included."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            if isinstance(node.value.value, str):
-                yield node.value.value
-
-
 def test_docstrings_are_of_one_dialect() -> None:
     """Beyond what the linter knows: Markdown backticks, and a summary that stands alone."""
     offenders = [
-        f'{path.relative_to(ROOT)}: {text.splitlines()[0]}'
-        for path in python_files('moevement_ext', 'megatron/moevement', 'tools', 'examples')
-        for text in docstrings(ast.parse(path.read_text('utf-8')))
-        if '``' in text or text.startswith(('Of ', 'As '))
+        f'{name_of(path)}: {said.splitlines()[0]}'
+        for path, source in sources(*TREE[:4]).items()
+        for node in ast.walk(source)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        for said in [node.value.value]
+        if isinstance(said, str) and ('``' in said or said.startswith(('Of ', 'As ')))
     ]
     assert not offenders
 
@@ -184,17 +132,17 @@ def test_docstrings_are_of_one_dialect() -> None:
 
 def test_every_source_names_its_licence() -> None:
     marker = 'SPDX-License-Identifier: Apache-2.0'
-    for path in python_files(*SOURCE_FOLDERS):
-        first, second, *_ = [*path.read_text('utf-8').splitlines(), '', '']
+    for path in python_files(*TREE):
+        first, second, *_ = [*text(path).splitlines(), '', '']
         line = second if first.startswith('#!') else first
-        assert line == f'# {marker}', f'{path.relative_to(ROOT)} must begin with # {marker}'
+        assert line == f'# {marker}', f'{name_of(path)} must begin with # {marker}'
     for path in [*SHELL_SCRIPTS, ROOT / 'Dockerfile', ROOT / 'pyproject.toml']:
-        assert marker in path.read_text('utf-8')[:200], path
+        assert marker in text(path)[:200], path
 
 
 def test_no_python_file_is_too_long() -> None:
-    lengths = {path: path.read_text('utf-8').count('\n') for path in python_files(*SOURCE_FOLDERS)}
-    assert not {str(p.relative_to(ROOT)): n for p, n in lengths.items() if n > MAX_LINES}
+    lengths = {path: text(path).count('\n') for path in python_files(*TREE)}
+    assert not {name_of(p): n for p, n in lengths.items() if n > MAX_LINES}
 
 
 # ---- scripts

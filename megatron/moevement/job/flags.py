@@ -99,12 +99,12 @@ NO_BIT = {
 }  # fmt: skip
 """Settings that change no bit of training, by what they are about."""
 
+# The progress of training, not its definition; and settings that set-up derives from the data.
 _PROGRESS = (
     'iteration curr_iteration consumed_train_samples consumed_valid_samples skipped_train_samples '
     'num_floating_point_operations_so_far do_train do_valid do_test '
     '_is_global_batch_size_explicitly_specified'  # the size itself counts
 )
-"""The progress of training, not its definition; and settings that set-up derives from the data."""
 
 LAYOUT = frozenset(
     (
