@@ -33,7 +33,6 @@ PROGRAMS = {
     'report': ('tools.report.__main__', 'one page about a run'),
     'windows': ('tools.windows.__main__', 'list, verify, prune, export and try windows'),
     'compare-digests': ('tools.compare_digests', 'compare two final states'),
-    'plot-run': ('tools.plot_run', 'plot losses and times of two logs'),
     'drill': ('tools.drill', 'run your job for a minute with failures, compare the bits'),
     'chaos': ('tools.chaos.__main__', 'random failures, bits compared'),
     'local-slurm': ('tools.local_slurm', 'a Slurm with several nodes on this machine'),

@@ -44,7 +44,6 @@ RUNS = {
     rf'{_PYTHON}tools\.plan ':
         rf'{_TABLE}|{_JSON}|Not part of a plan: .*|Warning: .*|--.*\.|',
     rf'{_PYTHON}tools\.placement ': _TABLE,
-    rf'{_PYTHON}tools\.plot_run ': r'run\.png',
     rf'{_PYTHON}tools\.prepare_data (?!.*GPT2)': r'flags for the trainer: --data-path .*',
     rf'{_PYTHON}tools\.report ': r'report\.html',
     rf'{_PYTHON}tools\.simulate profile ': r'run\.json: .*',

@@ -41,15 +41,7 @@ class Failure(NamedTuple):
     after: Iteration
     """First iteration in the log after the recovery."""
     lanes: Mapping[str, Sequence[Span]] = {}
-    """Activity of all stages in order, by title, of a failure that the logging rank survived."""
-
-
-def restarts(log: RunLog) -> list[Failure]:
-    """Failures after which the logging rank restarted."""
-    return [
-        Failure('all workers killed', before[-1].time, before[-1], after[0])
-        for before, after in zip(log.attempts, log.attempts[1:], strict=False)
-    ]
+    """Activity of all stages in order, by title."""
 
 
 _COLORS = {
@@ -60,61 +52,42 @@ _COLORS = {
 }
 
 
-def plot(
-    plain: RunLog,
-    sparse: RunLog,
-    dense_bytes: int | None,
-    target: Path,
-    survived: Failure | None = None,
-) -> None:
-    """Draw both runs into a PNG file.
+def plot(plain: RunLog, sparse: RunLog, dense_bytes: int, target: Path, failure: Failure) -> None:
+    """Draw both runs into a PNG file: losses, captured bytes, stages around the failure.
 
     Args:
         plain: the fault-free run.
         sparse: the run that failed and recovered.
-        dense_bytes: size of a dense checkpoint of the logging rank; None: no comparison.
+        dense_bytes: size of a dense checkpoint of the logging rank.
         target: file to write; its folder is created.
-        survived: a failure that the logging rank survived; adds a strip with the stages. None:
-            restarts of that rank are marked.
+        failure: what the logging rank survived.
     """
-    heights = (3, 2) if survived is None else (3, 2, 1.3)
+    heights = (3, 2, 1.3)
     size = (9, 1.4 * sum(heights))
     with picture(target, nrows=len(heights), figsize=size, height_ratios=heights) as found:
-        above, below, *strip = found
-        _draw_loss(above, plain, sparse, [survived] if survived else restarts(sparse))
+        above, below, strip = found
+        _draw_loss(above, plain, sparse, failure)
         _draw_bytes(below, sparse, dense_bytes)
-        if survived is not None:
-            _draw_stages(strip[0], survived, _origin(sparse.attempts))
+        _draw_stages(strip, failure, _origin(sparse))
 
 
-def _draw_loss(axes: Any, plain: RunLog, sparse: RunLog, failures: Sequence[Failure]) -> None:
+def _draw_loss(axes: Any, plain: RunLog, sparse: RunLog, failure: Failure) -> None:
     axes.set_title('Loss over wall-clock time')
-    _draw_attempts(axes, plain.attempts, OTHER, 'fault-free run', linewidth=5, alpha=0.45)
-    pieces = without_outages(sparse.attempts, failures)
-    _draw_attempts(axes, pieces, OWN, 'killed and recovered run', linewidth=1.8, marker='.')
+    thick = {'linewidth': 5, 'alpha': 0.45, 'label': 'fault-free run'}
+    _draw_line(axes, plain.iterations, _origin(plain), color=OTHER, **thick)
+    # A survivor's log has no gap of its own at a failure.
+    outage = sparse.iterations.index(failure.after)
+    pieces = sparse.iterations[:outage], sparse.iterations[outage:]
+    for piece, label in zip(pieces, ('killed and recovered run', None), strict=True):
+        thin = {'linewidth': 1.8, 'marker': '.', 'label': label}
+        _draw_line(axes, piece, _origin(sparse), color=OWN, **thin)
     for place, (log, color) in enumerate(((plain, MUTED), (sparse, OWN))):
         _mark_end(axes, log, color, place)
-    for failure in failures:
-        _mark_failure(axes, failure, _origin(sparse.attempts))
+    _mark_failure(axes, failure, _origin(sparse))
     axes.set_xlabel('seconds since the first iteration')
     axes.set_ylabel('language model loss')
     axes.margins(x=0.04)
     axes.legend(loc='upper right')
-
-
-def without_outages(
-    attempts: Sequence[Sequence[Iteration]], failures: Sequence[Failure]
-) -> list[list[Iteration]]:
-    """Periods of training; a survivor's log has no gap of its own at a failure."""
-    backs = {failure.after for failure in failures}
-    pieces: list[list[Iteration]] = []
-    for attempt in attempts:
-        pieces.append([])
-        for iteration in attempt:
-            if iteration in backs and pieces[-1]:
-                pieces.append([])
-            pieces[-1].append(iteration)
-    return pieces
 
 
 def _mark_failure(axes: Any, failure: Failure, origin: float) -> None:
@@ -141,23 +114,15 @@ def _mark_failure(axes: Any, failure: Failure, origin: float) -> None:
     )
 
 
-def _draw_attempts(
-    axes: Any, attempts: Sequence[Sequence[Iteration]], color: str, label: str, **line: Any
-) -> None:
-    for number, attempt in enumerate(attempts):
-        axes.plot(
-            [iteration.time - _origin(attempts) for iteration in attempt],
-            [iteration.loss for iteration in attempt],
-            color=color,
-            label=label if number == 0 else None,
-            solid_capstyle='round',
-            **line,
-        )
+def _draw_line(axes: Any, piece: Sequence[Iteration], origin: float, **line: Any) -> None:
+    times = [iteration.time - origin for iteration in piece]
+    losses = [iteration.loss for iteration in piece]
+    axes.plot(times, losses, solid_capstyle='round', **line)
 
 
 def _mark_end(axes: Any, log: RunLog, color: str, place: int) -> None:
     """Label the end of a run beside the axes, apart from lines and failures."""
-    last = log.attempts[-1][-1]
+    last = log.iterations[-1]
     axes.annotate(
         f'iteration {last.number}\nloss {last.loss:.6f}',
         (1.02, 0.2 * place),
@@ -167,36 +132,30 @@ def _mark_end(axes: Any, log: RunLog, color: str, place: int) -> None:
     )
 
 
-def _origin(attempts: Sequence[Sequence[Iteration]]) -> float:
+def _origin(log: RunLog) -> float:
     """Time at which the first iteration began."""
-    return attempts[0][0].time - attempts[0][0].elapsed_ms / 1000
+    first = log.iterations[0]
+    return first.time - first.elapsed_ms / 1000
 
 
-def _draw_bytes(axes: Any, sparse: RunLog, dense_bytes: int | None) -> None:
+def _draw_bytes(axes: Any, sparse: RunLog, dense_bytes: int) -> None:
     axes.set_title('Bytes captured per iteration, last rank')
-    # An iteration that ran twice is drawn once.
-    newest = {slot.iteration: slot.nbytes for slot in sparse.captured}
-    axes.bar(
-        list(newest),
-        [nbytes / MIB for nbytes in newest.values()],
-        color=OWN,
-        width=0.75,
-        label='sparse slot',
+    slots = {slot.iteration: slot.nbytes for slot in sparse.captured}
+    sizes = [nbytes / MIB for nbytes in slots.values()]
+    axes.bar(list(slots), sizes, color=OWN, width=0.75, label='sparse slot')
+    dense = dense_bytes / MIB
+    axes.axhline(dense, color=MUTED, linestyle='--', linewidth=1.4)
+    share = sum(sizes) / max(len(sizes), 1) / dense
+    axes.annotate(
+        f'dense checkpoint: {dense:.2f} MiB      slots: {share:.0%} of it on average',
+        (0.01, dense),
+        xycoords=('axes fraction', 'data'),
+        xytext=(0, 6),
+        textcoords='offset points',
+        color=MUTED,
+        bbox={'facecolor': 'white', 'edgecolor': 'none', 'pad': 1},
     )
-    if dense_bytes is not None and newest:
-        axes.axhline(dense_bytes / MIB, color=MUTED, linestyle='--', linewidth=1.4)
-        mean = sum(newest.values()) / len(newest)
-        axes.annotate(
-            f'dense checkpoint: {dense_bytes / MIB:.2f} MiB      '
-            f'slots: {mean / dense_bytes:.0%} of it on average',
-            (0.01, dense_bytes / MIB),
-            xycoords=('axes fraction', 'data'),
-            xytext=(0, 6),
-            textcoords='offset points',
-            color=MUTED,
-            bbox={'facecolor': 'white', 'edgecolor': 'none', 'pad': 1},
-        )
-        axes.set_ylim(top=1.18 * dense_bytes / MIB)
+    axes.set_ylim(top=1.18 * dense)
     axes.margins(x=0.01)
     axes.grid(axis='x', visible=False)
     axes.set_xlabel('iteration')
