@@ -72,9 +72,8 @@ class Ledger:
     """A mapped ring of the newest `capacity_records` entries.
 
     The training thread appends, once per iteration, and reads. A file of an earlier process is
-    continued in place, as host memory is planned for one file only; if the capacity differs,
-    the entries are rewritten. A process has one object per path. Raises `HostMemoryError`
-    without space.
+    continued in place, as host memory is planned for one file only; one of another capacity is
+    replaced. A process has one object per path. Raises `HostMemoryError` without space.
 
     Args:
         path: file in the holder's directory (`NodeStore.ledger_path`), which is locked.
@@ -97,8 +96,6 @@ class Ledger:
         known = _MAGIC, _VERSION, RECORD_BYTES, _digest(identity)
         _PREAMBLE.pack_into(self._map, 0, *known, capacity_records)
         self._sequence = 0
-        for _, entry in kept:
-            self.append(entry)
 
     def append(self, entry: LedgerEntry) -> None:
         """Add one committed iteration. Takes some microseconds, without a system call.

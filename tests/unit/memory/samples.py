@@ -123,10 +123,16 @@ def digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def commit(windows: OwnerWindows, start: int, plan: str = PLAN, window: int = WINDOW) -> WindowFile:
-    """Commit a complete window."""
+def begun(windows: OwnerWindows, start: int = 0, plan: str = PLAN) -> WindowFile:
+    """A file for a new window, which there must be."""
     file = windows.begin(named(start, plan))
     assert file is not None
+    return file
+
+
+def commit(windows: OwnerWindows, start: int, plan: str = PLAN, window: int = WINDOW) -> WindowFile:
+    """Commit a complete window."""
+    file = begun(windows, start, plan)
     write_window(file, windows.owner, window)
     windows.commit(file)
     return file

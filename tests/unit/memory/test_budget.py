@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -9,7 +11,12 @@ import pytest
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory import budget
 from moevement_ext.memory.budget import HostMemoryPlan, RankMemory
-from moevement_ext.memory.file_system import GIB, reserved_bytes
+from moevement_ext.memory.file_system import (
+    GIB,
+    file_system_type,
+    reserved_bytes,
+    warn_unless_in_memory,
+)
 from moevement_ext.memory.mapped import in_pages
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.generations import OwnerWindows
@@ -125,7 +132,6 @@ def test_adopted_files_count_as_reserved(shm: Path) -> None:
 def test_files_of_another_size_are_not_adopted(
     state: str, shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A committed window stays beside the new files; the space of a free file is used again."""
     store = NodeStore(shm, 'run1', 'node0')
     windows, size = OwnerWindows(store, 0, 0, capacity()), 2 * capacity()
     if state == 'committed':
@@ -156,3 +162,55 @@ def test_files_of_ranks_of_other_nodes_are_not_adopted(shm: Path) -> None:
     rank = RankMemory(own_windows=free + 2**20, replicas=0, ledger=0)
     with pytest.raises(HostMemoryError, match=r'\(0 bytes already reserved there\)'):
         HostMemoryPlan({0: rank}).check(None, store.path)
+
+
+Mount = Callable[[dict[str, str]], None]
+
+
+@pytest.fixture
+def mount(monkeypatch: pytest.MonkeyPatch) -> Mount:
+    """Set the mounts that the system reports."""
+
+    def mounted(types: dict[str, str]) -> None:
+        found = [SimpleNamespace(mountpoint=place, fstype=kind) for place, kind in types.items()]
+        monkeypatch.setattr('psutil.disk_partitions', lambda all: found)
+
+    return mounted
+
+
+def test_nearest_mount_counts_even_for_missing_paths(mount: Mount) -> None:
+    mount({'/': 'ext4', '/nowhere/shm': 'tmpfs', '/nowhere/shm-not': 'xfs'})
+    assert file_system_type(Path('/nowhere/shm')) == 'tmpfs'
+    assert file_system_type(Path('/nowhere/shm/moevement/run')) == 'tmpfs'
+    assert file_system_type(Path('/nowhere/shm-not/run')) == 'xfs'
+    assert file_system_type(Path('/nowhere')) == 'ext4'
+
+
+def test_unknown_file_system_causes_no_warning(
+    mount: Mount, caplog: pytest.LogCaptureFixture
+) -> None:
+    mount({})
+    assert file_system_type(Path('/nowhere')) is None
+    warn_unless_in_memory(Path('/nowhere'))
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(('kind', 'warnings'), [('tmpfs', 0), ('ramfs', 0), ('nfs4', 1)])
+def test_directory_outside_of_memory_causes_a_warning(
+    kind: str, warnings: int, mount: Mount, caplog: pytest.LogCaptureFixture
+) -> None:
+    mount({'/': 'ext4', '/scratch': kind})
+    warn_unless_in_memory(Path('/scratch/windows'))
+    assert len(caplog.records) == warnings
+    for record in caplog.records:
+        said = record.getMessage()
+        assert '--sparse-ckpt-dir /scratch/windows is on nfs4' in said and '/dev/shm' in said
+
+
+def test_one_rank_of_a_node_warns(
+    mount: Mount, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mount({'/': 'ext4'})
+    monkeypatch.setenv('LOCAL_RANK', '1')
+    warn_unless_in_memory(Path('/scratch'))
+    assert not caplog.records

@@ -179,7 +179,6 @@ def test_next_process_finds_windows_and_no_leftovers(disk: DiskWindows, tmp_path
 
 @pytest.mark.parametrize('offset', [3, 40_000 - 1, 65_536, 70_000, -200])
 def test_damaged_byte_is_refused(offset: int, disk: DiskWindows, tmp_path: Path) -> None:
-    """Unless it lies in padding: then every slot is unchanged."""
     (file,) = write(disk, tmp_path, 0)
     path = disk.stored()[0].path
     at = offset if offset >= 0 else file.used_bytes() + offset
@@ -220,7 +219,6 @@ def test_window_that_other_users_may_open_is_refused(disk: DiskWindows, tmp_path
 def test_window_that_changes_during_its_copy_is_discarded(
     disk: DiskWindows, tmp_path: Path
 ) -> None:
-    """For example, after a rollback, which frees the file in memory."""
     file = make_file(tmp_path / 'memory', 0)
     file.payload(1)[5] ^= 1
     with pytest.raises(CorruptWindow, match='slot 1: checksum mismatch'):
@@ -265,7 +263,6 @@ def _write_beyond_the_limit(folder: Path) -> None:
 def test_disk_that_fills_up_during_a_write_leaves_no_file(
     disk: DiskWindows, tmp_path: Path
 ) -> None:
-    """Simulated by a file size limit of the process, which the kernel enforces in a write."""
     disk.close()
     status, printed, errors = Forked(_write_beyond_the_limit, tmp_path).end(300)
     assert status == 0 and 'refused: File too large' in printed, errors
@@ -339,7 +336,6 @@ def test_file_system_without_modes_of_its_own_is_refused_as_such(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By `tools.check` and the start alike; the remedy, its last line, works."""
     if os.geteuid() != 0:
         pytest.skip('gives files to another user')
     opens, makes = os.open, os.mkdir

@@ -63,7 +63,6 @@ def test_size_beyond_the_file_system_is_refused(
 def test_space_taken_meanwhile_is_refused(
     kernel: str, shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It looked free. Pages are reserved explicitly, so no later write can end the process."""
 
     def full(fd: int, offset: int, nbytes: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -102,15 +101,6 @@ def test_ranges_of_a_file_are_reserved_and_released(shm: Path) -> None:
     parts = [array[: SIZE // 4], array[SIZE // 4 : SIZE // 2 + PAGESIZE]]
     assert [set(part.tolist()) for part in parts] == [{7}, {8}]
     assert not array[SIZE // 2 + PAGESIZE :].any()
-
-
-def test_written_bytes_are_read_through_other_maps(shm: Path) -> None:
-    written, read = map_new(shm / 'file', SIZE), map_existing(shm / 'file')
-    map_existing(shm / 'file', writable=True)[4:8] = b'more'
-    written[:4] = b'data'
-    assert read[:8] == b'datamore'
-    with pytest.raises(TypeError):
-        read[:4] = b'else'
 
 
 def test_empty_file_cannot_be_mapped(shm: Path) -> None:

@@ -97,7 +97,6 @@ def test_clean_exit_removes_all_files_of_the_run(store: NodeStore) -> None:
 
 
 def test_files_of_former_holders_and_owners_are_removed(store: NodeStore) -> None:
-    """Except those of a live process, and those of this run on another node."""
     alive = NodeStore(store.root, store.run_id, 'node0')
     elsewhere = NodeStore(store.root, store.run_id, 'node1')
     for holder, owner in ((0, 0), (0, 5), (0, 6)):

@@ -2,7 +2,6 @@
 """Files that another user of the node may have placed where a run keeps its memory."""
 
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory import private
 from moevement_ext.memory.ledger import Ledger
 from moevement_ext.memory.node_store import NodeStore
@@ -22,6 +20,7 @@ from moevement_ext.memory.window.format import GENERATIONS
 from moevement_ext.memory.window.generations import OwnerWindows
 from tests.unit.memory.samples import (
     PLAN,
+    begun,
     capacity,
     identity_of,
     named,
@@ -81,7 +80,6 @@ def test_root_with_replaceable_content_is_refused(shm: Path) -> None:
 
 
 def test_root_may_be_shared_with_a_group(shm: Path) -> None:
-    """A claim of Kubernetes with fsGroup, or a directory made under umask 002."""
     shm.chmod(0o2775)
     store = NodeStore(shm, 'run1', 'node0')
     OwnerWindows(store, 0, 0, capacity())
@@ -189,8 +187,7 @@ def test_directory_of_another_user_is_refused_unchanged(public: Path) -> None:
 def test_windows_of_another_user_are_not_found(public: Path) -> None:
     store = NodeStore(public, 'run1', 'node0')
     windows = OwnerWindows(store, 0, 0, capacity())
-    file = windows.begin(named(0))
-    assert file is not None
+    file = begun(windows, 0)
     write_window(file)
     windows.commit(file)
     assert len(store.scan()) == 1
@@ -248,10 +245,3 @@ def test_second_user_with_the_same_directory_is_refused(public: Path) -> None:
         assert found in windows
         assert error.startswith('ForeignFileError') and refusal in error
     first.close()
-
-
-def test_socket_is_refused(public: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(public / 'planted'))
-        with pytest.raises((OSError, HostMemoryError)):
-            private.open_file(public / 'planted', os.O_RDWR)

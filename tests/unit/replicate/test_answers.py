@@ -132,7 +132,6 @@ def test_damaged_header_is_refused(answering: Answers) -> None:
 
 
 def test_record_larger_than_any_of_the_log_is_refused(answering: Answers) -> None:
-    """Before memory is taken for it."""
     key = LogKey(1, Direction.DOWN, 0)
     tensor = LoggedTensor('float32', (2**20,), 2**22, 0)
     client = ReplicaClient(answering(LogHead(tensor)), SECRET, DEADLINE_S)

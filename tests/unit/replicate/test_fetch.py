@@ -30,6 +30,7 @@ from tests.unit.memory.samples import (
     SECRET,
     TOPOLOGY,
     WINDOW,
+    begun,
     capacity,
     commit,
     digest,
@@ -59,8 +60,7 @@ def test_restarted_owner_fetches_its_window(
     put_window(client, file)
     before = digest(file.path)
     replacement = OwnerWindows(NodeStore(shm, 'run1', 'node9'), OWNER, OWNER, capacity())
-    into = replacement.begin(named(0))
-    assert into is not None
+    into = begun(replacement, 0)
     headers = client.fetch_window(OWNER, named(0), into)
     assert [header.slot for header in headers] == list(range(WINDOW))
     replacement.commit(into)
@@ -71,15 +71,13 @@ def test_restarted_owner_fetches_its_window(
 def test_headers_of_a_window_that_was_cut_off_are_served(
     own: OwnerWindows, server: ReplicaServer, client: ReplicaClient
 ) -> None:
-    """They say what the state was, though the window is of no use."""
     put_window(client, commit(own, 0))
-    begun = own.begin(named(WINDOW))
-    assert begun is not None
+    cut_off = begun(own, WINDOW)
     for slot in range(WINDOW - 1):
-        write_slot(begun, slot, OWNER)
-        client.put_slot(OWNER, begun, slot)
+        write_slot(cut_off, slot, OWNER)
+        client.put_slot(OWNER, cut_off, slot)
     found = client.fetch_headers(OWNER, 0)
-    assert found == [begun.header(slot) for slot in range(WINDOW - 1)]
+    assert found == [cut_off.header(slot) for slot in range(WINDOW - 1)]
     assert [header.start for header in client.fetch_headers(OWNER, -1)] == (
         [0] * WINDOW + [WINDOW] * (WINDOW - 1)
     )
@@ -192,13 +190,11 @@ def test_damage_on_the_way_is_noticed_by_the_receiver(shm: Path) -> None:
 
 
 def test_sender_reports_a_window_recycled_during_the_transfer(shm: Path) -> None:
-    """The payload is larger than what the kernel buffers, so the sender waits for the receiver."""
     large = 64 * 2**20
     with serving(shm) as server:
         neighbour = NodeStore(shm, 'run1', f'node{HOLDER}')
         windows = OwnerWindows(neighbour, 6, 6, large + 2 * capacity())
-        file = windows.begin(named(0))
-        assert file is not None
+        file = begun(windows, 0)
         header = msgspec.structs.replace(
             make_header(0, owner=6, window=1), payload_bytes=large, records=[]
         )

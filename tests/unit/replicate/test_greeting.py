@@ -38,12 +38,6 @@ def opened(server: ReplicaServer) -> Connection:
     return connection
 
 
-def test_members_of_one_job_authenticate_each_other(
-    server: ReplicaServer, client: ReplicaClient
-) -> None:
-    ask(client)
-
-
 def test_a_client_of_another_job_sees_that_this_is_not_its_server(server: ReplicaServer) -> None:
     stranger = ReplicaClient(server.address, ANOTHER_SECRET, DEADLINE_S)
     with pytest.raises(PeerLost, match='does not know the secret.*--sparse-ckpt-run-id'):

@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
-from collections.abc import Iterator
+import logging
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -28,12 +31,12 @@ from tests.unit.memory.samples import (
     SECRET,
     TOPOLOGY,
     WINDOW,
+    begun,
     capacity,
     commit,
     digest,
     identity_of,
     named,
-    tmpfs_directory,
     write_window,
 )
 from tests.unit.replicate.peers import CPU, host_memory_of, member_of, put_window
@@ -49,10 +52,9 @@ def settings(shm: Path, **others: Any) -> SparseCheckpointConfig:
     return SparseCheckpointConfig(dir=str(shm), window=1, **others)
 
 
-@pytest.fixture
-def shm() -> Iterator[Path]:
-    with tmpfs_directory() as path:
-        yield path
+@pytest.fixture(autouse=True)
+def node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv('MOEVEMENT_NODE', NODES[0])
 
 
 class Job:
@@ -82,8 +84,7 @@ class Job:
             memory.connect(lambda own: addresses)
 
     def commit(self, rank: int, start: int = 0) -> WindowFile:
-        file = self.ranks[rank].windows.begin(named(start))
-        assert file is not None
+        file = begun(self.ranks[rank].windows, start)
         write_window(file, rank)
         self.ranks[rank].windows.commit(file)
         return file
@@ -139,7 +140,6 @@ def test_lost_window_is_fetched_from_its_holder(job: Job) -> None:
 def test_longer_window_of_an_earlier_start_is_fetched(
     job: Job, shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The job was started again with shorter windows; its file goes later."""
     put_window(job.ranks[0].peers()[1], job.commit(0))
     memory = job.begin_again(shm, monkeypatch, capacity(window=1))
     fetched = memory.fetch(CANDIDATE, 1, lambda file, header: None)
@@ -148,8 +148,7 @@ def test_longer_window_of_an_earlier_start_is_fetched(
     )
     assert memory.windows.file(named(0)) is fetched
     for start in (3, 4, 5):
-        file = memory.windows.begin(named(start))
-        assert file is not None
+        file = begun(memory.windows, start)
         write_window(file, window=1)
         memory.windows.commit(file)
         memory.windows.persisted(named(start))
@@ -164,12 +163,10 @@ def test_fetch_that_fails_leaves_its_file_free(job: Job) -> None:
 
 
 def test_window_still_in_transfer_is_requested_later(job: Job) -> None:
-    """As when a thread of a recovery that was cut off hangs in a read from its disk."""
-    begun = job.ranks[0].windows.begin(named(0))
-    assert begun is not None
+    under_way = begun(job.ranks[0].windows, 0)
     with pytest.raises(PeerLost, match='window 0 is still received'):
         job.ranks[0].fetch(CANDIDATE, 1, lambda file, header: None)
-    job.ranks[0].windows.abandon(begun)
+    job.ranks[0].windows.abandon(under_way)
     assert job.commit(0).name == named(0)
 
 
@@ -191,10 +188,7 @@ def test_clean_exit_leaves_nothing(job: Job, shm: Path) -> None:
     job.ranks.clear()
 
 
-def test_over_budget_is_refused_before_anything_is_reserved(
-    shm: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv('MOEVEMENT_NODE', 'node-a')
+def test_over_budget_is_refused_before_anything_is_reserved(shm: Path) -> None:
     config = settings(shm, host_memory_gb=0.0001)
     with pytest.raises(HostMemoryError, match='--sparse-ckpt-host-memory-gb'):
         share = Share(identity_of(0), capacity(), LOGGED)
@@ -208,7 +202,6 @@ def test_over_budget_is_refused_before_anything_is_reserved(
 def test_a_replacement_on_another_node_leaves_replicas_where_they_are(
     job: Job, shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It learns from the survivors what all ranks, its predecessor included, were like."""
     first, second = job.ranks
     monkeypatch.setenv('MOEVEMENT_NODE', 'node-c')
     share = Share(identity_of(0), capacity(), LOGGED)
@@ -270,7 +263,6 @@ def test_topology_file_gives_the_domains(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize('levels', [['rack1', 'pod2'], 'pod2/rack1'])
 def test_topology_file_gives_the_levels(tmp_path: Path, levels: object) -> None:
-    """Outermost last in a list, first in a path; racks of one name in two pods are two domains."""
     path = tmp_path / 'topology.json'
     path.write_text(json.dumps({'a': levels, 'b': ['rack1', 'pod3']}))
     assert failure_domains(['a', 'b'], str(path)) == ['pod2/rack1', 'pod3/rack1']
@@ -292,7 +284,6 @@ def test_topology_file_gives_the_levels(tmp_path: Path, levels: object) -> None:
 def test_a_file_with_other_levels_is_refused_in_a_line(
     tmp_path: Path, content: dict[str, object], rule: str
 ) -> None:
-    """It names the file, the node, the rule and what to do."""
     path = tmp_path / 'topology.json'
     path.write_text(json.dumps(content))
     with pytest.raises(ConfigurationError, match=rule) as refused:
@@ -322,10 +313,7 @@ def test_nodes_the_file_leaves_out_are_named(tmp_path: Path) -> None:
 # Members of the job, and failures at the start
 
 
-def test_each_attempt_derives_its_secret_from_rank_0s_salt(
-    shm: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv('MOEVEMENT_NODE', 'node-a')
+def test_each_attempt_derives_its_secret_from_rank_0s_salt(shm: Path) -> None:
     drawn: list[list[Member]] = []
 
     def exchange(own: bytes) -> list[bytes]:
@@ -353,11 +341,8 @@ def test_each_attempt_derives_its_secret_from_rank_0s_salt(
     assert len(salts) == 2 and {len(salt) for salt in salts} == {32}
 
 
-def test_unusable_memory_costs_protection_and_not_training(
-    shm: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unusable_memory_costs_protection_and_not_training(shm: Path) -> None:
     """Whatever is wrong, it is a HostMemoryError, and what is not ours stays as it is."""
-    monkeypatch.setenv('MOEVEMENT_NODE', 'node-a')
     (shm / 'file').write_text('not a directory')
     shared = shm / 'shared'
     shared.mkdir()
@@ -400,7 +385,6 @@ def reserve(shm: Path, device: torch.device) -> HostMemory:
 def test_own_windows_are_pinned_for_a_gpu_when_they_are_reserved(
     shm: Path, monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
-    monkeypatch.setenv('MOEVEMENT_NODE', NODES[0])
     pinned = pin_with(monkeypatch, failing='none')
     memory = reserve(shm, torch.device(device, 0))
     names = [file.path.name for file in memory.windows.files() if device == 'cuda']
@@ -411,8 +395,6 @@ def test_own_windows_are_pinned_for_a_gpu_when_they_are_reserved(
 def test_memory_that_cannot_be_pinned_is_not_reserved(
     shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The others learn of it when all agree on what is reserved."""
-    monkeypatch.setenv('MOEVEMENT_NODE', NODES[0])
     pinned = pin_with(monkeypatch, failing='free-1')
     with pytest.raises(HostMemoryError, match='CUDA cannot pin'):
         reserve(shm, torch.device('cuda', 0))
@@ -423,7 +405,6 @@ def test_memory_that_cannot_be_pinned_is_not_reserved(
 def test_windows_outlive_a_start_whose_memory_cannot_be_pinned(
     shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv('MOEVEMENT_NODE', NODES[0])
     before = reserve(shm, CPU)
     path = commit(before.windows, 0).path
     before.close(remove=False)
@@ -434,7 +415,6 @@ def test_windows_outlive_a_start_whose_memory_cannot_be_pinned(
 
 
 def test_a_replacement_needs_no_file_of_its_own_node(shm: Path, tmp_path: Path) -> None:
-    """Its peers train; what domains there are they have said at the start."""
     racks = {'a': 'rack1', 'b': 'rack1', 'c': 'rack2'}
     members = [member_of(node, domain=rack) for node, rack in racks.items()]
     config = SparseCheckpointConfig(
@@ -453,3 +433,195 @@ def test_own_domain_of_an_unnamed_node_is_empty(tmp_path: Path) -> None:
     path.write_text('{"a": "rack1"}')
     assert (own_domain('a', str(path)), own_domain('b', str(path))) == ('rack1', '')
     assert own_domain('b', None) == 'b'
+
+
+@pytest.mark.parametrize('hosts', [('a/1', 'a/1'), ('localhost/1', 'localhost/2')])
+def test_hosts_with_equal_names_are_reported(
+    hosts: tuple[str, str], shm: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By rank 0, once; they are one failure domain, so that there are no replicas."""
+    members = [member_of('node', host=host) for host in hosts]
+    with caplog.at_level(logging.WARNING):
+        memory = host_memory_of(settings(shm, replicas=1), members)
+    assert memory.copies.least() == 0
+    assert ("several hosts are called 'node'" in caplog.text) is (hosts[0] != hosts[1])
+    memory.close(remove=True)
+
+
+def test_files_have_pages_for_the_window_in_force_and_grow_within_the_plan(
+    shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = SparseCheckpointConfig(dir=str(shm), replicas=1, max_window=3)
+    shorter = [(capacity(window), 0) for window in (1, 2, 3)]
+    share = Share(identity_of(0), capacity(), longest_window=3, window=1, shorter=shorter)
+    members = [member_of(node, shorter=shorter) for node in ('node-a', 'node-b')]
+    memory = host_memory_of(config, members, share)
+    try:
+        files = [*shm.rglob('*.window')]
+        most = memory.plan.by_kind()
+        for window in (1, 3, 2, 1):
+            memory.make_room_for(window)
+            size = in_pages(capacity(window))
+            assert [path.stat().st_blocks * 512 for path in files] == [size] * 4
+            kinds = memory.by_kind()
+            assert (kinds['own_windows'], kinds['replicas']) == (2 * size, 2 * size)
+            if window == 3:
+                assert kinds == most
+        replicas = memory.server._inboxes[1].windows
+        monkeypatch.setattr(replicas, 'make_room', full_but_for(replicas.make_room))
+        with pytest.raises(HostMemoryError, match='full'):
+            memory.make_room_for(2)
+        assert [path.stat().st_blocks * 512 for path in files] == [in_pages(capacity(1))] * 4
+        assert memory.window == 1
+    finally:
+        memory.close(remove=True)
+
+
+def test_the_log_is_for_the_window_in_force_and_follows_it(shm: Path) -> None:
+    config = SparseCheckpointConfig(dir=str(shm), replicas=0, max_window=4)
+    share = Share(identity_of(0), capacity(), LOGGED, longest_window=3, window=1)
+    memory = host_memory_of(config, [member_of('node-a', logged=LOGGED)], share)
+    try:
+        assert memory.log is not None
+        iteration = LOGGED.iteration_bytes
+        longest = memory.plan.by_kind()['log_ring']
+        sizes = [memory.log.array.size]
+        for window in (2, 1, 3, 4):
+            memory.make_room_in_log(window)
+            sizes.append(memory.log.array.size)
+        steps = [0, 2 * iteration, 2 * iteration, 4 * iteration, 4 * iteration]
+        assert sizes == [LOG_BYTES + step for step in steps] and sizes[-1] == longest
+        assert 'windows: up to 3 iterations, as 4 do not fit' in memory.describe()
+        memory.give_back_log(1)
+        memory.log.append(1, Direction.DOWN, torch.zeros(8))
+        memory.log.drain()
+        assert memory.log.array.size == LOG_BYTES
+        assert memory.by_kind()['log_ring'] == in_pages(LOG_BYTES)
+    finally:
+        memory.close(remove=True)
+
+
+def full_but_for(make_room: Callable[[int], None]) -> Callable[[int], None]:
+    """Without room for more than windows of one slot."""
+
+    def limited(nbytes: int) -> None:
+        if nbytes > capacity(1):
+            raise HostMemoryError('full')
+        make_room(nbytes)
+
+    return limited
+
+
+GPU = torch.device('cuda', 3)
+DEADLINE_S = 30.0
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Set once all is reserved that this rank holds for others."""
+    done = threading.Event()
+    reserve = HostMemory._reserve_replicas
+
+    def reserving(*args: Any) -> Any:
+        found = reserve(*args)
+        done.set()
+        return found
+
+    monkeypatch.setattr(HostMemory, '_reserve_replicas', reserving)
+    return done
+
+
+class Gpu:
+    """CUDA's runtime and driver without a GPU; registers nothing before `gate` is set."""
+
+    def __init__(self, gate: threading.Event, status: int = 0) -> None:
+        self.gate = gate
+        self.status = status
+        self.bound: dict[int, torch.device] = {}
+        self.registered: list[torch.device] = []
+        self.timely = True
+
+    def set_device(self, device: torch.device) -> None:
+        self.bound[threading.get_ident()] = device
+
+    def current_device(self) -> int:
+        return self.bound[threading.get_ident()].index
+
+    def cudart(self) -> 'Gpu':
+        return self
+
+    def cudaHostRegister(self, pointer: int, size: int, flags: int) -> int:
+        self.timely &= self.gate.wait(DEADLINE_S)
+        self.registered.append(self.bound[threading.get_ident()])
+        return self.status
+
+    def cudaHostUnregister(self, pointer: int) -> None:
+        pass
+
+
+def use(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = SimpleNamespace(cuThreadExchangeStreamCaptureMode=lambda mode: 0)
+    monkeypatch.setattr(device_module, 'driver', lambda: driver)
+    monkeypatch.setattr(torch, 'cuda', gpu)
+    monkeypatch.setattr(torch, 'zeros', lambda *size, **others: None)
+
+
+def reserve_with_log(
+    shm: Path, device: torch.device, logged: Logged = NOTHING_LOGGED
+) -> HostMemory:
+    members = [member_of(node, logged=logged) for node in ('node-a', 'node-b')]
+    config = SparseCheckpointConfig(dir=str(shm), replicas=1, window=1)
+    share = Share(identity_of(0), capacity(), logged)
+    return host_memory_of(config, members, share, device)
+
+
+def test_own_windows_are_pinned_while_replicas_are_reserved(
+    shm: Path, served: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = Gpu(served)
+    use(gpu, monkeypatch)
+    memory = reserve_with_log(shm, GPU)
+    try:
+        assert gpu.timely and gpu.registered == [GPU] * 2
+        assert threading.get_ident() not in gpu.bound
+    finally:
+        memory.close(remove=True)
+
+
+def test_memory_that_cannot_be_pinned_fails_the_set_up_and_is_freed(
+    shm: Path, served: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(Gpu(served, status=2), monkeypatch)
+    with pytest.raises(HostMemoryError, match='CUDA cannot pin'):
+        reserve_with_log(shm, GPU)
+    assert not [path for path in shm.rglob('*') if path.is_file()]
+
+
+def test_log_is_reserved_in_parallel(
+    shm: Path, served: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_time: list[bool] = []
+
+    class Log(host_memory.UpstreamLog):
+        def __init__(self, *args: Any) -> None:
+            in_time.append(served.wait(DEADLINE_S))
+            super().__init__(*args)
+
+    monkeypatch.setattr(host_memory, 'UpstreamLog', Log)
+    memory = reserve_with_log(shm, CPU, Logged(2**12, 2**12))
+    try:
+        assert in_time == [True]
+    finally:
+        memory.close(remove=True)
+
+
+def test_without_room_for_the_log_nothing_is_kept(
+    shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: object) -> None:
+        raise HostMemoryError('no room for the log')
+
+    monkeypatch.setattr(host_memory, 'UpstreamLog', full)
+    with pytest.raises(HostMemoryError, match='no room for the log'):
+        reserve_with_log(shm, CPU, Logged(2**12, 2**12))
+    assert not [path for path in shm.rglob('*') if path.is_file()]

@@ -71,7 +71,6 @@ def start_holder(shm: Path, port: int = 0) -> tuple[Forked, int]:
 
 
 def test_replicas_survive_the_death_of_the_holder(shm: Path, own: OwnerWindows) -> None:
-    """The holder is killed; its successor serves what was committed and takes the rest again."""
     holder, port = start_holder(shm)
     client = ReplicaClient(('127.0.0.1', port), SECRET, timeout_s=DEADLINE_S)
     put_window(client, commit(own, 0))
@@ -91,7 +90,6 @@ def test_replicas_survive_the_death_of_the_holder(shm: Path, own: OwnerWindows) 
 def test_transfer_cut_off_is_taken_up_by_the_next_connection(
     own: OwnerWindows, server: ReplicaServer, client: ReplicaClient
 ) -> None:
-    """The first connection hangs in the middle of a payload; the second one gets the slot."""
     file = commit(own, 0)
     blob = file.slot_blob(0)
     hanging = connected(server)

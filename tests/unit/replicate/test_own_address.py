@@ -46,7 +46,6 @@ def test_one_host_alone_stays_on_loopback(monkeypatch: pytest.MonkeyPatch, maste
 def test_loopback_is_not_announced_to_other_hosts(
     monkeypatch: pytest.MonkeyPatch, master: str
 ) -> None:
-    """The host of the master, whose own name is 127.0.1.1 on Debian."""
     monkeypatch.setenv('MASTER_ADDR', master)
     announced = local_host(several_hosts=True)
     assert not is_loopback(announced)

@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-import contextlib
 import socket
 import struct
 import threading
@@ -8,15 +7,24 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
+from moevement_ext.memory.budget import LEDGER_RECORDS
+from moevement_ext.memory.ledger import MAX_SCALARS, Ledger, LedgerEntry
 from moevement_ext.memory.window.name import Agreed
-from moevement_ext.replicate.client import PeerLost, ReplicaClient
-from moevement_ext.replicate.protocol import MAX_MESSAGE_BYTES, FetchHeaders, PutSlot, Refused
+from moevement_ext.replicate.client import PeerLost, PeerRefused, ReplicaClient
+from moevement_ext.replicate.connection import Connection
+from moevement_ext.replicate.protocol import (
+    MAX_MESSAGE_BYTES,
+    FetchHeaders,
+    LedgerEntries,
+    PutSlot,
+    Refused,
+)
 from moevement_ext.replicate.replica_server import ReplicaServer
-from tests.unit.memory.samples import SECRET, named, tmpfs_directory
+from tests.unit.memory.samples import SECRET, identity_of, named
 from tests.unit.replicate.peers import DEADLINE_S, OWNER, ask, connected, serving
+from tests.unit.replicate.test_answers import Answers
+from tests.unit.replicate.test_answers import answering as answering
 
 pytestmark = pytest.mark.timed
 
@@ -41,26 +49,6 @@ def test_strangers_are_cut_off(server: ReplicaServer, client: ReplicaClient) -> 
     assert closed_by_server(server, frame.pack(MAX_MESSAGE_BYTES + 1)), 'too large'
     assert closed_by_server(server, b'GET / HTTP/1.1\r\n\r\n')
     ask(client)
-
-
-@given(messages=st.lists(st.binary(max_size=200), max_size=3))
-def test_garbage_after_hello_never_stops_the_server(
-    shared_server: ReplicaServer, messages: list[bytes]
-) -> None:
-    connection = connected(shared_server)
-    with contextlib.suppress(OSError):  # the server may hang up at the first of them
-        for message in messages:
-            connection.send_bytes(struct.pack('<I', len(message)) + message)
-    connection.close()
-    client = ReplicaClient(shared_server.address, SECRET, DEADLINE_S)
-    ask(client)
-    client.close()
-
-
-@pytest.fixture(scope='module')
-def shared_server() -> Iterator[ReplicaServer]:
-    with tmpfs_directory() as shm, serving(shm) as server:
-        yield server
 
 
 @pytest.mark.parametrize('plan', ['../../evil', '', 'a-b'])
@@ -91,3 +79,57 @@ def test_stop_ends_open_connections(shm: Path) -> None:
     assert threading.active_count() <= threads - 2
     with pytest.raises(PeerLost):
         ask(client)
+
+
+def test_message_limit_holds_for_the_sender() -> None:
+    left, right = _tcp_pair()
+    with pytest.raises(ConnectionError, match='too large'):
+        left.send(Refused('x' * MAX_MESSAGE_BYTES))
+    left.close()
+    right.close()
+
+
+def _tcp_pair() -> tuple[Connection, Connection]:
+    with socket.create_server(('127.0.0.1', 0)) as listener:
+        left = socket.create_connection(listener.getsockname())
+        return Connection(left), Connection(listener.accept()[0])
+
+
+LARGEST = 2**63
+"""Iteration numbers, for which entries are as long as they get."""
+
+
+@pytest.fixture
+def ledger(server: ReplicaServer, shm: Path) -> Iterator[Ledger]:
+    ledger = server._ledger = Ledger(shm / 'ledger', LEDGER_RECORDS, identity_of(1))
+    yield ledger
+    ledger.close()
+
+
+def entry(iteration: int, **own: object) -> LedgerEntry:
+    norms = [0.1 + place for place in range(MAX_SCALARS)]
+    known = LedgerEntry(iteration, norms, [True] * MAX_SCALARS, LARGEST, LARGEST, LARGEST)
+    return msgspec.structs.replace(known, consumed_valid=LARGEST, **own)
+
+
+def test_a_whole_ledger_is_one_bounded_reply(ledger: Ledger, client: ReplicaClient) -> None:
+    first = LARGEST - LEDGER_RECORDS
+    for iteration in range(first, LARGEST):
+        ledger.append(entry(iteration, loss=0.5))
+    expected = [entry(iteration) for iteration in range(first, LARGEST)]
+    assert client.fetch_ledger(first - 1, LARGEST - 1) == expected
+    assert client.fetch_ledger(0, LARGEST - 1) == expected
+    assert client.fetch_ledger(first, first + 1) == expected[1:2]
+    assert client.fetch_ledger(0, 9) == []
+
+
+def test_rank_without_a_ledger_refuses(client: ReplicaClient) -> None:
+    with pytest.raises(PeerRefused, match='no ledger is kept here'):
+        client.fetch_ledger(0, 9)
+
+
+@pytest.mark.parametrize('iteration', [-1, 3, 10])
+def test_entries_of_other_iterations_are_refused(iteration: int, answering: Answers) -> None:
+    client = ReplicaClient(answering(LedgerEntries([entry(iteration)])), SECRET, DEADLINE_S)
+    with pytest.raises(PeerLost, match='entries of other iterations'):
+        client.fetch_ledger(3, 9)

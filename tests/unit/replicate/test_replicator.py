@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,13 +12,17 @@ from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.memory.window.name import Agreed, WindowName
+from moevement_ext.plan.windows import spread
+from moevement_ext.replicate import client, replicator
 from moevement_ext.replicate.client import ReplicaClient
 from moevement_ext.replicate.replica_server import ReplicaServer
 from moevement_ext.replicate.replicator import Replicator
+from moevement_ext.token_bucket import TokenBucket
 from tests.distributed.harness.ports import free_port
 from tests.unit.memory.samples import (
     SECRET,
     WINDOW,
+    begun,
     capacity,
     commit,
     digest,
@@ -38,6 +43,7 @@ from tests.unit.replicate.peers import (
     stored,
     wait_for,
 )
+from tests.unit.test_token_bucket import Time
 
 pytestmark = pytest.mark.timed
 
@@ -88,8 +94,7 @@ def test_slots_are_sent_as_they_are_sealed(shm: Path, own: OwnerWindows) -> None
         replicating(events, first.address, second.address) as replicator,
     ):
         for start in range(0, 15, 3):
-            file = own.begin(named(start))
-            assert file is not None
+            file = begun(own, start)
             for slot in range(WINDOW):
                 write_slot(file, slot)
                 replicator.submit(file, slot)
@@ -132,20 +137,9 @@ def test_lost_peer_is_reported_and_catches_up_on_its_return(shm: Path, own: Owne
             assert replica_starts(alive) == replica_starts(back) == [0]
 
 
-def test_peer_with_another_error_is_paused_too(shm: Path, own: OwnerWindows) -> None:
-    """Python cannot encode such a name, which is no error of a connection."""
-    events = Events()
-    with serving(shm, 1) as alive, replicating(events, ('n' * 64, 1), alive.address) as replicator:
-        submit_all(replicator, commit(own, 0))
-        assert 'replica on rank 1' in events.next_degraded()
-        wait_for(lambda: replica_starts(alive) == [0])
-
-
 def test_slots_lost_by_a_peer_are_resent(shm: Path, own: OwnerWindows) -> None:
-    """A holder restarts in the middle of a window: what it had received is gone with it."""
     events = Events()
-    file = own.begin(named(0))
-    assert file is not None
+    file = begun(own, 0)
     port = free_port()
     with replicating(events, ('127.0.0.1', port)) as replicator:
         with serving(shm, 1, port) as before:
@@ -164,7 +158,6 @@ def test_slots_lost_by_a_peer_are_resent(shm: Path, own: OwnerWindows) -> None:
 def test_repeatedly_refused_window_is_resent_less_and_less_often(
     shm: Path, own: OwnerWindows
 ) -> None:
-    """Its memory was damaged after it was sealed; slots before the damage do arrive."""
     events = Events()
     with serving(shm, 1) as server, replicating(events, server.address) as replicator:
         file = commit(own, 0)
@@ -211,7 +204,6 @@ def test_recycled_source_is_not_sent_as_the_old_window(shm: Path, own: OwnerWind
 
 
 def test_longer_window_of_an_earlier_attempt_is_replicated_first(shm: Path) -> None:
-    """The job was started again with shorter windows."""
     events, of_now = Events(), capacity(window=1)
     stores = [NodeStore(shm, 'run1', f'node{rank}') for rank in (0, 1)]
     own = OwnerWindows(stores[0], OWNER, OWNER, of_now)
@@ -237,7 +229,6 @@ def test_longer_window_of_an_earlier_attempt_is_replicated_first(shm: Path) -> N
 
 
 def test_a_window_that_is_given_up_is_sent_no_further(shm: Path, own: OwnerWindows) -> None:
-    """Nor is it submitted anew, and its replica gives way to the next one."""
     events = Events()
     with serving(shm, 1) as server, replicating(events, server.address) as replicator:
         for start in (0, 3):
@@ -249,17 +240,6 @@ def test_a_window_that_is_given_up_is_sent_no_further(shm: Path, own: OwnerWindo
         assert events.next_replicated() == named(9)
         assert replica_starts(server) == [9, 0]
         assert events.degraded.empty()
-
-
-def test_new_peers_take_over(shm: Path, own: OwnerWindows) -> None:
-    events = Events()
-    with replicating(events, ('127.0.0.1', free_port())) as replicator:
-        file = commit(own, 0)
-        submit_all(replicator, file)
-        assert 'is lost' in events.next_degraded()
-        with serving(shm, 1) as server:
-            replicator.set_peers({1: ReplicaClient(server.address, SECRET, DEADLINE_S)})
-            assert events.next_replicated() == named(0)
 
 
 def test_new_peer_of_a_rank_is_told_what_the_former_was_not(shm: Path, own: OwnerWindows) -> None:
@@ -277,7 +257,6 @@ def test_new_peer_of_a_rank_is_told_what_the_former_was_not(shm: Path, own: Owne
 
 
 def test_new_peers_take_over_from_one_that_does_not_answer(shm: Path, own: OwnerWindows) -> None:
-    """As after a loss of power: nothing ends the connection, and its deadline is minutes away."""
     events = Events()
     with silent_peer(greets=True) as address, serving(shm, 1) as server:
         with replicating(events, address, timeout_s=1000.0) as replicator:
@@ -302,8 +281,7 @@ def test_the_window_under_way_outlasts_older_ones_that_new_peers_are_offered(
             assert events.next_replicated() == named(start)
         replicator.agree(Agreed(named(3)))
         own.persisted(named(3))
-        under_way = own.begin(named(6))
-        assert under_way is not None
+        under_way = begun(own, 6)
         write_slot(under_way, 0)
         replicator.submit(under_way, 0)
         wait_for(lambda: receiving(lost) == [0])
@@ -407,11 +385,9 @@ def test_failing_callback_does_not_end_replication(shm: Path, own: OwnerWindows)
 
 
 def test_a_replica_whose_file_was_removed_is_sent_again(shm: Path, own: OwnerWindows) -> None:
-    """A cleanup on the node of the holder removed it during the transfer."""
     events = Events()
     with serving(shm) as server, replicating(events, server.address) as replicator:
-        file = own.begin(named(0))
-        assert file is not None
+        file = begun(own, 0)
         for slot in range(WINDOW - 1):
             write_slot(file, slot)
             replicator.submit(file, slot)
@@ -430,3 +406,146 @@ def test_a_replica_whose_file_was_removed_is_sent_again(shm: Path, own: OwnerWin
 def receiving(server: ReplicaServer) -> list[int]:
     file = server._inboxes[OWNER]._receiving
     return [] if file is None else file.slots()
+
+
+ITERATION_S = 10.0
+
+
+class Link:
+    """A replicator with one peer, and what it waits for its turn."""
+
+    def __init__(self, address: tuple[str, int]) -> None:
+        self.events, self.time, self.chunks = Events(), Time(), list[int]()
+        self.replicator = Replicator(
+            OWNER,
+            {1: ReplicaClient(address, SECRET, DEADLINE_S)},
+            self.events.replicated.put,
+            self.events.degraded.put,
+        )
+        bucket = TokenBucket(self.time.wait, 0, self.time.clock)
+        take, self.replicator._bucket = bucket.take, bucket
+
+        def counted(nbytes: int, rate: float | None) -> bool:
+            self.chunks.append(nbytes)
+            return take(nbytes, rate)
+
+        bucket.take = counted  # type: ignore[method-assign]
+
+    def waited_for(self, file: WindowFile) -> float:
+        """Seconds that the slots of a window wait, submitted all at once."""
+        before = self.time.now
+        submit_all(self.replicator, file)
+        assert self.events.next_replicated() == file.name
+        return self.time.now - before
+
+
+@contextmanager
+def linked(shm: Path, rank: int = 1) -> Iterator[Link]:
+    with serving(shm, rank) as server:
+        link = Link(server.address)
+        try:
+            yield link
+        finally:
+            link.replicator.stop()
+
+
+def nbytes(file: WindowFile) -> int:
+    blobs = [file.slot_blob(slot) for slot in file.slots()]
+    return sum(len(blob.payload) + len(blob.frame) for blob in blobs)
+
+
+def test_rate_limit_holds_in_small_chunks(
+    shm: Path, own: OwnerWindows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, 'CHUNK_BYTES', 64)
+    with linked(shm) as link:
+        link.replicator.limit = 100.0
+        file = commit(own, 0)
+        assert link.waited_for(file) == pytest.approx(nbytes(file) / 100.0)
+        assert sum(link.chunks) == nbytes(file) and max(link.chunks) == 64
+        assert link.replicator.bytes_per_s() is None, 'the link was not at its limit'
+        link.replicator.limit = None
+        assert link.waited_for(commit(own, 3)) == 0.0
+        assert link.replicator.bytes_per_s() is not None
+
+
+def test_recovery_is_not_throttled(shm: Path, own: OwnerWindows) -> None:
+    with linked(shm) as link, serving(shm, 2) as new:
+        link.replicator.limit = 1.0
+        link.replicator.hurries = lambda: True
+        assert link.waited_for(commit(own, 0)) == 0.0
+        link.replicator.hurries = lambda: False
+        peers = {2: ReplicaClient(new.address, SECRET, DEADLINE_S)}
+        link.replicator.set_peers(peers, [own_file(own, 0)])
+        assert link.events.next_replicated() == named(0)
+        assert (replica_starts(new), link.time.now) == ([0], 100.0)
+        assert link.waited_for(commit(own, 3)) > 100.0
+
+
+def test_end_of_a_job_is_not_throttled(shm: Path, own: OwnerWindows) -> None:
+    with serving(shm) as server:
+        events = Events()
+        peers = {1: ReplicaClient(server.address, SECRET, DEADLINE_S)}
+        sender = Replicator(OWNER, peers, events.replicated.put, events.degraded.put)
+        sender._bucket._burst, sender.limit = 0, 1e-6
+        submit_all(sender, commit(own, 0))
+        wait_for(lambda: sender._bucket.held_up)
+        sender.stop()
+        assert not sender._thread.is_alive()
+
+
+def test_slots_are_spread_over_their_window(
+    shm: Path, own: OwnerWindows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replicator, 'MIN_BYTES_PER_SECOND', 0)
+    clock = Time()
+    monkeypatch.setattr(
+        replicator,
+        'time',
+        SimpleNamespace(
+            monotonic=clock.clock, perf_counter=clock.clock, thread_time=time.thread_time
+        ),
+    )
+    with linked(shm) as link:
+        link.replicator.spreads = True
+        sent = []
+        for start in (0, 3):
+            file = begun(own, start)
+            for slot in range(WINDOW):
+                clock.now += ITERATION_S
+                write_slot(file, slot)
+                before = link.time.now
+                if slot == WINDOW - 1:
+                    own.commit(file)
+                link.replicator.submit(file, slot)
+                _wait_until_sent(link.replicator, slot)
+                sent.append(link.time.now - before)
+            assert link.events.next_replicated() == named(start)
+            own.persisted(named(start))
+        sizes = [file.header(slot).payload_bytes for slot in range(WINDOW)]
+        rate = spread(sizes, ITERATION_S, copies=1)
+        blobs = [file.slot_blob(slot) for slot in range(WINDOW)]
+        taken = [(len(blob.payload) + len(blob.frame)) / rate for blob in blobs]
+        assert sent == [0, 0, 0, pytest.approx(taken[0]), pytest.approx(taken[1]), 0]
+        assert max(sizes[:-1]) / rate < ITERATION_S
+
+
+def test_no_peer_waits_longer_than_it_would_for_a_slow_link(shm: Path, own: OwnerWindows) -> None:
+    """After a pause within a window slots would be spread over as much."""
+    with linked(shm) as link:
+        job = replicator._Job(commit(own, 0), named(0), WINDOW)
+        link.replicator._jobs.append(job)
+        link.replicator._spread = (WINDOW, 1e-3)
+        assert link.replicator._rate(job) == 2 * replicator.MIN_BYTES_PER_SECOND
+        link.replicator._spread = (WINDOW + 1, 1e9)
+        assert link.replicator._rate(job) is None, 'a window of another length'
+        link.replicator._jobs.clear()
+
+
+def _wait_until_sent(sender: Replicator, slot: int) -> None:
+    def sent() -> bool:
+        with sender._changed:
+            (peer,) = sender._peers.values()
+            return not sender._jobs or any(key[1] == slot for key in peer.sent)
+
+    wait_for(sent)

@@ -152,7 +152,6 @@ def test_full_node_keeps_no_secret_and_says_so_on_all_ranks(
 def test_other_or_weak_secret_is_refused(
     shm: Path, monkeypatch: pytest.MonkeyPatch, first: str, own: str, problem: str
 ) -> None:
-    """Without a launcher's store; with it, settings of all ranks are compared before."""
     monkeypatch.setenv('WORLD_SIZE', '2')
     result, node = store(), NodeStore(shm, 'run', 'a')
     monkeypatch.setenv(VARIABLE, first)
@@ -176,7 +175,6 @@ def test_launchers_give_another_one_each_time_and_slurm_the_same_everywhere() ->
 def test_nothing_in_the_store_of_a_job_opens_its_memory(
     shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A job of three ranks, which are served by each other; read when it has trained."""
     threaded_job.install(monkeypatch)
     keys: list[bytes] = []
     of_attempt = secret.of_attempt

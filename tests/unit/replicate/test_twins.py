@@ -25,6 +25,7 @@ from moevement_ext.replicate.node_plan import Share
 from moevement_ext.replicate.replicator import Replicator
 from tests.unit.memory.samples import (
     WINDOW,
+    begun,
     capacity,
     content,
     identity_of,
@@ -80,8 +81,7 @@ class Twins:
     def capture(self, rank: int, start: int = 0, differs: str = '') -> WindowFile:
         """A window of `rank`; `differs` ends the name of a tensor that it has otherwise."""
         windows = self.ranks[rank].windows
-        file = windows.begin(named(start))
-        assert file is not None
+        file = begun(windows, start)
         for slot in range(WINDOW):
             header = make_header(slot, start, owner=rank)
             payload = content(make_header(slot, start)).copy()
@@ -140,7 +140,6 @@ def test_twins_keep_only_stubs_of_each_other(twins: Twins) -> None:
 
 
 def test_lost_window_is_restored_from_the_twin_with_every_bit(twins: Twins) -> None:
-    """Also what is not the same on both: some tensors, and the context with the random state."""
     file = twins.capture(0)
     captured = bits(file)
     assert captured != bits(twins.capture(1))
@@ -158,16 +157,6 @@ def test_lost_window_is_restored_from_the_twin_with_every_bit(twins: Twins) -> N
     file, source = verified_window(memory, CANDIDATE, inventories, identity_of(0))
     assert source == 'rank 1'
     assert bits(file) == captured
-
-
-def test_lost_window_is_fetched_while_the_twin_has_only_its_own(twins: Twins) -> None:
-    """The twin's window is not the owner's: nothing was sent of that."""
-    twins.capture(0)
-    twins.capture(1)
-    twins.lose_node(0)
-    assert twins.held(1) == [HeldWindow(CANDIDATE, 1)]
-    with pytest.raises(PeerRefused, match='is not on this node'):
-        twins.ranks[0].fetch(CANDIDATE, 1, lambda file, header: None)
 
 
 @pytest.mark.parametrize('differs', ['weight0', 'weight2'])
@@ -202,7 +191,6 @@ def test_window_without_its_base_does_not_exist(twins: Twins) -> None:
 
 
 def test_a_stub_counts_only_as_long_as_its_base_is_there(twins: Twins) -> None:
-    """The twin had to fetch its own window anew, or has captured another one since."""
     file = twins.capture(0)
     twins.capture(1)
     send(twins, file)
@@ -271,7 +259,6 @@ def test_a_new_process_of_the_twin_finds_its_stubs(twins: Twins) -> None:
 
 
 def test_verification_uses_the_headers_of_the_owner(twins: Twins) -> None:
-    """Complete or not: the checksums of the owner, and of all tensors."""
     file = twins.capture(0, start=3)
     headers = file.headers()
     client = twins.ranks[0].peers()[1]
@@ -339,7 +326,6 @@ def test_a_window_of_which_the_twin_has_other_bytes_counts_with_a_copy_fewer(
 def test_a_twin_that_joined_later_holds_up_no_newer_window(
     twins: Twins, followed: Followed
 ) -> None:
-    """It took the state of the other rank, and has nothing of the window before."""
     followed.submit(twins.capture(0))
     followed.replicator.agree(Agreed(named(0)))
     twins.ranks[0].windows.persisted(named(0))

@@ -44,7 +44,6 @@ def test_log_whose_file_was_removed_keeps_its_records(shm: Path) -> None:
 
 @pytest.mark.parametrize('before', [0, 1, 3, 4], ids=lambda n: f'{n} dropped')
 def test_growing_log_keeps_its_records_and_takes_more(before: int, shm: Path) -> None:
-    """If some records were dropped, the newest ones precede the oldest ones in the ring."""
     reports = Reports()
     with opened(shm / 'log', reports, REGIONS) as log:
         fill(log, range(REGIONS))
@@ -62,8 +61,7 @@ def test_growing_log_keeps_its_records_and_takes_more(before: int, shm: Path) ->
         assert reports.count() == 0, 'nothing was forgotten'
 
 
-def test_copy_in_progress_reaches_the_grown_log(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was begun with the previous map."""
+def test_copy_in_progress_reaches_the_grown_log(shm: Path) -> None:
     reports = Reports()
     with opened(shm / 'log', reports, REGIONS) as log:
         begun = log._begin_copy(region(7), slice(0, REGION))
@@ -116,7 +114,6 @@ def pages(path: Path) -> int:
 
 
 def test_shrunk_log_releases_pages_and_keeps_records(shm: Path) -> None:
-    """Once no needed record lies behind its new end."""
     reports = Reports()
     with large(shm / 'log', reports) as log:
         for iteration in range(50):
@@ -163,7 +160,7 @@ def test_grow_cancels_a_pending_shrink(shm: Path) -> None:
         assert pages(shm / 'log') == 8
 
 
-def test_pages_are_released_after_their_readers(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_are_released_after_their_readers(shm: Path) -> None:
     """A reader would otherwise find zeros, in pages that are never released."""
     with large(shm / 'log', Reports()) as log:
         for iteration in range(8):

@@ -15,7 +15,6 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory.upstream_log.log import UpstreamLog
 from moevement_ext.memory.upstream_log.record import Direction, LogGap, LoggedTensor, LogKey
 from tests.unit.memory.samples import tmpfs_directory
@@ -78,19 +77,7 @@ def test_views_and_graph_tensors_are_logged(log: UpstreamLog) -> None:
         assert found[1] == expected.detach().contiguous().numpy().tobytes()
 
 
-def test_sequences_count_by_direction_and_iteration(log: UpstreamLog) -> None:
-    for iteration in (5, 6):
-        for sequence in range(3):
-            log.append(iteration, DOWN, region(100 * iteration + sequence))
-            log.append(iteration, UP, region(-100 * iteration - sequence))
-    for iteration in (5, 6):
-        for sequence in range(3):
-            assert value(log, iteration, DOWN, sequence) == 100 * iteration + sequence
-            assert value(log, iteration, UP, sequence) == -100 * iteration - sequence
-
-
 def test_data_may_be_replaced_right_after_append(log: UpstreamLog, reports: Reports) -> None:
-    """Megatron frees the activation it has sent by replacing ``.data``."""
     with held_worker(log, reports, 0):
         sent = region(7)
         log.append(1, DOWN, sent)
@@ -174,36 +161,6 @@ def test_dropped_iterations_make_room(shm: Path, reports: Reports) -> None:
     assert reports.count() == 0
 
 
-def test_older_drops_change_nothing(log: UpstreamLog) -> None:
-    for iteration in range(4):
-        log.append(iteration, DOWN, region(iteration))
-    log.drop_until(2)
-    log.drop_until(0)
-    assert log.first_iteration == 3
-    assert value(log, 3, DOWN, 0) == 3
-
-
-def test_rewound_iterations_are_logged_again(log: UpstreamLog) -> None:
-    for iteration in range(4):
-        log.append(iteration, DOWN, region(iteration))
-        log.append(iteration, DOWN, region(iteration))
-    log.rewind(1)
-    assert log.first_iteration == 0
-    assert log.read(LogKey(2, DOWN, 0), 0) is None
-    log.append(2, DOWN, region(20))
-    assert value(log, 2, DOWN, 0) == 20
-    assert value(log, 1, DOWN, 1) == 1
-    assert log.read(LogKey(2, DOWN, 1), 0) is None
-
-
-def test_rewound_iteration_can_continue(log: UpstreamLog) -> None:
-    log.append(1, DOWN, region(1))
-    log.append(2, UP, region(2))
-    log.rewind(1)
-    log.append(1, DOWN, region(11))
-    assert [value(log, 1, DOWN, sequence) for sequence in range(2)] == [1, 11]
-
-
 def test_rewind_before_forgotten_iterations(shm: Path, reports: Reports) -> None:
     with opened(shm / 'log', reports, regions=2) as log:
         for iteration in range(5):
@@ -275,7 +232,6 @@ class Interrupted(np.ndarray):
 
 
 def test_readers_never_return_overwritten_bytes(shm: Path, reports: Reports) -> None:
-    """A record is forgotten and its place reused while a reader copies it."""
 
     with opened(shm / 'log', reports, regions=1) as log:
 
@@ -357,11 +313,6 @@ def test_leftover_file_is_overwritten(shm: Path, reports: Reports, size: int) ->
         assert value(log, 1, DOWN, 0) == 1
 
 
-def test_log_without_space_is_refused(shm: Path, reports: Reports) -> None:
-    with pytest.raises(HostMemoryError, match='cannot reserve'):
-        UpstreamLog(shm / 'log', 2**60, CPU, 0.0, reports)
-
-
 # ---- any sequence of operations
 
 steps = st.lists(
@@ -412,3 +363,84 @@ def _compare(log: UpstreamLog, sent: dict[int, dict[Direction, list[torch.Tensor
                 assert found is not None
                 assert found[1] == tensor.numpy().tobytes()
                 assert xxhash.xxh3_64_intdigest(found[1]) == found[0].checksum
+
+
+def test_append_waits_for_space(shm: Path, reports: Reports) -> None:
+    with opened(shm / 'log', reports, regions=2, max_wait_s=DEADLINE_S) as log:
+        log.append(0, DOWN, region(0))
+        log.append(1, DOWN, region(1))
+        with ThreadPoolExecutor(1) as pool:
+            appending = pool.submit(log.append, 2, DOWN, region(2))
+            assert 'training waits up to 20 s' in reports.next()
+            log.drop_until(0)
+            appending.result(DEADLINE_S)
+        assert log.first_iteration == 1
+        assert [value(log, iteration, DOWN, 0) for iteration in (1, 2)] == [1, 2]
+        assert reports.count() == 0
+
+
+def test_append_does_not_wait_once_a_rank_is_lost(shm: Path, reports: Reports) -> None:
+    """The window that would make room comes after the recovery, for which all ranks meet."""
+    lost = threading.Event()
+    with opened(shm / 'log', reports, regions=2, max_wait_s=1000) as log:
+        log.in_vain = lost.is_set
+        log.append(0, DOWN, region(0))
+        log.append(1, DOWN, region(1))
+        with ThreadPoolExecutor(1) as pool:
+            appending = pool.submit(log.append, 2, DOWN, region(2))
+            assert 'training waits' in reports.next()
+            lost.set()
+            appending.result(DEADLINE_S)
+        assert value(log, 2, DOWN, 0) == 2
+
+
+def test_oldest_whole_iterations_are_forgotten(shm: Path, reports: Reports) -> None:
+    with opened(shm / 'log', reports, regions=5, max_wait_s=0.01) as log:
+        for iteration in range(3):
+            log.append(iteration, DOWN, region(iteration))
+            log.append(iteration, UP, region(-iteration))
+        assert 'training waits' in reports.next()
+        assert 'iterations before 1 are forgotten' in reports.next()
+        assert reports.count() == 0
+        assert log.first_iteration == 1
+        assert [value(log, i, d, 0) for i in (1, 2) for d in (DOWN, UP)] == [1, -1, 2, -2]
+        with pytest.raises(LogGap):
+            log.read(LogKey(0, UP, 0), 0)
+
+
+def test_timed_out_wait_is_repeated_only_after_a_drop(shm: Path, reports: Reports) -> None:
+    with opened(shm / 'log', reports, regions=2, max_wait_s=0.01) as log:
+        for iteration in range(5):
+            log.append(iteration, DOWN, region(iteration))
+        seen = [reports.next() for _ in range(2)]  # later losses are not reported again
+        assert ['waits' in reason for reason in seen] == [True, False]
+        log.drop_until(3)
+        log.append(5, DOWN, region(5))
+        log.append(6, DOWN, region(6))
+        assert 'waits' in reports.next()
+
+
+def test_append_does_not_wait_for_a_tensor_that_never_fits(shm: Path, reports: Reports) -> None:
+    with opened(shm / 'log', reports, regions=4, max_wait_s=1000) as log:
+        log.append(2, DOWN, region(2))
+        log.append(3, DOWN, region(3).repeat(5))
+        assert log.first_iteration == 4
+        assert 'forgotten' in reports.next()
+        assert reports.count() == 0, 'no report of a wait'
+
+
+@pytest.mark.parametrize('sizes', [[5], [1, 2, 2], [4, 1]])
+def test_too_large_iteration_is_forgotten_at_once(
+    shm: Path, reports: Reports, sizes: list[int]
+) -> None:
+    with opened(shm / 'log', reports, regions=4, max_wait_s=1000) as log:
+        for size in sizes:
+            log.append(3, DOWN, region(3).repeat(size))
+        assert 'iterations before 4 are forgotten' in reports.next()
+        assert log.first_iteration == 4
+        log.append(3, DOWN, region(3))
+        with pytest.raises(LogGap):
+            log.read(LogKey(3, DOWN, 0), 0)
+        log.append(4, DOWN, region(4))
+        assert value(log, 4, DOWN, 0) == 4
+        assert reports.count() == 0

@@ -103,7 +103,6 @@ def test_header_with_another_place_of_a_record_is_refused(offset: int, nbytes: i
 
 @pytest.mark.parametrize(('offset', 'nbytes'), [(8, 1000), (0, 2**20), (2**40, 1000)])
 def test_record_outside_of_its_payload_is_refused(offset: int, nbytes: int, shm: Path) -> None:
-    """Before a byte of it is read, whatever its checksum is."""
 
     def forge(header: SlotHeader) -> SlotHeader:
         first, *rest = header.records
@@ -158,7 +157,6 @@ def test_frame_of_another_slot_is_refused(shm: Path) -> None:
 def test_window_with_a_slot_of_another_job_is_refused(
     field: str, value: object, refusal: str, shm: Path
 ) -> None:
-    """Of the slots but the first, no other check looks at these."""
     file = WindowFile.create(shm / 'w', capacity())
     file.begin(named(0))
     for slot in range(WINDOW):

@@ -11,7 +11,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory import holder_lock
 from moevement_ext.memory.holder_lock import StoreInUseError
 from moevement_ext.memory.node_store import NodeStore
@@ -23,6 +22,7 @@ from moevement_ext.memory.window.refusal import RefusedWindow, TruncatedWindow
 from tests.unit.memory.samples import (
     RUN,
     TOPOLOGY,
+    begun,
     capacity,
     commit,
     digest,
@@ -47,42 +47,27 @@ def file_names(windows: OwnerWindows) -> list[str]:
 def test_names_follow_the_states(store: NodeStore) -> None:
     windows = OwnerWindows(store, 4, 4, capacity(), generations=2)
     assert file_names(windows) == ['free-0.window', 'free-1.window']
-    file = windows.begin(named(0))
-    assert file is not None
+    file = begun(windows, 0)
     assert file_names(windows) == ['free-1.window', 'writing-0-plan1.window']
     assert windows.committed() == []
     write_window(file, 4)
     windows.commit(file)
     assert file_names(windows) == ['free-1.window', 'window-0-plan1.window']
     assert windows.file(named(0)) is file
-    second = windows.begin(named(3))
-    assert second is not None
+    second = begun(windows, 3)
     windows.abandon(second)
     assert file_names(windows) == ['free-0.window', 'window-0-plan1.window']
 
 
 def test_incomplete_window_is_not_committed(store: NodeStore) -> None:
     windows = OwnerWindows(store, 0, 0, capacity())
-    file = windows.begin(named(0))
-    assert file is not None
+    file = begun(windows, 0)
     with pytest.raises(TruncatedWindow):
         windows.commit(file)
     write_slot(file, 0)
     with pytest.raises(TruncatedWindow, match=r'only slots \[0\]'):
         windows.commit(file)
     assert windows.committed() == []
-
-
-def test_windows_stay_until_a_newer_one_is_persisted(store: NodeStore) -> None:
-    windows = OwnerWindows(store, 0, 0, capacity(), generations=3)
-    for start in (0, 3, 6):
-        commit(windows, start)
-    assert windows.begin(named(9)) is None
-    windows.persisted(named(0))
-    assert windows.begin(named(9)) is None, 'nothing is older than the persisted window'
-    windows.persisted(named(3))
-    commit(windows, 9)
-    assert starts(windows) == [9, 6, 3]
 
 
 def test_given_up_window_is_recycled_but_not_the_persisted(store: NodeStore) -> None:
@@ -109,13 +94,6 @@ def test_window_of_another_history_is_outdated_by_one_with_its_start(store: Node
     assert windows.file(named(3, '2_plan')) is not None
 
 
-def test_late_agreement_on_an_older_window_changes_nothing(store: NodeStore) -> None:
-    windows = OwnerWindows(store, 0, 0, capacity())
-    windows.persisted(named(6))
-    windows.persisted(named(3))
-    assert windows.newest_persisted == named(6)
-
-
 def test_window_is_not_written_twice_without_a_rollback(store: NodeStore) -> None:
     windows = OwnerWindows(store, 0, 0, capacity())
     commit(windows, 3)
@@ -128,8 +106,7 @@ def test_rollback_frees_later_windows(store: NodeStore) -> None:
     for start in (0, 3):
         commit(windows, start)
     windows.persisted(named(3))
-    open_file = windows.begin(named(6))
-    assert open_file is not None
+    open_file = begun(windows, 6)
     windows.discard_after(0)
     assert starts(windows) == [0]
     assert windows.newest_persisted is None
@@ -143,41 +120,7 @@ def test_rollback_frees_later_windows(store: NodeStore) -> None:
     assert windows.newest_persisted == named(3), 'the start of the rollback stays persisted'
 
 
-@pytest.mark.parametrize('plan', ['', '../../x', 'a-b', 'a/b', 'x' * 101])
-def test_plan_must_be_a_file_name(store: NodeStore, plan: str) -> None:
-    windows = OwnerWindows(store, 0, 0, capacity())
-    with pytest.raises(ValueError, match='plan digest'):
-        windows.begin(named(0, plan))
-
-
-def test_error_about_missing_space_names_the_ranks(store: NodeStore) -> None:
-    total = os.statvfs(store.root).f_blocks * os.statvfs(store.root).f_frsize
-    with pytest.raises(HostMemoryError, match='rank 2 cannot keep 2 windows of rank 5'):
-        OwnerWindows(store, 2, 5, total + 1)
-
-
 # Restart
-
-
-def test_restart_keeps_committed_and_recycles_the_rest(store: NodeStore) -> None:
-    windows = OwnerWindows(store, 0, 0, capacity())
-    commit(windows, 0)
-    unfinished = windows.begin(named(3))
-    assert unfinished is not None
-    write_slot(unfinished, 0)
-    before = digest(windows.committed()[0].path)
-    inodes = {path.stat().st_ino for path in windows.path.iterdir()}
-
-    second = restart(store)
-    adopted = OwnerWindows(second, 0, 0, capacity())
-    assert [name.split('-')[0] for name in file_names(adopted)] == ['window', 'writing']
-    assert {path.stat().st_ino for path in adopted.path.iterdir()} == inodes, 'no new memory'
-    assert digest(adopted.committed()[0].path) == before
-    adopted_file = adopted.file(named(0))
-    assert adopted_file is not None and adopted_file.verify(Expected(RUN, TOPOLOGY))
-    commit(adopted, 3)
-    assert starts(adopted) == [3, 0]
-    second.close()
 
 
 def captured_after(windows: OwnerWindows, start: int) -> list[tuple[int, int]]:
@@ -190,8 +133,7 @@ def test_slots_of_an_unfinished_window_outlive_several_processes(
     """A replacement may die before it has compared anything."""
     windows = OwnerWindows(store, 0, 0, capacity())
     commit(windows, 0)
-    unfinished = windows.begin(named(3))
-    assert unfinished is not None
+    unfinished = begun(windows, 3)
     write_slot(unfinished, 0)
     WindowFile.create(windows.path / 'free-7.window', capacity())  # a surplus file
     for _ in range(3):
@@ -206,13 +148,11 @@ def test_slots_of_an_unfinished_window_outlive_several_processes(
 
 def test_unfinished_window_is_captured_again_in_another_file(store: NodeStore) -> None:
     windows = OwnerWindows(store, 0, 0, capacity(), generations=3)
-    unfinished = windows.begin(named(3))
-    assert unfinished is not None
+    unfinished = begun(windows, 3)
     write_slot(unfinished, 0)
     store = restart(store)
     windows = OwnerWindows(store, 0, 0, capacity(), generations=3)
-    file = windows.begin(named(3))
-    assert file is not None
+    file = begun(windows, 3)
     write_window(file)
     windows.commit(file)
     first, second, third = file_names(windows)
@@ -224,8 +164,7 @@ def test_unfinished_window_is_captured_again_in_another_file(store: NodeStore) -
 
 def test_slots_of_a_discarded_past_are_not_compared(store: NodeStore) -> None:
     windows = OwnerWindows(store, 0, 0, capacity())
-    unfinished = windows.begin(named(3))
-    assert unfinished is not None
+    unfinished = begun(windows, 3)
     write_slot(unfinished, 0)
     store = restart(store)
     windows = OwnerWindows(store, 0, 0, capacity())
@@ -233,19 +172,6 @@ def test_slots_of_a_discarded_past_are_not_compared(store: NodeStore) -> None:
     assert captured_after(windows, 0) == []
     assert not [name for name in file_names(windows) if not name.startswith('free-')]
     store.close()
-
-
-def test_adopted_windows_may_be_needed(store: NodeStore) -> None:
-    windows = OwnerWindows(store, 0, 0, capacity(), generations=2)
-    commit(windows, 0)
-    commit(windows, 3)
-    second = restart(store)
-    adopted = OwnerWindows(second, 0, 0, capacity(), generations=2)
-    assert adopted.begin(named(6)) is None
-    adopted.persisted(named(3))
-    commit(adopted, 6)
-    assert starts(adopted) == [6, 3]
-    second.close()
 
 
 def test_restart_with_another_size_and_generation_count(store: NodeStore) -> None:
@@ -480,8 +406,7 @@ def test_file_that_was_renamed_but_not_begun_is_compared_with_nothing(
     start: int, store: NodeStore
 ) -> None:
     windows = OwnerWindows(store, 0, 0, capacity())
-    refused = windows.begin(named(12))
-    assert refused is not None
+    refused = begun(windows, 12)
     write_slot(refused, 0)
     windows.abandon(refused)
     killed = mock.patch.object(OwnerWindows, '_fit', side_effect=KeyboardInterrupt)

@@ -16,6 +16,7 @@ from moevement_ext.memory.window.format import Expected
 from moevement_ext.memory.window.generations import OwnerWindows
 from tests.distributed.conftest import mounted_tmpfs
 from tests.unit.memory.samples import (
+    begun,
     capacity,
     commit,
     named,
@@ -33,8 +34,7 @@ def test_file_removed_during_a_write_costs_one_window(store: NodeStore) -> None:
     windows = OwnerWindows(store, 0, 0, capacity())
     persist(windows, 0)
     for start in range(3, 12, 3):
-        file = windows.begin(named(start))
-        assert file is not None
+        file = begun(windows, start)
         write_window(file)
         file.path.unlink()
         with pytest.raises(FileNotFoundError):

@@ -25,6 +25,7 @@ from tests.support.forks import Forked
 from tests.unit.memory.samples import (
     RUN,
     TOPOLOGY,
+    begun,
     capacity,
     commit,
     named,
@@ -83,7 +84,6 @@ def test_held_window_keeps_its_pages(store: NodeStore) -> None:
 def test_longer_window_gets_pages_temporarily(
     store: NodeStore,
 ) -> None:
-    """For example, one that a new process fetches before it has the plan in force."""
     windows = OwnerWindows(store, 0, 0, SIZE)
     file = windows.begin(named(0), room=LONG)
     assert file is not None and pages(windows) == [in_pages(SHORT), in_pages(LONG)]
@@ -108,8 +108,7 @@ def test_missing_space_for_longer_windows_leaves_files_unchanged(
     with pytest.raises(HostMemoryError):
         windows.make_room(LONG)
     windows.make_room(SHORT)
-    file = windows.begin(named(3))
-    assert file is not None
+    file = begun(windows, 3)
     with pytest.raises(HostMemoryError):
         write_window(file)
     windows.abandon(file)
@@ -153,8 +152,7 @@ def _die_in_fill(array: object, path: Path, begin: int, end: int) -> None:
 
 
 def _die_after_half(windows: OwnerWindows) -> None:
-    file = windows.begin(named(6))
-    assert file is not None
+    file = begun(windows, 6)
     write_slot(file, 0)
     file.reserve_slot(1, 4096)[:2048] = 255
     _die()
@@ -250,7 +248,6 @@ def test_death_during_file_reuse_leaves_the_persisted_window(moment: str, store:
 
 @pytest.mark.parametrize('early', [False, True])
 def test_pages_released_one_step_too_early_are_detected(early: bool, store: NodeStore) -> None:
-    """Window 3 is committed here and nowhere else: another rank goes back to window 0."""
     assert (0 in left_by(store, 'ranks do not agree yet', early)) != early
 
 

@@ -4,11 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moevement_ext.memory.window.name import History, Window, WindowName, drawn_history
 from moevement_ext.memory.window.slot import (
-    SlotContext,
     SlotHeader,
-    align_up,
-    decode_context,
     decode_frame,
     encode_frame,
     frame_bytes_bound,
@@ -17,24 +15,12 @@ from moevement_ext.memory.window.slot import (
 from tests.unit.memory.samples import make_header
 
 
-def test_frame_round_trip() -> None:
-    header = make_header(1, start=7)
-    assert decode_frame(encode_frame(header)) == header
-
-
 @given(position=st.integers(0, 10**6), bit=st.integers(0, 7))
 def test_any_flipped_bit_of_a_frame_is_detected(position: int, bit: int) -> None:
     frame = bytearray(encode_frame(make_header(0)))
     frame[position % len(frame)] ^= 1 << bit
     with pytest.raises(ValueError, match='checksum'):
         decode_frame(bytes(frame))
-
-
-@given(cut=st.integers(0, 10**6))
-def test_truncated_frame_is_refused(cut: int) -> None:
-    frame = encode_frame(make_header(0))
-    with pytest.raises(ValueError):
-        decode_frame(frame[: cut % len(frame)])
 
 
 def test_frame_checksum_identifies_content() -> None:
@@ -57,24 +43,35 @@ def test_bound_holds_for_any_iteration_and_checksum(iteration: int, checksum: in
     assert len(encode_frame(sealed)) <= frame_bytes_bound(blank)
 
 
-@given(st.integers(0, 2**40))
-def test_align_up_rounds_to_64_bytes(nbytes: int) -> None:
-    assert align_up(nbytes) % 64 == 0
-    assert nbytes <= align_up(nbytes) < nbytes + 64
-
-
 # Context
 
 NAMES = st.lists(st.text(max_size=20), max_size=5)
 
 
-@given(full=NAMES, weights=NAMES, state=st.binary(max_size=100))
-def test_encoded_context_is_decoded(full: list[str], weights: list[str], state: bytes) -> None:
-    context = SlotContext(full, weights, state)
-    assert decode_context(msgspec.msgpack.encode(context)) == context
+def test_window_is_dense_at_its_last_slot() -> None:
+    window = Window(WindowName(4, 'plan'), 3)
+    assert (window.start, window.dense_at) == (4, 6)
 
 
-@pytest.mark.parametrize('garbage', [b'', b'\x80', msgspec.msgpack.encode({'full': 1})])
-def test_garbage_context_is_refused(garbage: bytes) -> None:
-    with pytest.raises(msgspec.MsgspecError):
-        decode_context(garbage)
+def test_a_history_includes_its_windows_and_what_led_to_its_base() -> None:
+    first = History(drawn_history())
+    base, later = first.window(4, 'plan'), first.window(6, 'plan')
+    second = first.after(base)
+    third = second.after(second.window(5, 'plan'))
+    assert second == first.after(base) and first.name < second.name < third.name
+    assert second != first.after(later), 'another base, another history'
+    assert (base.history, second.window(4, 'plan').history) == (first.name, second.name)
+    assert first.includes(base) and first.includes(later)
+    assert second.includes(base) and second.includes(first.window(2, 'plan'))
+    assert not second.includes(later), 'abandoned when all stages went back'
+    assert not third.includes(base), 'its own base is what it goes back to'
+    assert not History(drawn_history()).includes(base)
+
+
+def test_decoded_names_are_validated() -> None:
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode((4, 'plan')), type=WindowName) == (
+        WindowName(4, 'plan')
+    )
+    for foreign in ((-1, 'plan'), (4,), (4, 5), ('4', 'plan')):
+        with pytest.raises(msgspec.ValidationError):
+            msgspec.msgpack.decode(msgspec.msgpack.encode(foreign), type=WindowName)

@@ -125,7 +125,6 @@ def test_stub_with_another_base_is_no_copy(
 def test_stub_of_other_records_than_its_owner_has_is_refused(
     changed: dict[str, Any], stub: WindowFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its reader asks the next holder; an error of another type ends the connection."""
     first, *others = stub.headers()
     record = msgspec.structs.replace(first.records[0], **changed)
     headers = [msgspec.structs.replace(first, records=[record]), *others]

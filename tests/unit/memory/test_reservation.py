@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Early reservations are the files that the set-up needs; a failure leaves no files."""
 
+import mmap
 import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,12 +16,13 @@ import torch
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory import budget, mapped, reservation
 from moevement_ext.memory.budget import HostMemoryPlan, RankMemory
+from moevement_ext.memory.limits import _MemoryLeft
 from moevement_ext.memory.mapped import map_anew
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.reservation import EarlyReservation, ReservedPages, _KeptFile, kept_by
 from moevement_ext.memory.upstream_log.log import UpstreamLog
 from moevement_ext.memory.window.generations import FileSize, OwnerWindows
-from tests.unit.memory.samples import capacity, named, tmpfs_directory, write_window
+from tests.unit.memory.samples import begun, capacity, named, tmpfs_directory, write_window
 
 CPU = torch.device('cpu')
 NBYTES = 1 << 20
@@ -64,7 +67,6 @@ def whole(store: NodeStore) -> dict[str, int]:
 
 
 def test_file_that_is_renamed_meanwhile_is_left_out(root: Path) -> None:
-    """An owner that is ahead takes a free file of its replica."""
     store = on(root, 'lost')
     set_up(store)
     (store.owner_path(2, 2) / 'free-9.window').symlink_to('renamed')
@@ -139,7 +141,6 @@ def die(path: Path, nbytes: int, reserved: int | None = None) -> None:
 def test_failed_reservation_leaves_no_files(
     root: Path, files: list[_KeptFile], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For example, other ranks of the node take the space at the same time."""
     monkeypatch.setattr(reservation, 'prepare_map', full_at_the_second())
     EarlyReservation(on(root, 'spare'), 2, files).wait()
     assert whole(on(root, 'spare')) == {}
@@ -149,7 +150,7 @@ def test_failed_reservation_leaves_no_files(
 
 
 def test_successor_recovers_from_a_death_while_reserving(
-    root: Path, files: list[_KeptFile], monkeypatch: pytest.MonkeyPatch
+    root: Path, files: list[_KeptFile]
 ) -> None:
     if (pid := os.fork()) == 0:
         reservation.prepare_map = die
@@ -201,8 +202,7 @@ def test_existing_files_are_mapped_unchanged(root: Path) -> None:
     store = on(root, 'same')
     size = FileSize(NBYTES, capacity())
     before = OwnerWindows(store, 2, 2, size)
-    file = before.begin(named(0))
-    assert file is not None
+    file = begun(before, 0)
     write_window(file)
     before.commit(file)
     pages = {path.stat().st_ino: path.stat().st_blocks for path in store.owner_path(2, 2).iterdir()}
@@ -219,7 +219,6 @@ def test_existing_files_are_mapped_unchanged(root: Path) -> None:
 
 
 def test_map_of_another_size_is_not_used(root: Path) -> None:
-    """The set-up decides sizes."""
     EarlyReservation(on(root, 'spare'), 2, [_KeptFile('2', NBYTES, NBYTES)]).wait()
     made = addresses()
     windows = OwnerWindows(on(root, 'spare'), 2, 2, 2 * NBYTES)
@@ -241,7 +240,6 @@ def test_pages_reserved_by_a_spare_node_are_used(root: Path, files: list[_KeptFi
 
 
 def test_reserved_files_of_other_sizes_are_resized(root: Path) -> None:
-    """The node took another seat, or other ranks of the node were faster."""
     spare = on(root, 'spare')
     pages = ReservedPages(spare)
     pages.reserve([NBYTES // 4, 2 * NBYTES])
@@ -283,3 +281,37 @@ def test_set_up_recovers_from_a_spare_agent_killed_while_reserving(
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
     EarlyReservation(on(root, 'spare'), 2, files).wait()
     assert len(whole(on(root, 'spare'))) == 5
+
+
+def test_no_file_follows_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    began, go_on = threading.Event(), threading.Event()
+
+    def slowly(path: Path, nbytes: int) -> Any:
+        made = map_anew(path, nbytes)
+        began.set()
+        assert go_on.wait(60)
+        return made
+
+    monkeypatch.setattr(reservation, 'map_anew', slowly)
+    with tmpfs_directory() as root:
+        pages = ReservedPages(NodeStore(root, 'run', 'c'))
+        reserving = threading.Thread(target=pages.reserve, args=([mmap.PAGESIZE] * 3,))
+        reserving.start()
+        assert began.wait(60)
+        pages.end()
+        go_on.set()
+        reserving.join()
+        assert [path.name for path in pages.path.iterdir()] == ['0']
+
+
+def test_pages_beyond_the_memory_limit_are_not_reserved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else the kernel ends the agent of the spare node."""
+    left = _MemoryLeft(2 * mmap.PAGESIZE, tmp_path)
+    monkeypatch.setattr(reservation, 'memory_left', lambda: left)
+    pages = ReservedPages(NodeStore(tmp_path, 'run', 'c'))
+    pages.reserve([mmap.PAGESIZE] * 3)
+    assert pages.nbytes() == 0 and f'the memory limit ({tmp_path}) leaves' in caplog.text
+    pages.reserve([mmap.PAGESIZE] * 2)
+    assert pages.nbytes() > 0
