@@ -60,6 +60,7 @@ class Session:
         self._facts = facts
         self._counters = counters
         self.alone = ExitStack()
+        self._trainer: MegatronTrainer | None = None
 
     def set_up(
         self,
@@ -86,15 +87,13 @@ class Session:
                 model, optimizer, scheduler = build(with_dense)
             check_room(optimizer, upstream.detaches_heads(get_model_config(model[0])))
             config = self.job.rank.config
-            self._training = TrainingState(model, optimizer, scheduler, config.freezes)
-            localized = self.job.membership is not None
             self._trainer = MegatronTrainer(
                 self._facts,
                 self._counters,
-                self._training,
+                TrainingState(model, optimizer, scheduler, config.freezes),
                 self.around,
-                localized,
-                None if config.elastic == OFF else self.job.rank.identity.placed,
+                localized=self.job.membership is not None,
+                placed=None if config.elastic == OFF else self.job.rank.identity.placed,
             )
             return self._trainer
 
@@ -110,7 +109,7 @@ class Session:
     def train(self, run: Callable[[], object]) -> object:
         """Run the training loop from the start of a dense window; again after failures."""
         self.alone.close()
-        self._trainer.loop.note_start()
+        self.trainer.loop.note_start()
         return self.job.train(run)
 
     def step(self, train_step: Callable[..., object], iteration: int) -> object:
@@ -119,7 +118,7 @@ class Session:
         Calls `train_step(iteration=, **schedule)`, for several iterations in a replay; `schedule`
         holds keywords for the pipeline schedule. Returns the last result, or `LOOP_ENDS`.
         """
-        self._trainer.use(train_step)
+        self.trainer.use(train_step)
         return self.job.step(iteration)
 
     def report(self, iteration: int) -> None:
@@ -154,8 +153,15 @@ class Session:
         if kept is not None and is_last:
             print(reports.exit_line(self._counters.iteration, False, kept.parent), flush=True)
 
+    @property
+    def trainer(self) -> MegatronTrainer:
+        """The trainer of the built model."""
+        assert self._trainer is not None  # `set_up` comes first
+        return self._trainer
+
     def _built(self) -> Built:
-        return self._training.model, self._training.optimizer, self._training.scheduler
+        training = self.trainer.operators
+        return training.model, training.optimizer, training.scheduler
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from megatron.moevement.job.reports import logged_loss
 from megatron.moevement.job.session import Session
 from megatron.moevement.seams import dense_tier, patches, post_step, upstream
 from megatron.moevement.seams.data_position import UpstreamData
+from megatron.moevement.seams.post_step import Actions
 from megatron.moevement.state.dense_random import DenseRandom
 from moevement_ext import faults
 from moevement_ext.events import LossLogged
@@ -143,7 +144,7 @@ class UpstreamTrainer:
             )
 
         forget = partial(post_step.forget_what_was_cut_off, call['checkpointing_context'])
-        self._post_step.set_actions(post_step.evaluation(call), save, forget)
+        self._post_step.actions = Actions(post_step.evaluation(call), save, forget)
         return self._session.train(partial(self._enter, partial(original, **call)))
 
     def _enter(self, loop: Callable[[], object]) -> object:

@@ -51,6 +51,18 @@ class _Arriving:
         self._tensor.record_stream(torch.cuda.current_stream())
 
 
+class _OwnWaits:
+    """Upstream's configuration, with which an exchange does not wait for the whole device."""
+
+    batch_p2p_sync = False
+
+    def __init__(self, config: TransformerConfig) -> None:
+        self._config = config
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._config, name)
+
+
 class BoundaryCommunicator(P2PCommunicator):
     """Upstream's communicator with a log. Training thread only.
 
@@ -62,6 +74,8 @@ class BoundaryCommunicator(P2PCommunicator):
         self, pp_group: ProcessGroup, config: TransformerConfig, log: UpstreamLog | None
     ) -> None:
         super().__init__(pp_group, config)
+        self.config = _OwnWaits(config)
+        self._waits = config.batch_p2p_comm and config.batch_p2p_sync
         self._log = log
         self._iteration = 0
         self._received: Mapping[Direction, Received] | None = None
@@ -121,13 +135,8 @@ class BoundaryCommunicator(P2PCommunicator):
         Upstream waits for all streams of the device, hence also for running captures and log
         copies. The current stream waits for the exchange, and orders all later work after it.
         """
-        config = self.config
-        waits, config.batch_p2p_sync = config.batch_p2p_sync, False
-        try:
-            exchanged = super()._communicate(**what)
-        finally:
-            config.batch_p2p_sync = waits
-        if config.batch_p2p_comm and waits:
+        exchanged = super()._communicate(**what)
+        if self._waits:
             torch.cuda.current_stream().synchronize()
         return exchanged
 

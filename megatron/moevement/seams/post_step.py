@@ -5,8 +5,9 @@ A failure may strike when only some ranks have finished these steps. All ranks t
 entry of the next iteration, and together repeat each step that any rank has not finished.
 """
 
+import enum
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import megatron.training.training as training
 import msgspec
@@ -23,7 +24,7 @@ from moevement_ext.membership.rendezvous import RoundEnded
 _EVALUATION = 'megatron.training.training:evaluate_and_print_results'
 
 
-class PostStepProgress(msgspec.Struct, frozen=True):
+class PostStepProgress(msgspec.Struct, frozen=True, kw_only=True):
     """Progress of a rank in the steps after an iteration."""
 
     valid_before: int
@@ -37,21 +38,37 @@ class PostStepProgress(msgspec.Struct, frozen=True):
     """See `PostStep.pass_exits`."""
 
 
+class Due(enum.Enum):
+    """Whether a step after the newest iteration is still to be done."""
+
+    OVER = 'over, or not due'
+    YES = 'due'
+    UNLESS_NAMED = 'due, unless the tracker file names the iteration'
+
+
+class Actions(NamedTuple):
+    """Functions that repeat upstream's steps after an iteration."""
+
+    evaluate: Callable[[int], None]
+    """Called with the iteration."""
+    save: Callable[[int, bool], None]
+    """Called with the iteration, and whether the checkpoint is temporary."""
+    forget: Callable[[], None]
+    """Called before the loop is entered again."""
+
+
 class PostStep:
     """Follows evaluation and dense checkpoint after the newest iteration. Training thread only."""
 
     def __init__(self, facts: JobFacts, counters: Counters) -> None:
         self._facts = facts
         self._counters = counters
-        self._evaluate: Callable[[int], None] | None = None
-        self._save: Callable[[int, bool], None] | None = None
-        self._forget: Callable[[], None] = lambda: None
         self._membership: Membership | None = None
+        self.actions: Actions | None = None
+        self._iteration = 0
+        self._evaluation = self._checkpoint = Due.OVER
         self._valid_before = counters.consumed_valid_samples
         self._valid_told = 0
-        self._evaluated = True
-        self._saved = True
-        self._unnamed: int | None = None
         self._exits_made = -1
 
     def install(self, membership: Membership) -> None:
@@ -61,47 +78,33 @@ class PostStep:
         patches.wrap(_EVALUATION, self._evaluating)
         patches.wrap('megatron.training.training:save_checkpoint_and_time', self._saving)
 
-    def set_actions(
-        self,
-        evaluate: Callable[[int], None],
-        save: Callable[[int, bool], None],
-        forget: Callable[[], None],
-    ) -> None:
-        """Set the functions that repeat upstream's steps after an iteration.
-
-        Args:
-            evaluate: called with the iteration.
-            save: called with the iteration, and whether the checkpoint is temporary.
-            forget: called before the loop is entered again.
-        """
-        self._evaluate = evaluate
-        self._save = save
-        self._forget = forget
-
     def reset_loop_state(self) -> None:
         """Reset state before upstream's loop is entered again, wherever it was interrupted."""
-        self._forget()
+        if self.actions is not None:
+            self.actions.forget()
 
     def begin(self, iteration: int) -> None:
         """Note that iteration `iteration` is committed, and which later steps are due."""
-        facts = self._facts
+        facts, self._iteration = self._facts, iteration
         self._valid_before = self._counters.consumed_valid_samples
         self._valid_told = 0
-        self._evaluated = not (
+        evaluates = (
             _due(facts.eval_interval, iteration)
             and self._counters.do_valid
             and (facts.start_eval_at_iter is None or iteration >= facts.start_eval_at_iter)
         )
-        self._saved = not facts.save or not (
+        self._evaluation = Due.YES if evaluates else Due.OVER
+        saves = facts.save and (
             _due(facts.save_interval, iteration)
             or _due(facts.non_persistent_save_interval, iteration)
             or self.exits(iteration)
         )
+        self._checkpoint = Due.YES if saves else Due.OVER
         # Once the tracker file names this iteration, its checkpoint is complete; but if it does so
         # before the save, an earlier attempt or another run has written it.
-        kept = not self._saved and not self._not_kept(iteration)
-        again = kept and upstream.saved_iteration(facts.save) == iteration
-        self._unnamed = iteration if kept and not again else None
+        if saves and not self._not_kept(iteration):
+            if upstream.saved_iteration(facts.save) != iteration:
+                self._checkpoint = Due.UNLESS_NAMED
 
     def exits(self, iteration: int) -> bool:
         """True if an exit is due after `iteration`, before the last iteration."""
@@ -127,9 +130,11 @@ class PostStep:
 
     def take_over(self, survivors: Sequence[PostStepProgress]) -> None:
         """Adopt the progress of the survivors: all may be lost before this recovery ends."""
-        self._evaluated = all(survivor.evaluated for survivor in survivors)
-        self._saved = all(survivor.saved for survivor in survivors)
-        self._unnamed = None  # a repeated save writes into the checkpoint that the file may name
+        evaluated = all(survivor.evaluated for survivor in survivors)
+        saved = all(survivor.saved for survivor in survivors)
+        self._evaluation = Due.OVER if evaluated else Due.YES
+        # A repeated save writes into the checkpoint that the tracker file may name.
+        self._checkpoint = Due.OVER if saved else Due.YES
         self._exits_made = max(survivor.exits_made for survivor in survivors)
         self._valid_before = max(survivor.valid_before for survivor in survivors)
         self._valid_told = max(survivor.valid_now for survivor in survivors)
@@ -146,17 +151,20 @@ class PostStep:
         `grows`: the next iteration has more micro-batches; upstream saves before it.
         """
         self.take_over(survivors)
-        self._saved = self._saved and not (grows and self._facts.save)
+        if grows and self._facts.save:
+            self._checkpoint = Due.YES
+        evaluated = self._evaluation is Due.OVER
         self._counters.consumed_valid_samples = (
-            self._valid_told if self._evaluated else self._valid_before
+            self._valid_told if evaluated else self._valid_before
         )
         self._valid_told = 0
         data.move_validation(self._counters.consumed_valid_samples)
-        if not self._evaluated and self._evaluate is not None:
-            self._evaluate(iteration)
-        if not self._saved and self._save is not None:
-            self._save(iteration, self._not_kept(iteration) and not grows)
-        self._evaluated = self._saved = True
+        if self.actions is not None:
+            if not evaluated:
+                self.actions.evaluate(iteration)
+            if self._checkpoint is Due.YES:
+                self.actions.save(iteration, self._not_kept(iteration) and not grows)
+        self._evaluation = self._checkpoint = Due.OVER
 
     def _not_kept(self, iteration: int) -> bool:
         """True if the checkpoint due after `iteration` is temporary, by upstream's rule."""
@@ -172,14 +180,15 @@ class PostStep:
         recovery, the samples that this rank had consumed before the first failure count.
         """
         self._valid_told = max(self._valid_told, self._counters.consumed_valid_samples)
-        if self._unnamed is not None:
-            self._saved |= upstream.saved_iteration(self._facts.save) == self._unnamed
+        if self._checkpoint is Due.UNLESS_NAMED:
+            if upstream.saved_iteration(self._facts.save) == self._iteration:
+                self._checkpoint = Due.OVER
         return PostStepProgress(
-            self._valid_before,
-            self._valid_told,
-            self._evaluated,
-            self._saved,
-            self._exits_made,
+            valid_before=self._valid_before,
+            valid_now=self._valid_told,
+            evaluated=self._evaluation is Due.OVER,
+            saved=self._checkpoint is Due.OVER,
+            exits_made=self._exits_made,
         )
 
     def _evaluating(
@@ -188,7 +197,7 @@ class PostStep:
         faults.point(Phase.EVALUATE)
         result = original(*args, **kwargs)
         faults.point(Phase.EVALUATED)
-        self._evaluated = True
+        self._evaluation = Due.OVER
         return result
 
     def _saving(self, original: Callable[..., object], *args: object, **kwargs: object) -> object:
@@ -197,7 +206,7 @@ class PostStep:
         with patches.wrapped('torch.distributed:barrier', self._trusting):
             result = original(*args, **kwargs)
         faults.point(Phase.SAVED)
-        self._saved = True
+        self._checkpoint = Due.OVER
         return result
 
     def _trusting(self, original: Callable[..., object], *args: object, **kwargs: object) -> object:

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.dist_checkpointing.strategies import filesystem_async
@@ -27,6 +27,17 @@ from moevement_ext.memory.tensors import copy_all
 
 # Timer that upstream divides by all iterations since its last report; a survivor still counts them.
 _REPORTED = 'interval-time'
+
+
+class _LoopEntry(NamedTuple):
+    """What the loop was entered with for the first time."""
+
+    functions: tuple[object, object, object]
+    """For the start and the end of reductions, and for the gathering of parameters."""
+    evaluating: list[torch.nn.Module]
+    """Modules that are not in training mode."""
+    hooked: list[bool]
+    """Whether each chunk has hooks that wait for parameters."""
 
 
 class BrokenIteration:
@@ -47,6 +58,7 @@ class BrokenIteration:
         self._kept = [torch.empty_like(buffer) for buffer in self._buffers]
         self._metrics: dict[str, torch.Tensor] = {}
         self._rerun_mode = get_rerun_state_machine().get_mode()
+        self._entry: _LoopEntry | None = None
 
     def note_start(self) -> None:
         """Record functions, modes and hooks with which the loop is entered for the first time.
@@ -55,10 +67,12 @@ class BrokenIteration:
         new processes must enter the loop with the same ones.
         """
         config = get_model_config(self._model[0])
-        self._functions = (config.no_sync_func, config.grad_sync_func, config.param_sync_func)
         modules = [module for chunk in self._model for module in chunk.modules()]
-        self._evaluating = [module for module in modules if not module.training]
-        self._hooked = [bool(chunk.remove_forward_pre_hook_handles) for chunk in self._model]
+        self._entry = _LoopEntry(
+            (config.no_sync_func, config.grad_sync_func, config.param_sync_func),
+            [module for module in modules if not module.training],
+            [bool(chunk.remove_forward_pre_hook_handles) for chunk in self._model],
+        )
 
     def begin(self) -> None:
         """Make a few small copies at the start of an iteration; their memory is allocated once."""
@@ -84,6 +98,7 @@ class BrokenIteration:
         gradients. If the garbage collector ended that context within a later iteration, upstream
         would reduce there.
         """
+        assert self._entry is not None  # the loop has been entered
         gc.collect()
         machine = get_rerun_state_machine()
         machine.state = RerunState.NOT_RUNNING_YET
@@ -96,12 +111,12 @@ class BrokenIteration:
         if torch._C._autograd._profiler_enabled():  # upstream's loop starts a new profiler
             torch.autograd._disable_profiler()
         config = get_model_config(self._model[0])
-        config.no_sync_func, config.grad_sync_func, config.param_sync_func = self._functions
-        for chunk, hooked in zip(self._model, self._hooked, strict=True):
+        config.no_sync_func, config.grad_sync_func, config.param_sync_func = self._entry.functions
+        for chunk, hooked in zip(self._model, self._entry.hooked, strict=True):
             chunk.train()
             self._release_chunk(chunk, hooked)
             _reset_shared_experts(chunk)
-        for module in self._evaluating:
+        for module in self._entry.evaluating:
             module.training = False
         drop_put_aside(self._model)
 

@@ -61,20 +61,27 @@ class TrainingState:
         self.operators = operator_inventory(model)
         self.tied = tied_operators(model, self.operators)
         self.device = next(model[0].parameters()).device
-        self.renew()
+        self.states, self.slices, self.frozen = self._taken_apart()
 
     def renew(self) -> None:
+        self.states, self.slices, self.frozen = self._taken_apart()
+
+    def _taken_apart(
+        self,
+    ) -> tuple[
+        dict[torch.nn.Parameter, ParameterState], dict[str, OperatorSlices], FrozenOperators
+    ]:
+        """The optimizer's state by parameter; the slices of operators; and what freezes them."""
         names = {
             parameter: name
             for operator in self.operators.values()
             for name, parameter in operator.parameters.items()
         }
-        self.states = parameter_states(self.optimizer, names)
-        check_complete(self.operators, self.states)
-        self.slices = operator_slices(self.operators, self.states)
-        self.frozen = FrozenOperators(
-            self.operators, self.states, self.model, self.optimizer, self._skips
-        )
+        states = parameter_states(self.optimizer, names)
+        check_complete(self.operators, states)
+        slices = operator_slices(self.operators, states)
+        frozen = FrozenOperators(self.operators, states, self.model, self.optimizer, self._skips)
+        return states, slices, frozen
 
     @property
     def kinds(self) -> dict[str, str]:

@@ -41,7 +41,7 @@ def after_set_up(look: Callable[[Any, TrainingState], None]) -> None:
 
     def looked_at(self: Any, *args: Any, **kwargs: Any) -> Any:
         set_up(self, *args, **kwargs)
-        look(self, self._training)
+        look(self, self.trainer.operators)
         leave()
 
     session.Session.set_up = looked_at  # type: ignore[method-assign]

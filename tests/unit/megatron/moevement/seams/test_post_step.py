@@ -18,7 +18,12 @@ from megatron.training import training
 
 from megatron.moevement.facts import JobFacts
 from megatron.moevement.seams import patches
-from megatron.moevement.seams.post_step import PostStep, PostStepProgress, forget_what_was_cut_off
+from megatron.moevement.seams.post_step import (
+    Actions,
+    PostStep,
+    PostStepProgress,
+    forget_what_was_cut_off,
+)
 from moevement_ext.membership.rendezvous import RoundEnded
 from tests.support.each import each
 
@@ -73,10 +78,10 @@ class Rank:
         self.counters = Namespace(consumed_valid_samples=consumed, do_valid=do_valid)
         self.post_step = PostStep(facts, self.counters)
         self.calls: list[tuple[Any, ...]] = []
-        self.post_step.set_actions(
-            lambda iteration: self.calls.append(('evaluate', iteration)),
-            lambda iteration, not_kept: self.calls.append(('save', iteration, not_kept)),
-            lambda: None,
+        self.post_step.actions = Actions(
+            evaluate=lambda iteration: self.calls.append(('evaluate', iteration)),
+            save=lambda iteration, not_kept: self.calls.append(('save', iteration, not_kept)),
+            forget=lambda: None,
         )
 
     def commit(self, iteration: int = ITERATION) -> PostStepProgress:
@@ -176,29 +181,19 @@ def test_second_failure_keeps_evaluation_progress_of_the_first() -> None:
         assert rank.post_step.progress().valid_now == BEFORE + EVALUATED
 
 
-def test_complete_checkpoint_is_not_written_again(tmp_path: Path) -> None:
+def test_tracker_file_counts_if_it_names_the_iteration_during_the_save(tmp_path: Path) -> None:
     """A failure may follow the tracker file and precede the end of the save."""
     tracker = tmp_path / 'latest_checkpointed_iteration.txt'
-    rank = Rank(dataclasses.replace(ALL_DUE, save=str(tmp_path)))
+    facts = dataclasses.replace(ALL_DUE, save=str(tmp_path))
+    complete, repeating, other = Rank(facts), Rank(facts), Rank(facts)
     tracker.write_text('4')
-    assert not rank.commit().saved
+    assert not complete.commit().saved
+    # A rank that had not seen the file made all ranks write into the checkpoint that it names.
+    repeating.post_step.take_over([repeating.commit()])
     tracker.write_text(f'{ITERATION}')
-    assert rank.post_step.progress().saved
-
-
-def test_tracker_file_of_another_run_does_not_count(tmp_path: Path) -> None:
-    (tmp_path / 'latest_checkpointed_iteration.txt').write_text(f'{ITERATION}')
-    rank = Rank(dataclasses.replace(ALL_DUE, save=str(tmp_path)))
-    rank.commit()
-    assert not rank.post_step.progress().saved
-
-
-def test_tracker_file_does_not_count_while_a_save_is_repeated(tmp_path: Path) -> None:
-    """A rank that had not seen it made all ranks write into the checkpoint that it names."""
-    rank = Rank(dataclasses.replace(ALL_DUE, save=str(tmp_path)))
-    rank.post_step.take_over([rank.commit()])
-    (tmp_path / 'latest_checkpointed_iteration.txt').write_text(f'{ITERATION}')
-    assert not rank.post_step.progress().saved
+    assert complete.post_step.progress().saved
+    assert not repeating.post_step.progress().saved
+    assert not other.commit().saved, 'it is of another run'
 
 
 @pytest.mark.parametrize(
@@ -326,23 +321,16 @@ def test_exit_of_an_earlier_launch_is_not_repeated(
         assert rank.post_step.exits(8)
 
 
-@pytest.mark.parametrize(
-    'due', [{}, {'save_interval': 2}, {'non_persistent_save_interval': 2}, {'exit_interval': 2}]
-)
-@pytest.mark.parametrize('done', [False, True])
+@each('due', [{}, {'save_interval': 2}, {'non_persistent_save_interval': 2}, {'exit_interval': 2}])
+@each('done', [False, True])
 def test_checkpoint_before_a_larger_batch_is_saved(due: dict[str, int], done: bool) -> None:
     """Upstream saves on entry of the next iteration, which no survivor may have reached."""
-    facts = dataclasses.replace(FACTS, **due)
-    rank = Rank(facts)
-    rank.commit()
-    rank.catch_up([survivor(facts, evaluated=False, saved=done)] * 2, grows=True)
-    assert rank.calls[1:] == SAVE
-
-
-def test_larger_batch_saves_nothing_without_a_save_folder() -> None:
-    rank = Rank(dataclasses.replace(FACTS, save=None))
-    rank.catch_up([rank.commit()], grows=True)
-    assert rank.calls == [('validation', BEFORE)]
+    for save, expected in ((FACTS.save, SAVE), (None, [])):
+        facts = dataclasses.replace(FACTS, save=save, **due)
+        rank = Rank(facts)
+        rank.commit()
+        rank.catch_up([survivor(facts, evaluated=False, saved=done)] * 2, grows=True)
+        assert rank.calls[1:] == expected
 
 
 def test_losses_of_further_tokens_that_were_not_reported_are_forgotten(
