@@ -84,7 +84,7 @@ ELSEWHERE = {
         'hours; tests/distributed/test_chaos.py',
     rf'{_PYTHON}tools\.chaos --elastic ': 'long; tests/unit/tools/chaos/test_elastic.py',
     rf'{_PYTHON}tools\.compatibility --write':
-        'a file of the repository; tests/unit/megatron/moevement/job/test_compatibility.py',
+        'a file of the repository; tests/unit/megatron/moevement/job/test_flags.py',
     rf'{_PYTHON}tools\.flags --write': 'a file of the repository; tests/rules/test_readme.py',
     rf'{_PYTHON}tools\.prepare_data .*GPT2': 'a vocabulary; tests/unit/tools/test_prepare_data.py',
     rf'{_PYTHON}tools\.windows export': 'windows of a job; tests/distributed/test_export.py',

@@ -10,12 +10,8 @@ import pytest
 import torch
 from megatron.core import parallel_state
 
-from megatron.moevement.seams import cpu_device
-
-cpu_device.install()
-
-from megatron.moevement import pretrain_gpt  # noqa: E402
-from tools.lab.trainer_flags import parse_trainer_flags  # noqa: E402
+from megatron.moevement import pretrain_gpt
+from tools.lab.trainer_flags import parse_trainer_flags
 
 
 @pytest.mark.parametrize(('flag', 'fatal'), [('spiky_loss', False), ('nan_in_loss_and_grad', True)])

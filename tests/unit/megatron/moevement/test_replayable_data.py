@@ -9,18 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.tensor_parallel import random as upstream_random
+from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from torch.utils.data import DataLoader
 
+from megatron.moevement.attachment import ReplayableData
 from megatron.moevement.seams import cpu_device
-
-cpu_device.install()
-
-from megatron.core.tensor_parallel import get_cuda_rng_tracker  # noqa: E402
-from megatron.core.tensor_parallel import random as upstream_random  # noqa: E402
-from megatron.core.tensor_parallel.random import CudaRNGStatesTracker  # noqa: E402
-
-from megatron.moevement.attachment import ReplayableData  # noqa: E402
-from megatron.moevement.state.iteration_state import capture_rng  # noqa: E402
+from megatron.moevement.state.iteration_state import capture_rng
 
 SAMPLES = 100
 

@@ -4,9 +4,11 @@
 import argparse
 import enum
 import functools
+import operator
 import subprocess
 import sys
 from argparse import Namespace
+from functools import partial
 from pathlib import Path, PurePosixPath
 from types import SimpleNamespace
 from typing import Any
@@ -16,11 +18,18 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
+from megatron.training.arguments import add_megatron_arguments
 from torch.distributed import HashStore
 
-from megatron.moevement.job import flags as flags_known
+from megatron.moevement.arguments import add_arguments
+from megatron.moevement.job import flags as known_flags
 from megatron.moevement.job import identity
-from megatron.moevement.seams import cpu_device
+from megatron.moevement.job.declared import (
+    TrainingPlan,
+    facts_of_loop,
+    settings_of_loop,
+)
+from megatron.moevement.job.unsupported import not_localized, refuse_unsupported
 from moevement_ext.config import SparseCheckpointConfig
 from moevement_ext.membership.report import Report
 from moevement_ext.memory.window.format import Expected
@@ -31,18 +40,6 @@ from moevement_ext.memory.window.slot import FORMAT_VERSION, SlotHeader
 from moevement_ext.recover import launched_alike
 from moevement_ext.recover.inventory import launch_of
 from tests.support.each import each
-
-cpu_device.install()
-
-from megatron.training.arguments import add_megatron_arguments  # noqa: E402
-
-from megatron.moevement.arguments import add_arguments  # noqa: E402
-from megatron.moevement.job.declared import (  # noqa: E402
-    TrainingPlan,  # noqa: E402
-    facts_of_loop,
-    settings_of_loop,
-)
-from megatron.moevement.job.unsupported import not_localized, refuse_unsupported  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[5]
 
@@ -57,12 +54,14 @@ DECISIVE = (
     'num_layers_at_end_in_bf16 accumulate_allreduce_grads_in_fp32 moe_router_topk eval_interval '
     'ckpt_step gpu_sniff_test_interval'
 ).split()
-# Flags that may differ between launches.
+# Flags that may differ between launches, and flags of the layout.
 INDIFFERENT = (
-    'save load save_interval log_interval tensorboard_dir wandb_project data_cache_path '
-    'num_workers local_rank distributed_timeout_minutes exit_interval exit_duration_in_mins '
-    'exit_signal_handler profile async_save timing_log_level manual_gc sparse_ckpt_window '
-    'sparse_ckpt_dir sparse_ckpt_events fault_injector_mtti_seconds moe_routing_trace_path'
+    'save load save_interval log_interval tensorboard_dir data_cache_path num_workers local_rank '
+    'exit_interval profile async_save manual_gc sparse_ckpt_window sparse_ckpt_dir'
+).split()
+LAYOUT = (
+    'world_size pipeline_model_parallel_size pipeline_model_parallel_layout '
+    'expert_model_parallel_size sequence_parallel'
 ).split()
 
 
@@ -87,36 +86,32 @@ def _changed(args: Namespace, name: str) -> Namespace:
     return Namespace(**{**vars(args), name: ('another value', getattr(args, name))})
 
 
-def _identities(args: Namespace) -> tuple[str, str]:
-    return identity.run_identity(vars(args), 'run'), identity.topology_identity(vars(args))
+def _identities(args: Namespace) -> tuple[str, str, str]:
+    known = vars(args)
+    training = identity.training_identity(known, 'run')
+    return identity.run_identity(known, 'run'), identity.topology_identity(known), training
 
 
-@each('name', DECISIVE)
-def test_decisive_flags_change_the_run(defaults: Namespace, name: str) -> None:
-    run, topology = _identities(_changed(defaults, name))
-    assert run != _identities(defaults)[0]
-    assert topology == _identities(defaults)[1]
-
-
-@each('name', INDIFFERENT)
-def test_paths_logging_and_launch_flags_keep_the_run(defaults: Namespace, name: str) -> None:
-    assert _identities(_changed(defaults, name)) == _identities(defaults)
+def _equal(args: Namespace, other: Namespace) -> tuple[bool, ...]:
+    """Whether run, layout and training are the same."""
+    return tuple(map(operator.eq, _identities(args), _identities(other)))
 
 
 @each(
-    'name',
+    'name, equal',
     [
-        'world_size',
-        'pipeline_model_parallel_size',
-        'pipeline_model_parallel_layout',
-        'expert_model_parallel_size',
-        'sequence_parallel',
+        *((name, (False, True, False)) for name in DECISIVE),
+        *((name, (True, True, True)) for name in INDIFFERENT),
+        *((name, (True, False, True)) for name in LAYOUT),
+        *((name, (True, False, True)) for name in sorted(known_flags.LAYOUT)),
+        *((name, (False, True, True)) for name in sorted(known_flags.MAY_CHANGE)),
     ],
 )
-def test_layout_flags_change_the_topology_and_keep_the_run(defaults: Namespace, name: str) -> None:
-    run, topology = _identities(_changed(defaults, name))
-    assert run == _identities(defaults)[0]
-    assert topology != _identities(defaults)[1]
+def test_flags_change_run_layout_or_training(
+    defaults: Namespace, name: str, equal: tuple[bool, ...]
+) -> None:
+    known = Namespace(**{name: None, **vars(defaults)})  # validation sets some of them
+    assert _equal(_changed(known, name), known) == equal
 
 
 def test_digests_are_stable_across_versions() -> None:
@@ -139,8 +134,7 @@ def test_default_batch_may_be_written_out(defaults: Namespace) -> None:
         Namespace(**vars(defaults), _is_global_batch_size_explicitly_specified=said)
         for said in (True, False)
     )
-    assert _identities(said) == _identities(unsaid)
-    assert _training(said) == _training(unsaid)
+    assert all(_equal(said, unsaid))
 
 
 def test_query_groups_count_only_with_grouped_attention(defaults: Namespace) -> None:
@@ -165,11 +159,11 @@ def test_other_checkpoint_to_start_from_is_another_run(defaults: Namespace, flag
 
 def test_every_flag_counts_unless_listed(defaults: Namespace) -> None:
     """A flag that upstream adds is in no list, so it counts."""
-    named = flags_known.INDIFFERENT | flags_known.LAYOUT
+    named = known_flags.INDIFFERENT | known_flags.LAYOUT
     defaults = Namespace(**{**vars(defaults), 'group_query_attention': True})
     for name in vars(defaults).keys() - {'sparse_ckpt_strategy'}:  # tested below
         changed = _identities(_changed(defaults, name)) != _identities(defaults)
-        indifferent = name in flags_known.INDIFFERENT or name.startswith('sparse_ckpt')
+        indifferent = name in known_flags.INDIFFERENT or name.startswith('sparse_ckpt')
         assert changed is not indifferent, name
     assert _identities(Namespace(**vars(defaults), new_flag=1)) != _identities(defaults)
     flags = {*vars(defaults), 'timeout', 'timers'}
@@ -262,24 +256,18 @@ def _scaled(scale: float) -> Any:
     return function
 
 
-@pytest.mark.parametrize(
-    ('one', 'other'),
+@each(
+    'one, other',
     [
         (torch.bfloat16, torch.float16),
         (Shade.WEIGHTS, Shade.DARK),
         (torch.nn.functional.silu, torch.nn.functional.gelu),
-        (
-            functools.partial(torch.nn.init.normal_, std=0.1),
-            functools.partial(torch.nn.init.normal_, std=0.2),
-        ),
+        (partial(torch.nn.init.normal_, std=0.1), partial(torch.nn.init.normal_, std=0.2)),
         (_scaled(1.0), _scaled(2.0)),
         (PurePosixPath('a'), PurePosixPath('b')),
         ({'b', 'a'}, {'a', 'c'}),
         ({1: 'a', (2, 3): 'b'}, {1: 'a', (2, 3): 'c'}),
-        (
-            SimpleNamespace(inner=SimpleNamespace(value=1)),
-            SimpleNamespace(inner=SimpleNamespace(value=2)),
-        ),
+        (SimpleNamespace(inner=SimpleNamespace(v=1)), SimpleNamespace(inner=SimpleNamespace(v=2))),
         (float('nan'), None),
         (1, '1'),
         (True, 1),
@@ -320,7 +308,7 @@ def test_other_arguments_of_a_loop_are_reported(monkeypatch: pytest.MonkeyPatch)
     assert (told['arguments'], told['--lr'], told['--fast']) == ('run', '-0.1', '')
 
 
-def test_identity_of_configurations_is_the_same_in_another_process() -> None:
+def test_configurations_have_the_same_identity_in_another_process() -> None:
     code = (
         'from tests.unit.megatron.moevement.job.test_identity import own_loop\n'
         'from megatron.moevement.job import identity\n'
@@ -330,10 +318,7 @@ def test_identity_of_configurations_is_the_same_in_another_process() -> None:
         [sys.executable, '-c', code], capture_output=True, text=True, cwd=ROOT, check=True
     )
     assert found.stdout.split()[-1] == identity.run_identity(own_loop(), 'run')
-
-
-def test_identity_depends_on_the_values_of_configurations() -> None:
-    assert identity.run_identity(own_loop(), '') != identity.run_identity(own_loop(lr=1e-4), '')
+    assert identity.run_identity(own_loop(lr=1e-4), 'run') not in found.stdout
 
 
 def test_configurations_lack_the_flags_of_upstreams_trainer() -> None:
@@ -342,19 +327,6 @@ def test_configurations_lack_the_flags_of_upstreams_trainer() -> None:
     refuse_unsupported(settings)
     assert not_localized(settings) is None
     assert '--async-save' in str(not_localized({**settings, 'async_save': True}))
-
-
-@each('name', sorted(flags_known.LAYOUT | flags_known.MAY_CHANGE))
-def test_layout_flags_keep_the_training_identity(defaults: Namespace, name: str) -> None:
-    known = Namespace(**{name: None, **vars(defaults)})  # validation sets some of them
-    changed = _changed(known, name)
-    assert _identities(changed) != _identities(known)
-    assert _training(changed) == _training(defaults)
-
-
-@each('name', DECISIVE)
-def test_decisive_flags_change_the_training_identity(defaults: Namespace, name: str) -> None:
-    assert _training(_changed(defaults, name)) != _training(defaults)
 
 
 def test_rank_identity_has_layout_and_seat() -> None:
@@ -371,7 +343,3 @@ def test_rank_identity_has_layout_and_seat() -> None:
     ]
     assert {one.layout for one in placed} == {Layout(4, pipeline=2, data=2, sharded=True)}
     assert '--use-distributed-optimizer' in found[0].settings.layout
-
-
-def _training(args: Namespace) -> str:
-    return identity.training_identity(vars(args), 'run')

@@ -47,32 +47,23 @@ def _calls(
     return calls
 
 
-def test_dense_checkpoint_replaces_the_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _calls(0, monkeypatch) == ['finish(True)']
-
-
-@pytest.mark.parametrize('load', ['dense', 'another'])
-def test_windows_of_all_layouts_outlive_a_dense_checkpoint_of_one(
-    load: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ('code', 'given', 'expected'),
+    [
+        (0, {}, ['finish(True)']),
+        # Another number of stages could not load the dense checkpoint of an elastic job.
+        (0, {'elastic': 'restart'}, ['part', 'finish(False)']),
+        (0, {'elastic': 'restart', 'load': 'another'}, ['part', 'finish(False)']),
+        # As at its end without an exit: no launch continues from the last iteration.
+        (0, {'elastic': 'restart', 'last_iteration': 7}, ['finish(True)']),
+        # The findings of the rerun machine are loaded in any case.
+        (16, {'elastic': 'restart'}, ['finish(True)']),
+        # It restores no router biases; windows of before have whole iterations.
+        (17, {'elastic': 'restart'}, ['finish(False)']),
+        (16, {'elastic': 'restart', 'load': 'another'}, ['finish(False)']),
+    ],
+)
+def test_windows_outlive_an_exit_unless_a_dense_checkpoint_replaces_them(
+    code: int, given: dict[str, Any], expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another number of stages could not load it."""
-    assert _calls(0, monkeypatch, load, elastic='restart') == ['part', 'finish(False)']
-
-
-def test_windows_of_a_job_that_is_done_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As at its end without an exit: no launch continues from the last iteration."""
-    assert _calls(0, monkeypatch, last_iteration=7, elastic='restart') == ['finish(True)']
-
-
-def test_findings_of_the_rerun_machine_are_loaded_in_any_case(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    assert _calls(16, monkeypatch, elastic='restart') == ['finish(True)']
-
-
-@pytest.mark.parametrize(('code', 'load'), [(17, 'dense'), (16, 'another')])
-def test_half_done_iteration_is_not_kept(
-    code: int, load: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The rerun machine restores no router biases; windows of before have whole iterations."""
-    assert _calls(code, monkeypatch, load, elastic='restart') == ['finish(False)']
+    assert _calls(code, monkeypatch, **given) == expected

@@ -10,22 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
-from megatron.moevement.seams import cpu_device
-
-cpu_device.install()
-
-from megatron.core.rerun_state_machine import RerunDataIterator  # noqa: E402
-from megatron.training.datasets.data_samplers import (  # noqa: E402
+from megatron.core.rerun_state_machine import RerunDataIterator
+from megatron.training.datasets.data_samplers import (
     MegatronFullValidationSampler,
     MegatronPretrainingRandomSampler,
     MegatronPretrainingSampler,
 )
-from megatron.training.training import cyclic_iter  # noqa: E402
-from torch.utils.data import DataLoader, Sampler  # noqa: E402
+from megatron.training.training import cyclic_iter
+from torch.utils.data import DataLoader, Sampler
 
-from megatron.moevement.seams.data_position import UpstreamData  # noqa: E402
-from megatron.moevement.state import iteration_state  # noqa: E402
+from megatron.moevement.seams.data_position import UpstreamData
+from megatron.moevement.state import iteration_state
 
 SAMPLES = 14
 MICRO_BATCH = 2

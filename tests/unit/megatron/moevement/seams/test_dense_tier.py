@@ -8,18 +8,13 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from megatron.training import checkpointing
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from megatron.moevement.seams import cpu_device
-
-cpu_device.install()
-
-from megatron.training import checkpointing  # noqa: E402
-
-from megatron.moevement.seams import dense_tier, patches  # noqa: E402
-from megatron.moevement.seams.dense_tier import DenseTier, dense_iteration  # noqa: E402
-from tests.unit.megatron.moevement.job.test_identity import parsed  # noqa: E402
+from megatron.moevement.seams import dense_tier, patches
+from megatron.moevement.seams.dense_tier import DenseTier, dense_iteration
+from tests.unit.megatron.moevement.job.test_identity import parsed
 
 ARGUMENTS = 'megatron.training.checkpointing:load_args_from_checkpoint'
 TRACKER = 'latest_checkpointed_iteration.txt'

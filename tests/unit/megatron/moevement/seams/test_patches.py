@@ -9,20 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer import TransformerConfig
 
-from megatron.moevement.seams import cpu_device
-
-cpu_device.install()
-
-from megatron.core.distributed import DistributedDataParallelConfig  # noqa: E402
-from megatron.core.optimizer import OptimizerConfig  # noqa: E402
-from megatron.core.transformer import TransformerConfig  # noqa: E402
-
-from megatron.moevement import SparseCheckpointConfig, TrainingPlan, attach  # noqa: E402
-from megatron.moevement.program import run_with_sparse_checkpointing  # noqa: E402
-from megatron.moevement.seams import patches  # noqa: E402
-from moevement_ext.errors import UserError  # noqa: E402
-from tests.unit.megatron.moevement.job.test_identity import parsed  # noqa: E402
+from megatron.moevement import SparseCheckpointConfig, TrainingPlan, attach
+from megatron.moevement.program import run_with_sparse_checkpointing
+from megatron.moevement.seams import patches
+from moevement_ext.errors import UserError
+from tests.unit.megatron.moevement.job.test_identity import parsed
 
 LOADER = 'megatron.training.training:build_pretraining_data_loader'
 GATING = 'megatron.core.transformer.moe.router:router_gating_linear'

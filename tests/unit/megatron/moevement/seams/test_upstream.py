@@ -6,18 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-
-from megatron.moevement.seams import cpu_device
-
-cpu_device.install()
-
-from megatron.core.optimizer.optimizer import (  # noqa: E402
+from megatron.core.optimizer.optimizer import (
     MTP_GRAD_NORM_GROUP,
     ChainedOptimizer,
 )
-from megatron.training import training  # noqa: E402
+from megatron.training import training
 
-from megatron.moevement.seams import upstream  # noqa: E402
+from megatron.moevement.seams import upstream
 
 
 @pytest.mark.parametrize(

@@ -7,14 +7,9 @@ import sys
 from typing import Any
 
 import pytest
+from megatron.training import argument_utils, arguments, ft_integration, global_vars
 
-from megatron.moevement.seams import cpu_device
-
-cpu_device.install()
-
-from megatron.training import argument_utils, arguments, ft_integration, global_vars  # noqa: E402
-
-from megatron.moevement.seams import warming  # noqa: E402
+from megatron.moevement.seams import warming
 
 
 @pytest.fixture

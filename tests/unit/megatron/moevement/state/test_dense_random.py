@@ -15,22 +15,17 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-
-from megatron.moevement.seams import cpu_device
-
-cpu_device.install()
-
-from megatron.core.dist_checkpointing.strategies.async_utils import (  # noqa: E402
+from megatron.core.dist_checkpointing.strategies.async_utils import (
     AsyncCallsQueue,
     AsyncRequest,
 )
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker  # noqa: E402
-from megatron.training import async_utils, checkpointing  # noqa: E402
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.training import async_utils, checkpointing
 
-from megatron.moevement.state import dense_random  # noqa: E402
-from megatron.moevement.state.dense_random import DenseRandom  # noqa: E402
-from megatron.moevement.state.iteration_state import capture_rng  # noqa: E402
-from tests.unit.megatron.moevement.seams.test_post_step import FACTS  # noqa: E402
+from megatron.moevement.state import dense_random
+from megatron.moevement.state.dense_random import DenseRandom
+from megatron.moevement.state.iteration_state import capture_rng
+from tests.unit.megatron.moevement.seams.test_post_step import FACTS
 
 EXPERTS = 'expert-parallel-rng'
 

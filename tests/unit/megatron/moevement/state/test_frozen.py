@@ -10,32 +10,28 @@ from typing import Any
 
 import pytest
 import torch
-
-from megatron.moevement.seams import cpu_device, patches
-
-cpu_device.install()
-
-from megatron.core import parallel_state  # noqa: E402
-from megatron.core.distributed import (  # noqa: E402
+from megatron.core import parallel_state
+from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
 )
-from megatron.core.distributed.finalize_model_grads import (  # noqa: E402
+from megatron.core.distributed.finalize_model_grads import (
     _allreduce_non_tensor_model_parallel_grads,
 )
-from megatron.core.optimizer import clip_grads, optimizer  # noqa: E402
-from megatron.core.optimizer.optimizer import ChainedOptimizer  # noqa: E402
-from megatron.core.transformer import TransformerConfig  # noqa: E402
-from torch.distributed import HashStore, ProcessGroupGloo  # noqa: E402
+from megatron.core.optimizer import clip_grads, optimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer
+from megatron.core.transformer import TransformerConfig
+from torch.distributed import HashStore, ProcessGroupGloo
 
-from megatron.moevement.state.frozen import (  # noqa: E402
+from megatron.moevement.seams import patches
+from megatron.moevement.state.frozen import (
     FrozenOperators,
     _no_delayed_gradient_of_frozen,
 )
-from megatron.moevement.state.model_operators import Operator  # noqa: E402
-from megatron.moevement.state.optimizer_state import ParameterState  # noqa: E402
-from tests.stand_ins import rules  # noqa: E402
-from tests.stand_ins.grouped_linear import GroupedLinear  # noqa: E402
+from megatron.moevement.state.model_operators import Operator
+from megatron.moevement.state.optimizer_state import ParameterState
+from tests.stand_ins import rules
+from tests.stand_ins.grouped_linear import GroupedLinear
 
 EXPERTS = 'chunk0.decoder.layers.0.mlp.experts'
 

@@ -7,28 +7,23 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.optimizer import optimizer as upstreams
+from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler
+from megatron.core.optimizer.optimizer import ChainedOptimizer, FP32Optimizer
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from torch.distributed import HashStore
 
-from megatron.moevement.seams import cpu_device
-
-cpu_device.install()
-
-from megatron.core.optimizer import optimizer as upstreams  # noqa: E402
-from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler  # noqa: E402
-from megatron.core.optimizer.optimizer import ChainedOptimizer, FP32Optimizer  # noqa: E402
-from megatron.core.optimizer.optimizer_config import OptimizerConfig  # noqa: E402
-
-from megatron.moevement.job.megatron_trainer import MegatronTrainer  # noqa: E402
-from megatron.moevement.job.session import Session  # noqa: E402
-from megatron.moevement.seams import upstream  # noqa: E402
-from megatron.moevement.state import iteration_state  # noqa: E402
-from megatron.moevement.state.global_scalars import (  # noqa: E402
+from megatron.moevement.job.megatron_trainer import MegatronTrainer
+from megatron.moevement.job.session import Session
+from megatron.moevement.seams import upstream
+from megatron.moevement.state import iteration_state
+from megatron.moevement.state.global_scalars import (
     GlobalScalars,
     ScalarRecorder,
     check_room,
 )
-from moevement_ext.errors import SparseCheckpointError  # noqa: E402
-from moevement_ext.memory.ledger import MAX_SCALARS  # noqa: E402
+from moevement_ext.errors import SparseCheckpointError
+from moevement_ext.memory.ledger import MAX_SCALARS
 
 
 def scaler(hysteresis: int = 2, lowest: float = 256.0) -> DynamicGradScaler:

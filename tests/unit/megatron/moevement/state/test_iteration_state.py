@@ -10,28 +10,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from megatron.core import num_microbatches_calculator
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.tensor_parallel import random as upstream_random
+from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
-from megatron.moevement.seams import cpu_device
-
-cpu_device.install()
-
-from megatron.core import num_microbatches_calculator  # noqa: E402
-from megatron.core.num_microbatches_calculator import get_num_microbatches  # noqa: E402
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # noqa: E402
-from megatron.core.rerun_state_machine import get_rerun_state_machine  # noqa: E402
-from megatron.core.tensor_parallel import get_cuda_rng_tracker  # noqa: E402
-from megatron.core.tensor_parallel import random as upstream_random  # noqa: E402
-from megatron.core.tensor_parallel.random import CudaRNGStatesTracker  # noqa: E402
-
-from megatron.moevement.job.megatron_loop import OperationCount  # noqa: E402
-from megatron.moevement.job.megatron_trainer import (  # noqa: E402
+from megatron.moevement.job.megatron_loop import CountedOperations, OperationCount
+from megatron.moevement.job.megatron_trainer import (
     MegatronAuxiliaryState,
     MegatronTrainer,
 )
-from megatron.moevement.state import iteration_state  # noqa: E402
-from megatron.moevement.state.global_scalars import GlobalScalars, ScalarRecorder  # noqa: E402
-from moevement_ext.recover.trainer import Committed  # noqa: E402
-from tests.stand_ins.random_states import GeneratorsTracker  # noqa: E402
+from megatron.moevement.state import iteration_state
+from megatron.moevement.state.global_scalars import GlobalScalars, ScalarRecorder
+from moevement_ext.recover.trainer import Committed
+from tests.stand_ins.random_states import GeneratorsTracker
 
 SAMPLES = 24
 """Samples in which the batch grows from 4 to 8 and 12, in micro-batches of 4."""
@@ -266,3 +261,20 @@ def test_skipped_samples_of_a_decreased_batch_are_counted() -> None:
     loop.counters.iteration, loop.counters.skipped_train_samples = 2, 6
     iteration_state.move_to(5, 20, loop.counters)
     assert loop.counters.skipped_train_samples == 15
+
+
+def test_count_continues_from_the_base() -> None:
+    asked: list[float] = []
+
+    def per_sample() -> float:
+        asked.append(2.5)
+        return 2.5
+
+    count = OperationCount(per_sample)
+    count.base = CountedOperations(100, 1e6)
+    assert count.at(100) == 1e6
+    assert not asked, 'upstream cannot be asked before training begins'
+    assert count.at(104) == 1e6 + 10
+    count.base = CountedOperations(0, 0.0)
+    assert count.at(4) == 10.0
+    assert len(asked) == 1

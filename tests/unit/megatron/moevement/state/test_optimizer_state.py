@@ -6,12 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron.moevement.seams import cpu_device
-
-cpu_device.install()
-
-from megatron.moevement.state import iteration_state, optimizer_state  # noqa: E402
-from tests.stand_ins.fused_adam import FusedAdam, OlderFusedAdam  # noqa: E402
+from megatron.moevement.state import iteration_state, optimizer_state
+from tests.stand_ins.fused_adam import FusedAdam, OlderFusedAdam
 
 
 def _upstream_optimizer(inner: torch.optim.Optimizer) -> SimpleNamespace:

@@ -3,18 +3,13 @@
 
 from collections.abc import Iterator
 
+import megatron.core.optimizer as upstream
 import pytest
 import torch
 from torch.distributed import HashStore
 
-from megatron.moevement.seams import cpu_device
-
-cpu_device.install()
-
-import megatron.core.optimizer as upstream  # noqa: E402
-
-from megatron.moevement.seams.upstream import groups_of_all_ranks  # noqa: E402
-from moevement_ext.membership.exchange import Exchange  # noqa: E402
+from megatron.moevement.seams.upstream import groups_of_all_ranks
+from moevement_ext.membership.exchange import Exchange
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each rule gets flags from upstream's parser, and must name the flag and the remedy."""
+"""Each rule gets flags from upstream's parser and names flag and remedy; the page lists them."""
 
+import importlib.metadata
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -18,85 +20,69 @@ from moevement_ext.config import ConfigurationError
 from tests.stand_ins.fused_adam import FusedAdam
 from tests.support.each import each
 from tests.unit.megatron.moevement.job import test_identity
+from tests.unit.megatron.moevement.job.test_identity import _parser
+from tools import compatibility
 
 ROOT = Path(__file__).resolve().parents[5]
 EVALUATIONS = '--eval-interval 4 --eval-iters 1'
-SAME_FOLDER = '--save dense --load dense'
+PRECISION_AWARE = '--use-precision-aware-optimizer'
 SCALES_LOST = '--use-precision-aware-optimizer --fp8-recipe tensorwise --save dense'
 
-# Value of each flag, and other flags that the rule needs.
-ARGUMENTS = {
+# Values of flags that do not follow from their rule or their type, and other flags that rules need.
+VALUES = {
     '--optimizer': 'sgd',
-    '--fp16': '--use-precision-aware-optimizer',
-    '--exp-avg-dtype': f'fp16 {SCALES_LOST}',
-    '--exp-avg-sq-dtype': f'fp8 {SCALES_LOST}',
-    '--main-params-dtype': (
-        'fp32 --fp8-format hybrid --fp8-recipe delayed --fp8-param-gather '
-        '--use-precision-aware-optimizer'
-    ),
-    '--fp8-param-gather': '--fp8-format hybrid --fp8-recipe mxfp8',
+    '--exp-avg-dtype': 'fp16',
+    '--exp-avg-sq-dtype': 'fp8',
+    '--main-params-dtype': 'fp32',
     '--fp8-format': 'hybrid',
-    '--fp8-recipe': 'delayed --fp8-format hybrid --mtp-num-layers 1',
-    '--fp8-quantizer-factory': 'own.quantizer',
-    '--eval-interval': '4 --eval-iters 1 --dataloader-type cyclic',
-    '--eval-iters': '2 --eval-interval 4 --fp8-format hybrid --fp8-recipe delayed',
     '--fp4-format': 'e2m1',
-    '--te-precision-config-file': 'recipes.yaml',
-    '--tensor-parallel-num-weight-shards': '4 --tensor-model-parallel-size 2',
-    '--expert-tensor-parallel-num-weight-shards': '2',
-    '--cuda-graph-impl': 'local',
-    '--cuda-graph-warmup-steps': '0 --cuda-graph-impl transformer_engine',
-    '--use-grouped-gemm-for-shared-expert': '--delay-wgrad-compute',
-    '--moe-expert-rank-capacity-factor': '1.5',
-    '--moe-router-force-biased': '0.5',
-    '--transformer-impl': 'inference_optimized',
-    '--hybrid-layer-pattern': 'M*M*',
     '--experimental-attention-variant': 'dsa',
-    '--error-injection-rate': '100',
-    '--moe-router-enable-expert-bias': '--check-for-large-grads',
-    '--moe-router-load-balancing-type': 'quantile_balancing --check-for-large-grads',
-    '--result-rejected-tracker-filename': '/dev/null',
+    '--moe-router-load-balancing-type': 'quantile_balancing',
     '--iterations-to-skip': '3 4',
-    '--yaml-cfg': 'all.yaml',
     '--ckpt-convert-format': 'torch',
-    '--pretrained-checkpoint': 'dense',
-    '--sparse-ckpt-elastic': 'restart',
     '--override-ckpt-iteration': '0',
-    '--finetune': SAME_FOLDER,
-    '--no-load-optim': SAME_FOLDER,
-    '--no-load-rng': SAME_FOLDER,
-    '--no-save-optim': SAME_FOLDER,
-    '--no-save-rng': SAME_FOLDER,
-    '--save-params-interval': '5',
-    '--save-wgrads-interval': '5',
-    '--save-dgrads-interval': '5',
-    '--save-activations-interval': '5',
-    '--save-tokens-per-expert-interval': '5',
-    '--logits-save-dir': 'logits',
-    '--logits-load-dir': 'logits',
-    '--cpu-offloading-num-layers': '1',
     '--pipeline-model-parallel-layout': 'Et|tt|m|L',
-    '--rerun-mode': 'report_stats',
-    '--moe-token-dispatcher-type': 'flex',
-    '--symmetric-ar-type': 'two_shot',
-    '--high-priority-stream-groups': 'dp_cp',
-    '--nccl-communicator-config-path': 'nccl.yaml',
-    '--pipeline-model-parallel-comm-backend': 'ucc',
     '--hierarchical-context-parallel-sizes': '2 2',
+    '--symmetric-ar-type': 'two_shot',
+    '--phase-transition-iterations': '5,10',
+    '--cuda-graph-impl': 'local',
+}
+OTHERS = {
+    '--fp16': '--use-precision-aware-optimizer',
+    '--exp-avg-dtype': SCALES_LOST,
+    '--exp-avg-sq-dtype': SCALES_LOST,
+    '--main-params-dtype': '--fp8-format hybrid --fp8-recipe delayed --fp8-param-gather '
+    '--use-precision-aware-optimizer',
+    '--fp8-param-gather': '--fp8-format hybrid --fp8-recipe mxfp8',
+    '--fp8-recipe': '--fp8-format hybrid --mtp-num-layers 1',
+    '--eval-interval': '--eval-iters 1 --dataloader-type cyclic',
+    '--eval-iters': '--eval-interval 4 --fp8-format hybrid --fp8-recipe delayed',
+    '--tensor-parallel-num-weight-shards': '--tensor-model-parallel-size 2',
+    '--cuda-graph-warmup-steps': '--cuda-graph-impl transformer_engine',
+    '--use-grouped-gemm-for-shared-expert': '--delay-wgrad-compute',
+    '--moe-router-enable-expert-bias': '--check-for-large-grads',
+    '--moe-router-load-balancing-type': '--check-for-large-grads',
     '--disable-gloo-process-groups': '--distributed-backend nccl',
     '--overlap-p2p-communication-warmup-flush': '--distributed-backend nccl',
-    '--moe-input-jitter-eps': f'0.1 {EVALUATIONS}',
+    '--moe-input-jitter-eps': EVALUATIONS,
     '--moe-router-force-load-balancing': EVALUATIONS,
-    '--dataloader-type': 'external',
-    '--phase-transition-iterations': '5,10',
-    '--dump-param-to-param-group-map': 'map',
-    '--non-persistent-ckpt-type': 'local',
-    '--check-weight-hash-across-dp-replicas-interval': '5',
-    '--gpu-sniff-test-interval': '5',
-    '--moe-routing-trace-path': 'trace',
+    **dict.fromkeys(
+        '--finetune --no-load-optim --no-load-rng --no-save-optim --no-save-rng'.split(),
+        '--save dense --load dense',
+    ),
 }
 # The same, for flags with some values that are refused and others that recover the whole job.
 RECOVERED = {'--cuda-graph-impl': ('transformer_engine', 'full_iteration')}
+BY_TYPE = {None: 'text', str: 'text', int: '5', float: '0.5'}
+
+
+def value_of(rule: Rule) -> list[str]:
+    """A value that the rule excludes; none for a switch."""
+    (action,) = (one for one in _parser()._actions if rule.flag in one.option_strings)
+    if action.nargs == 0:
+        return []
+    of_rule = rule.values.words if ' ' not in rule.values.words else ''
+    return (VALUES.get(rule.flag) or of_rule or BY_TYPE.get(action.type, '5')).split()
 
 
 def parsed(*flags: str) -> dict[str, Any]:
@@ -105,28 +91,24 @@ def parsed(*flags: str) -> dict[str, Any]:
 
 def given(rule: Rule, *more: str) -> dict[str, Any]:
     """Settings of the flag of a rule from upstream's parser, on gloo unless a backend is named."""
-    rest = ARGUMENTS.get(rule.flag, '')
-    values = rest.split()
-    flags = [*values, *more] if 'gloo' in rule.flag else [rule.flag, *values, *more]
+    rest = OTHERS.get(rule.flag, '')
+    flags = [rule.flag, *value_of(rule), *rest.split(), *more]
+    if 'gloo' in rule.flag:
+        flags = [*rest.split(), *more]
     if '--distributed-backend' not in rest:
         flags += ['--distributed-backend', 'gloo']
     return parsed(*flags)
 
 
-def flag_of(rule: Rule) -> str:
-    return rule.flag
-
-
 def with_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make upstream find Transformer Engine."""
+    """Make upstream find Transformer Engine, and its Adam."""
+    monkeypatch.setattr(megatron.core.optimizer, 'Adam', FusedAdam)
     monkeypatch.setattr(fp8_utils, 'TEDelayedScaling', object, raising=False)
 
 
 @each('rule', REFUSED)
 def test_refused_flag_is_named_with_the_remedy(rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
-    adam = torch.optim.AdamW if rule.when is WITHOUT_ADAM else FusedAdam
-    monkeypatch.setattr(megatron.core.optimizer, 'Adam', adam)
-    if rule.when is not WITHOUT_ENGINE:
+    if rule.when not in (WITHOUT_ADAM, WITHOUT_ENGINE):
         with_engine(monkeypatch)
     with pytest.raises(ConfigurationError) as refused:
         refuse_unsupported(given(rule))
@@ -173,54 +155,57 @@ def test_default_flags_need_only_gloo_groups_disabled_for_localized_recovery() -
     ]
 
 
-@pytest.mark.parametrize(
-    'flags',
-    [
-        '--disable-gloo-process-groups',
-        '--distributed-backend gloo',
-        '--distributed-backend gloo --overlap-p2p-communication-warmup-flush',
-        '--disable-gloo-process-groups --moe-input-jitter-eps 0.1 --eval-interval 4 --eval-iters 0',
-        '--disable-gloo-process-groups --moe-router-force-load-balancing',
-        '--disable-gloo-process-groups --check-for-large-grads --rerun-mode disabled',
-        '--disable-gloo-process-groups --finetune --load pretrained --save dense',
-        '--disable-gloo-process-groups --no-save-optim --save dense',
-        '--disable-gloo-process-groups --tensor-parallel-num-weight-shards 2 '
-        '--tensor-model-parallel-size 2',
-        '--disable-gloo-process-groups --moe-token-dispatcher-type alltoall',
-        '--disable-gloo-process-groups --dataloader-type cyclic',
-        '--disable-gloo-process-groups --dataloader-type cyclic --eval-interval 4 --eval-iters 0',
-        '--disable-gloo-process-groups --dataloader-type single --eval-interval 4 --eval-iters 1',
-        '--disable-gloo-process-groups --non-persistent-ckpt-type global',
-        '--disable-gloo-process-groups --num-distributed-optimizer-instances 2',
-        '--disable-gloo-process-groups --optimizer muon',
-        '--disable-gloo-process-groups --mtp-num-layers 1 '
-        '--pipeline-model-parallel-layout Et|tt|mL',
-    ],
+WITH_GLOO = '--distributed-backend gloo'
+LOCALIZED = (
+    '--disable-gloo-process-groups',
+    f'{WITH_GLOO} --overlap-p2p-communication-warmup-flush',
+    f'{WITH_GLOO} --moe-input-jitter-eps 0.1 --eval-interval 4 --eval-iters 0',
+    f'{WITH_GLOO} --moe-router-force-load-balancing',
+    f'{WITH_GLOO} --check-for-large-grads --rerun-mode disabled',
+    f'{WITH_GLOO} --finetune --load pretrained --save dense',
+    f'{WITH_GLOO} --no-save-optim --save dense',
+    f'{WITH_GLOO} --tensor-parallel-num-weight-shards 2 --tensor-model-parallel-size 2',
+    f'{WITH_GLOO} --moe-token-dispatcher-type alltoall',
+    f'{WITH_GLOO} --dataloader-type cyclic --eval-interval 4 --eval-iters 0',
+    f'{WITH_GLOO} --dataloader-type single --eval-interval 4 --eval-iters 1',
+    f'{WITH_GLOO} --non-persistent-ckpt-type global',
+    f'{WITH_GLOO} --num-distributed-optimizer-instances 2',
+    f'{WITH_GLOO} --optimizer muon',
+    f'{WITH_GLOO} --mtp-num-layers 1 --pipeline-model-parallel-layout Et|tt|mL',
+    f'{WITH_GLOO} --fp8-recipe delayed --eval-iters 2',
+    *(
+        f'{WITH_GLOO} --fp8-format hybrid {flags}'
+        for flags in (
+            '--fp8-recipe tensorwise --mtp-num-layers 1 --eval-interval 4',
+            '--fp8-recipe blockwise --eval-interval 4 --eval-iters 2',
+            '--fp8-recipe blockwise --cuda-graph-impl none',
+            '--fp8-recipe mxfp8',
+            '--fp8-recipe tensorwise --fp8-param-gather',
+            '--fp8-recipe blockwise --fp8-param-gather',
+            '--fp8-recipe delayed --fp8-param-gather',
+            '--eval-iters 0',
+        )
+    ),
+    *(
+        f'{WITH_GLOO} {PRECISION_AWARE} {flags}'
+        for flags in (
+            '--fp16 --accumulate-allreduce-grads-in-fp32 --save dense',
+            '--fp16 --clip-grad 0',
+            '--fp16 --fp8-recipe tensorwise',
+            '--exp-avg-dtype fp8 --save dense',
+            '--exp-avg-dtype fp8 --fp8-recipe tensorwise',
+            '--exp-avg-dtype bf16 --fp8-recipe tensorwise --load dense',
+            '--exp-avg-sq-dtype fp8 --fp8-recipe tensorwise --save dense --main-params-dtype fp16',
+        )
+    ),
+    f'{WITH_GLOO} --fp16',
 )
-def test_other_values_allow_localized_recovery(flags: str) -> None:
-    settings = parsed(*flags.split())
-    refuse_unsupported(settings)
-    assert not_localized(settings) is None
 
 
-@pytest.mark.parametrize(
-    'flags',
-    [
-        '--fp8-format hybrid --fp8-recipe tensorwise --mtp-num-layers 1 --eval-interval 4',
-        '--fp8-format hybrid --fp8-recipe blockwise --eval-interval 4 --eval-iters 2',
-        '--fp8-format hybrid --fp8-recipe mxfp8',
-        '--fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather',
-        '--fp8-format hybrid --fp8-recipe blockwise --fp8-param-gather',
-        '--fp8-format hybrid --fp8-recipe delayed --fp8-param-gather',
-        '--fp8-format hybrid --eval-iters 0',
-        '--fp8-recipe delayed --eval-iters 2',
-    ],
-)
-def test_fp8_computation_allows_localized_recovery(
-    flags: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@each('flags', LOCALIZED)
+def test_other_values_allow_localized_recovery(flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with_engine(monkeypatch)
-    settings = parsed(*flags.split(), '--distributed-backend', 'gloo')
+    settings = parsed(*flags.split())
     refuse_unsupported(settings)
     assert not_localized(settings) is None
 
@@ -245,7 +230,6 @@ def test_unsupported_fp8_weights_are_refused(
     flags: str, remedy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with_engine(monkeypatch)
-    monkeypatch.setattr(megatron.core.optimizer, 'Adam', FusedAdam)
     with pytest.raises(ConfigurationError, match=remedy):
         refuse_unsupported(parsed(*flags.split()))
 
@@ -255,7 +239,6 @@ def test_fp8_weights_with_scaled_masters_are_accepted(
     dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with_engine(monkeypatch)
-    monkeypatch.setattr(megatron.core.optimizer, 'Adam', FusedAdam)
     settings = parsed(*DELAYED_WEIGHTS.split(), '--distributed-backend', 'gloo')
     settings['main_params_dtype'] = {'fp16': torch.float16, 'fp8': torch.uint8}[
         dtype
@@ -264,50 +247,15 @@ def test_fp8_weights_with_scaled_masters_are_accepted(
     assert not_localized(settings) is None
 
 
-def test_delayed_scaling_with_cuda_graphs_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_delayed_scaling_in_several_parts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with_engine(monkeypatch)
-    recorded = '--fp8-format hybrid --cuda-graph-impl transformer_engine --fp8-recipe'.split()
-    with pytest.raises(ConfigurationError, match='--fp8-recipe delayed with .* or --cuda-gr'):
-        refuse_unsupported(parsed(*recorded, 'delayed'))
-    refuse_unsupported(parsed(*recorded, 'blockwise'))
-
-
-def test_delayed_scaling_with_several_model_chunks_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with_engine(monkeypatch)
-    settings = parsed('--fp8-format', 'hybrid', '--num-layers-per-virtual-pipeline-stage', '1')
-    settings['virtual_pipeline_model_parallel_size'] = 2  # as upstream's validation sets it
-    with pytest.raises(ConfigurationError, match='--fp8-recipe delayed with --fp8-format and'):
-        refuse_unsupported(settings)
-
-
-PRECISION_AWARE = '--use-precision-aware-optimizer'
-
-
-@pytest.mark.parametrize(
-    'flags',
-    [
-        f'{PRECISION_AWARE} --fp16 --accumulate-allreduce-grads-in-fp32 --save dense',
-        f'{PRECISION_AWARE} --fp16 --clip-grad 0',
-        f'{PRECISION_AWARE} --fp16 --fp8-recipe tensorwise',
-        f'{PRECISION_AWARE} --exp-avg-dtype fp8 --save dense',
-        f'{PRECISION_AWARE} --exp-avg-dtype fp8 --fp8-recipe tensorwise',
-        f'{PRECISION_AWARE} --exp-avg-dtype bf16 --fp8-recipe tensorwise --load dense',
-        f'{PRECISION_AWARE} --exp-avg-sq-dtype fp8 --fp8-recipe tensorwise --save dense '
-        '--main-params-dtype fp16',
-        '--fp16',
-    ],
-)
-def test_low_precision_state_that_upstream_keeps_is_accepted(
-    flags: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(megatron.core.optimizer, 'Adam', FusedAdam)
-    settings = parsed(*flags.split(), '--distributed-backend', 'gloo')
-    refuse_unsupported(settings)
-    assert not_localized(settings) is None
+    recorded = parsed('--fp8-format', 'hybrid', '--cuda-graph-impl', 'transformer_engine')
+    chunks = parsed('--fp8-format', 'hybrid', '--num-layers-per-virtual-pipeline-stage', '1')
+    chunks['virtual_pipeline_model_parallel_size'] = 2  # as upstream's validation sets it
+    for settings in (recorded, chunks):
+        with pytest.raises(ConfigurationError, match='--fp8-recipe delayed with --fp8-format and'):
+            refuse_unsupported(settings)
+        refuse_unsupported({**settings, 'fp8_recipe': 'blockwise'})
 
 
 @pytest.mark.parametrize('flag', ['--exp-avg-dtype', '--exp-avg-sq-dtype'])
@@ -372,3 +320,40 @@ def test_start_page_quotes_the_log_line() -> None:
     said = not_localized(parsed('--async-save', '--disable-gloo-process-groups'))
     start = 'sparse checkpointing: recovery restarts the whole job: '
     assert ' '.join(quoted.split()) == f'{start}{said}'
+
+
+LONGEST_PAGE = 135
+
+
+def test_each_setting_has_at_most_one_rule() -> None:
+    for rules in (REFUSED, WHOLE_JOB):
+        ruled = Counter(rule.setting for rule in rules)
+        assert not [name for name, count in ruled.items() if count > 1]
+
+
+def test_rules_name_flags_of_the_parser() -> None:
+    """A rule for a flag that upstream drops must be deleted."""
+    written = {flag: one.dest for one in _parser()._actions for flag in one.option_strings}
+    for rule in (*REFUSED, *WHOLE_JOB):
+        assert written.get(rule.flag) == rule.setting, rule.flag
+
+
+def test_page_is_up_to_date_and_short() -> None:
+    """If not: `python -m tools.compatibility --write`."""
+    page = compatibility.DOCUMENT.read_text('utf-8')
+    assert page == compatibility.document()
+    assert len(page.splitlines()) < LONGEST_PAGE
+
+
+def test_page_names_every_flag_with_a_rule() -> None:
+    page = compatibility.document()
+    assert not [rule.flag for rule in (*REFUSED, *WHOLE_JOB) if f'`{rule.flag}`' not in page]
+
+
+def test_installed_versions_are_listed_as_checked() -> None:
+    installed = [
+        importlib.metadata.version(name).partition('+')[0] for name in ('torch', 'megatron-core')
+    ]
+    assert any(
+        installed == [row[0].split()[1].rstrip(','), row[1]] for row in compatibility.CHECKED
+    )

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shards of expert weights cover the ranges into which upstream's layers divide them."""
+"""Tensors in another layout: names in the whole model, and ranges of the shards of experts."""
 
 import pytest
 import torch
 
 from megatron.moevement.state.model_operators import Operator
-from megatron.moevement.state.resharded_tensors import ExpertDivision
+from megatron.moevement.state.resharded_tensors import ExpertDivision, canonical_name
 from moevement_ext.memory.window.refusal import RefusedWindow
 
 HIDDEN, UNITS, SHARDS = 3, 8, 4
@@ -74,3 +74,41 @@ def test_tensor_of_another_rank_stays_undivided() -> None:
 def test_scale_of_a_shard_is_refused(part: str) -> None:
     with pytest.raises(RefusedWindow, match='start with the --expert-tensor-parallel-size of'):
         division(1).of('layer1.expert0', part, f'{FC1}weight', 2, 1)
+
+
+EXPERT = 'decoder.layers.2.mlp.experts'
+
+
+@pytest.mark.parametrize(
+    ('operator', 'tensor', 'name'),
+    [
+        ('layer3.rest', 'chunk1.decoder.layers.0.self_attention.linear_qkv.weight',
+         'decoder.layers.2.self_attention.linear_qkv.weight'),
+        ('layer3.router', 'chunk0.decoder.layers.1.mlp.router.expert_bias',
+         'decoder.layers.2.mlp.router.expert_bias'),
+        ('layer3.expert5', 'chunk0.decoder.layers.2.mlp.experts.local_experts.1.linear_fc1.weight',
+         f'{EXPERT}.local_experts.5.linear_fc1.weight'),
+        ('layer3.expert5', 'chunk0.decoder.layers.0.mlp.experts.linear_fc2.weight1',
+         f'{EXPERT}.linear_fc2.weight5'),
+        ('layer3.rest', 'chunk0.decoder.layers.0.mlp.shared_experts.linear_fc1.weight',
+         'decoder.layers.2.mlp.shared_experts.linear_fc1.weight'),
+        ('mtp2.expert0', 'chunk1.mtp.layers.1.transformer_layer.mlp.experts.local_experts.0.'
+         'linear_fc1.weight',
+         'mtp.layers.1.transformer_layer.mlp.experts.local_experts.0.linear_fc1.weight'),
+        ('others', 'chunk0.mtp.layers.0.enorm.weight', 'mtp.layers.0.enorm.weight'),
+        ('head', 'chunk1.decoder.final_layernorm.weight', 'decoder.final_layernorm.weight'),
+        ('head', 'chunk1.output_layer.weight', 'output_layer.weight'),
+    ],
+)  # fmt: skip
+def test_canonical_name_has_numbers_of_the_whole_model(
+    operator: str, tensor: str, name: str
+) -> None:
+    assert canonical_name(operator, tensor, shared=False) == name
+
+
+def test_shared_output_layer_is_named_as_the_embedding() -> None:
+    names = {
+        canonical_name('head', 'chunk1.output_layer.weight', shared=True),
+        canonical_name('embedding', 'chunk0.embedding.word_embeddings.weight', shared=True),
+    }
+    assert names == {'embedding.word_embeddings.weight'}

@@ -8,19 +8,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from megatron.training import training
 
-from megatron.moevement.seams import cpu_device
-
-cpu_device.install()
-
-from megatron.training import training  # noqa: E402
-
-from megatron.moevement.job.reports import describe, logged_loss  # noqa: E402
-from megatron.moevement.job.upstream_trainer import UpstreamTrainer  # noqa: E402
-from moevement_ext.events import LossLogged  # noqa: E402
-from tests.unit.megatron.moevement.job.test_identity import parsed  # noqa: E402
-from tests.unit.megatron.moevement.seams.test_post_step import FACTS  # noqa: E402
-from tests.unit.tools.samples import iteration_line  # noqa: E402
+from megatron.moevement.job.reports import describe, logged_loss
+from megatron.moevement.job.upstream_trainer import UpstreamTrainer
+from moevement_ext.events import LossLogged
+from tests.unit.megatron.moevement.job.test_identity import parsed
+from tests.unit.megatron.moevement.seams.test_post_step import FACTS
+from tests.unit.tools.samples import iteration_line
 
 
 def test_description_has_model_and_layout(monkeypatch: pytest.MonkeyPatch) -> None:
