@@ -59,7 +59,12 @@ setup(
     ],
     package_dir={_PROGRAMS: 'tools'},
     py_modules=[],
-    entry_points={'console_scripts': ['moevement = moevement_ext.command:main']},
+    entry_points={
+        'console_scripts': ['moevement = moevement_ext.command:main'],
+        'torchrun.logs_specs': [
+            'moevement = moevement_ext.launch.torchrun_workers:ForkingLogsSpecs'
+        ],
+    },
     package_data={
         'moevement_ext': ['py.typed'],
         'megatron.moevement': ['py.typed'],

@@ -10,14 +10,15 @@ also calls the program's `warm_up(flags)`, if defined. Then it reports on the so
 a descriptor) whether it can fork workers: not if the imports have started threads or used a GPU, as
 neither works in a fork. Requests are lines of JSON:
 
-    {"fork": order}    forks a worker with the passed descriptor as output, which answers its
-                       process id; if there is no room for it, the answer is a negative error number
-    {"become": order}  becomes a worker itself, with the passed descriptor as output
+    {"fork": order}    forks a worker, which answers its process id; if there is no room for it, the
+                       answer is a negative error number
+    {"become": order}  becomes a worker itself
 
-An order is {"argv": [...], "env": {...}}, with the complete environment. If the connection ends,
-the spare ends. A forked worker is a child of the launcher, which must adopt orphans during the
-fork: it outlives the spare, but not the launcher. This file runs without the package, so that
-`sys.path` and the imported modules are those of the program.
+An order is {"argv": [...], "env": {...}}, with the complete environment; the descriptors of the
+worker's stdout and stderr come with it. If the connection ends, the spare ends. A forked worker is
+a child of the launcher, which must adopt orphans during the fork: it outlives the spare, but not
+the launcher. This file runs without the package, so that `sys.path` and the imported modules are
+those of the program.
 """
 
 import __future__
@@ -95,7 +96,7 @@ def serve(launcher: socket.socket, start: Callable[[], None]) -> bool:
     """Serve requests until the launcher is gone; True if this process must become a worker."""
     parent = os.getppid()
     while True:
-        text, output, _, _ = socket.recv_fds(launcher, _PIECE_BYTES, 1)
+        text, outputs, _, _ = socket.recv_fds(launcher, _PIECE_BYTES, 2)
         while text and not text.endswith(b'\n'):
             more = launcher.recv(_PIECE_BYTES)
             text = text + more if more else b''
@@ -103,7 +104,7 @@ def serve(launcher: socket.socket, start: Callable[[], None]) -> bool:
             return False
         ((request, order),) = json.loads(text).items()
         if request == 'become':
-            _become_worker(order, output[0])
+            _become_worker(order, outputs)
             return True
         between = _fork(launcher)
         if between == 0:
@@ -112,9 +113,10 @@ def serve(launcher: socket.socket, start: Callable[[], None]) -> bool:
                 while os.getppid() == between:  # then the launcher adopts this fork
                     time.sleep(0.001)
                 bind(parent)
-                _run(launcher, start, order, output[0])
+                _run(launcher, start, order, outputs)
             os._exit(0)
-        os.close(output[0])
+        for output in outputs:
+            os.close(output)
         if between is not None:
             os.waitpid(between, 0)
 
@@ -130,12 +132,12 @@ def _fork(launcher: socket.socket) -> int | None:
 
 
 def _run(
-    launcher: socket.socket, start: Callable[[], None], order: dict[str, Any], output: int
+    launcher: socket.socket, start: Callable[[], None], order: dict[str, Any], outputs: list[int]
 ) -> NoReturn:
     """Run as a worker and exit as Python does after a program."""
     launcher.sendall(b'%d' % os.getpid())  # fails if the launcher waits no longer
     launcher.close()
-    _become_worker(order, output)
+    _become_worker(order, outputs)
     start()
     sys.exit(0)
 
@@ -183,11 +185,11 @@ def import_program(program: str, flags: list[str]) -> Callable[[], None]:
     return partial(exec, guard, main.__dict__)
 
 
-def _become_worker(order: dict[str, Any], output: int) -> None:
+def _become_worker(order: dict[str, Any], outputs: list[int]) -> None:
     sys.stdout.flush()
-    os.dup2(output, _STDOUT)
-    os.dup2(output, _STDERR)
-    os.close(output)
+    for output, stream in zip(outputs, (_STDOUT, _STDERR), strict=True):
+        os.dup2(output, stream)
+        os.close(output)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, _STDIN)
     os.close(nothing)

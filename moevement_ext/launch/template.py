@@ -10,7 +10,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import IO, Any, BinaryIO, Self
 
 from moevement_ext.errors import LaunchError
 from moevement_ext.launch.child import Child, ForkedChild, SpawnedChild
@@ -83,9 +83,15 @@ class Template:
         return self.forks is not None
 
     def start(
-        self, command: Sequence[str], environment: Mapping[str, str], output: BinaryIO
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        output: IO[Any],
+        errors: IO[Any] | None = None,
     ) -> Child:
         """Start a worker with this complete environment; waits until the program is imported.
+
+        `output` receives its stdout, `errors` its stderr (None: `output`).
 
         Raises `TemplateLost` if the process is dead, or cannot start another worker, and
         `OSError` if there is no room for one.
@@ -93,19 +99,20 @@ class Template:
         if not self.hear():
             raise TemplateLost('the template of all workers is gone')
         order = {'argv': list(command), 'env': dict(environment)}
+        outputs = [output.fileno(), (errors or output).fileno()]
         if self.forks:
             adopt = partial(ctypes.CDLL(None).prctl, _PR_SET_CHILD_SUBREAPER)
             adopt(1)  # the worker, whose parent ends on purpose
             try:
-                return ForkedChild(self._ask_for_fork(order, output))
+                return ForkedChild(self._ask_for_fork(order, outputs))
             finally:
                 adopt(0)  # later orphans are not this process's to reap
-        self._send('become', order, output)
+        self._send('become', order, outputs)
         self._socket.close()
         return self.process
 
-    def _ask_for_fork(self, order: Any, output: BinaryIO) -> int:
-        self._send('fork', order, output)
+    def _ask_for_fork(self, order: Any, outputs: Sequence[int]) -> int:
+        self._send('fork', order, outputs)
         try:
             answer = self._socket.recv(_MAX_ANSWER_BYTES)
         except OSError:
@@ -117,10 +124,10 @@ class Template:
             raise OSError(-int(answer), os.strerror(-int(answer)))
         return int(answer)
 
-    def _send(self, request: str, order: Any, output: BinaryIO) -> None:
+    def _send(self, request: str, order: Any, outputs: Sequence[int]) -> None:
         try:
             text = json.dumps({request: order}).encode() + b'\n'
-            sent = socket.send_fds(self._socket, [text], [output.fileno()])
+            sent = socket.send_fds(self._socket, [text], outputs)
             if sent < len(text):  # an order may be larger than the socket's buffer
                 self._socket.sendall(text[sent:])  # only if needed: a new worker closes its end
         except OSError as error:

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""`torchrun` with static rendezvous through the store of `--sparse-ckpt-store`.
+r"""`torchrun` whose agents fork the workers, and need no agent's store.
 
     moevement torchrun --nnodes 4 --node-rank 2 --nproc-per-node 8 \
-        --max-restarts 100 pretrain_gpt.py <flags> --sparse-ckpt --sparse-ckpt-store HOST:PORT
+        --max-restarts 100 pretrain_gpt.py <flags> --sparse-ckpt [--sparse-ckpt-store HOST:PORT]
 
-All flags are torchrun's. In torchrun the agent of the first node serves the store, so that this
-agent's death ends the job; here no agent serves it. A restarted agent takes the place of the lost
-agent; when the store is lost, the agents wait for another store at the same address.
+All flags are torchrun's. Workers are forks of one process on each node that has imported the
+program; see `torchrun_workers`. With `--sparse-ckpt-store` the rendezvous is static and goes
+through that store. In torchrun the agent of the first node serves the store, so that this agent's
+death ends the job; here no agent serves it. A restarted agent takes the place of the lost agent;
+when the store is lost, the agents wait for another store at the same address.
 
 Checked against torch 2.15.
 """
@@ -37,6 +39,7 @@ from torch.distributed.run import determine_local_world_size, get_args_parser, r
 from moevement_ext.config import ConfigurationError
 from moevement_ext.errors import EXIT_OTHER_BITS, EXIT_USER_ERROR, UserError
 from moevement_ext.launch.launch_config import STORE_FLAG, flag_value, split_address
+from moevement_ext.launch.torchrun_workers import fork_workers
 from moevement_ext.memory.window.settings import digest_of
 from moevement_ext.store.server import connect
 from moevement_ext.system import leaving
@@ -154,19 +157,17 @@ class _RestartingAgent(LocalElasticAgent):
 
 
 def parse(argv: Sequence[str]) -> Namespace:
-    """Parse torchrun's arguments and make the program's store the rendezvous of the agents.
+    """Parse torchrun's arguments and make the program's store, if given, the agents' rendezvous.
 
-    Raises `ConfigurationError` if the program lacks the flag, or torchrun has another
-    rendezvous.
+    Raises `ConfigurationError` if torchrun has another rendezvous then.
     """
     parser = get_args_parser()
     parser.prog = 'moevement torchrun'
     args: Namespace = parser.parse_args(list(argv))
     store = flag_value(args.training_script_args)
+    _listen_for_exit_signals(args)
     if store is None:
-        raise ConfigurationError(
-            f'{STORE_FLAG} HOST:PORT is missing among the flags of the program.'
-        )
+        return args
     if args.standalone or args.rdzv_endpoint or args.rdzv_backend != 'static':
         raise ConfigurationError(
             f'{STORE_FLAG} is the rendezvous endpoint of the agents: leave out --standalone, '
@@ -178,12 +179,16 @@ def parse(argv: Sequence[str]) -> Namespace:
     rank = f'rank={args.node_rank}'
     args.rdzv_conf = f'{args.rdzv_conf},{rank}' if args.rdzv_conf else rank
     args.node_rank = 0  # torchrun warns that it ignores it
+    return args
+
+
+def _listen_for_exit_signals(args: Namespace) -> None:
+    """Let the agent pass on each signal that asks the program for its end."""
     asking = {*leaving.ASKING, leaving.listened_for(args.training_script_args)}
     given = args.signals_to_handle.split(',')
     args.signals_to_handle = ','.join(
         dict.fromkeys([*given, *(one.name for one in sorted(asking))])
     )
-    return args
 
 
 def _check_numbers(args: Namespace) -> None:
@@ -207,6 +212,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         args = parse(sys.argv[1:] if argv is None else argv)
         rendezvous_handler_registry.register(_BACKEND, OutsideStore.create)
         api.LocalElasticAgent = _RestartingAgent  # type: ignore[attr-defined]
+        fork_workers()
         run(args)
 
 

@@ -37,7 +37,7 @@ RUNS = {
     rf'{_PYTHON}tools\.chaos --help': r'--elastic .*',
     rf'{_LAUNCH}.* examples/': r'\[launcher.*',
     rf'{_PYTHON}tools\.drill ': r'drill passed, all bits are equal: .*',
-    r'\.venv/bin/torchrun --nproc-per-node 8 --max-restarts 100 ': r'.*',
+    rf'{_PYTHON}moevement_ext\.launch\.torchrun --nproc-per-node 8 ': r'.*',
     rf'{_PYTHON}tools\.check ': r'protected: yes; localized: yes: a failure is recovered only .*',
     rf'{_PYTHON}tools\.compare --quick': r'.*',
     rf'{_PYTHON}tools\.compare_digests ': r'equal: 1 digests of 1 ranks after iteration 4',
@@ -76,7 +76,8 @@ ELSEWHERE = {
     rf'{_LAUNCH}.*(loop\.py$)': 'tests/distributed/test_pages.py',
     rf'{_LAUNCH}.*pretrain_gpt\.py': 'tests/distributed/test_launchers.py',
     r'torchrun .* --sparse-ckpt-elastic': 'tests/distributed/test_elastic.py',
-    r'torchrun \.\.\. (pretrain_gpt\.py|-m )': 'no command, but a pattern of them',
+    r'torchrun (--logs-specs moevement )?\.\.\. (pretrain_gpt\.py|-m )':
+        'no command, but a pattern of them',
     rf'{_PYTHON}tools\.bench overhead .*--against': 'another checkout',
     rf'{_PYTHON}tools\.compare peers': 'packages of others; tests/unit/tools/compare/test_peers.py',
     rf'{_PYTHON}tools\.compare (--json|--rows) ': 'long; tests/distributed/test_compare.py',

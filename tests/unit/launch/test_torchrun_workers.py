@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Workers of torchrun's agents that are forks of one process."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.timed
+
+PROGRAM = """
+import os, signal, sys, threading, time
+import psutil
+
+{declaration}
+with open(sys.argv[1], 'a') as imports:
+    imports.write('.')
+{at_import}
+
+def main():
+    rank, attempt = os.environ['RANK'], os.environ['TORCHELASTIC_RESTART_COUNT']
+    print(f'out of {{rank}}')
+    print(f'err of {{rank}}', file=sys.stderr)
+    if attempt == '1':
+        sys.exit(0)
+    if rank == '1':
+        for process in psutil.Process().parent().children():
+            if {kills_template} and any('spare.py' in word for word in process.cmdline()):
+                process.kill()
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(1000)
+
+if __name__ == '__main__':
+    main()
+"""
+DECLARED = 'MOEVEMENT_SPARES = True'
+THREAD = 'threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()'
+TORCH = ['torch.distributed.run', '--logs-specs', 'moevement']
+OURS = ['moevement_ext.launch.torchrun']
+TO_END_S = 120
+
+
+@pytest.mark.parametrize(
+    ('launcher', 'program', 'imported', 'why'),
+    [
+        (TORCH, {}, 1, None),
+        (OURS, {}, 1, None),
+        (OURS, {'kills_template': True}, 2, None),
+        (OURS, {'at_import': THREAD}, 4, 'starts threads or uses a GPU'),
+        (OURS, {'declaration': ''}, 4, 'does not declare'),
+    ],
+    ids=['torchrun', 'ours', 'template killed', 'not to be forked', 'not declared'],
+)
+def test_one_import_serves_all_workers_of_an_agent(
+    launcher: list[str],
+    program: dict[str, object],
+    imported: int,
+    why: str | None,
+    tmp_path: Path,
+) -> None:
+    """The first attempt of two workers, and the second, which follows a SIGKILL."""
+    path, imports, logs = tmp_path / 'program.py', tmp_path / 'imports', tmp_path / 'logs'
+    given = {'declaration': DECLARED, 'at_import': '', 'kills_template': False} | program
+    path.write_text(PROGRAM.format(**given))
+    command = [sys.executable, '-m', *launcher, '--standalone', '--nproc-per-node', '2']
+    command += ['--max-restarts', '1', '--redirects', '3', '--log-dir', str(logs)]
+    command += [str(path), str(imports)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=TO_END_S, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert 'exitcode: -9' in ended.stderr
+    assert len(imports.read_text()) == imported
+    for stream in ('out', 'err'):
+        written = sorted(file.read_text() for file in logs.rglob(f'attempt_*/*/std{stream}.log'))
+        assert written == [f'{stream} of {rank}\n' for rank in (0, 0, 1, 1)]
+    assert ended.stderr.count('starts as a new interpreter: ') == (why is not None)
+    assert why is None or why in ended.stderr
