@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pytest import SubtestReport
+
 from tests.suite.selection import ROOT
 
 PYTEST = [sys.executable, '-u', '-m', 'pytest']
@@ -97,7 +99,8 @@ class Outcomes:
     def pytest_runtest_logreport(self, report) -> None:  # type: ignore[no-untyped-def]
         """Record set-up, call or tear-down of a case, from any pytest worker."""
         case = self._cases.setdefault(report.nodeid, {'outcome': 'passed', 'seconds': 0.0})
-        case['seconds'] = round(case['seconds'] + report.duration, 3)
+        if not isinstance(report, SubtestReport):  # its time is in that of its case
+            case['seconds'] = round(case['seconds'] + report.duration, 3)
         if report.failed:
             text = str(report.longrepr)
             case.update(outcome='failed', load=os.getloadavg(), error=text[-300:])

@@ -76,20 +76,13 @@ def test_case_that_passes_alone_is_recorded_as_flaky(
     assert json.loads(line)['case'] == 'a' and json.loads(line)['load'] == [9, 9, 9]
 
 
-def test_crashed_session_is_not_retried(flaky: Path) -> None:
-    result = Result('timed', red=['the session ended with exit status 3'])
-    assert tried_again(result).red
-    assert not flaky.exists()
-
-
 def test_bit_differences_are_not_retried(flaky: Path) -> None:
+    """Nor a session that crashed, nor another phase than `timed`."""
     result = failed('a')
     result.outcomes['a']['bits'] = True
     assert tried_again(result).red == ['a']
+    assert tried_again(Result('timed', red=['the session ended with exit status 3'])).red
     assert not flaky.exists()
-
-
-def test_only_the_timed_phase_is_retried() -> None:
     assert [phase.name for phase in phases.phases(thorough=True) if phase.retried] == ['timed']
 
 

@@ -22,14 +22,6 @@ def test_shards_are_balanced_and_complete() -> None:
     assert max(loads) - min(loads) <= shards.UNKNOWN_S
 
 
-def test_unrecorded_files_weigh_by_their_cases() -> None:
-    cases = [*['many'] * 6, 'few', 'fewer', *['some'] * 4]
-    assert [Shard(number, 2).files(cases, {}) for number in (1, 2)] == [
-        {'many'},
-        {'few', 'fewer', 'some'},
-    ]
-
-
 def test_shard_is_parsed_from_text() -> None:
     assert Shard.parse('2/3') == Shard(2, 3)
     assert str(Shard(2, 3)) == '2/3'
