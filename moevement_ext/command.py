@@ -27,7 +27,6 @@ PROGRAMS = {
     'prepare-data': ('tools.prepare_data', 'make data for the trainer from text'),
     'check': ('tools.check', 'whether a job can be protected, and how it recovers'),
     'plan': ('tools.plan.__main__', 'window, memory and times of a job, before there is a cluster'),
-    'placement': ('tools.placement', 'where replicas and experts go'),
     'simulate': ('tools.simulate.__main__', 'systems for fault tolerance compared'),
     'status': ('tools.status', 'a running job in the terminal'),
     'report': ('tools.report.__main__', 'one page about a run'),

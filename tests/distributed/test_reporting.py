@@ -16,7 +16,7 @@ from tests.distributed.harness.faults import SETTLED
 from tests.distributed.harness.output import upstream_lines
 from tools.lab.history import read_history, shares
 from tools.report.page import render
-from tools.simulate.run_profile import derive
+from tools.simulate.profile import derive
 
 RANKS = 2
 ITERATIONS = 12

@@ -8,17 +8,17 @@ are the simulator's own.
 
 import math
 import statistics
-from dataclasses import replace
 
 import numpy as np
+from msgspec.structs import replace
 
 from moevement_ext.plan.byte_planner import InfeasiblePlan
 
 from ..lab import four_ranks
-from ..plan.description import DescriptionError
-from ..simulate import run_profile
+from ..model.description import DescriptionError
+from ..model.fields import FieldError
+from ..simulate import profile as profiles
 from ..simulate.failures import Trace
-from ..simulate.fields import FieldError
 from ..simulate.monte_carlo import simulate
 from ..simulate.systems import Options, System, build
 from . import measuring
@@ -62,9 +62,8 @@ def predicted(
         )  # fmt: skip
     except (DescriptionError, FieldError, InfeasiblePlan):
         return None
-    line = found.timeline
     # The simulator's useful seconds are those of this job, whose helpers share its cores.
-    return float(line.useful_s[-1] / line.seconds[-1]) * iteration_s / own_s
+    return found.ettr_of_first * iteration_s / own_s
 
 
 def restart_s(back: list[Comeback]) -> float:
@@ -73,7 +72,7 @@ def restart_s(back: list[Comeback]) -> float:
     Median over the recoveries, without the phases that the simulator computes itself.
     """
     before = PHASES[: PHASES.index('iterations again')]
-    computed = run_profile.COMPUTED_AGAIN
+    computed = profiles.COMPUTED_AGAIN
     return statistics.median(
         sum(one.phases[name] for name in before)
         - sum(one.engine.get(name, 0.0) for name in computed)
@@ -104,7 +103,7 @@ def _system(
             job_s=job_s,
         ))  # fmt: skip
     given = _NOT_IN_EVENTS if row.system == 'checkfreq' else {}
-    profile = run_profile.derive(lived.folder / 'events', given)
+    profile = profiles.derive(lived.folder / 'events', given)
     profile = replace(profile, iteration_s=own_s, restart_s=max(ready_s, 0.0))
     windows = row.system in ('ours', 'copy')
     options = Options(

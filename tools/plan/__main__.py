@@ -22,7 +22,7 @@ from typing import Any
 from msgspec.structs import replace
 from rich.console import Console
 
-from moevement_ext.config import AUTO
+from moevement_ext.config import AUTO, ConfigurationError
 from moevement_ext.memory.file_system import gib
 from moevement_ext.plan.byte_planner import (
     InfeasiblePlan,
@@ -35,11 +35,22 @@ from moevement_ext.plan.byte_planner import (
 from ..lab.arguments import Flag, Parser, above_0, add_flags, at_least, split_at_end
 from ..lab.figures import print_json
 from ..lab.tables import table
-from ..simulate.fields import FieldError
-from .algorithm1 import plan_as_printed
-from .description import DescriptionError, Training, read, read_operators
+from ..model.algorithm1 import plan_as_printed
+from ..model.description import (
+    CLUSTERS,
+    GIGA,
+    GPU_HOURS_PER_FAILURE,
+    PRESETS,
+    Cluster,
+    DescriptionError,
+    Training,
+    mtbf_s,
+    read,
+    read_operators,
+)
+from ..model.fields import FieldError
+from ..model.layout import PRECISIONS
 from .flags import RECOVERIES, MegatronFlags, parse_megatron_flags
-from .layout import PRECISIONS
 from .planning import (
     FailureRate,
     Job,
@@ -47,7 +58,6 @@ from .planning import (
     iteration_seconds,
     plan_job,
 )
-from .presets import CLUSTERS, GIGA, GPU_HOURS_PER_FAILURE, PRESETS, Cluster, mtbf_s
 from .report import as_json, infeasible, print_plan
 
 PRINTED = 'paper'
@@ -188,7 +198,7 @@ def _add_failure_flags(parser: argparse.ArgumentParser) -> None:
     add_flags(
         group,
         Flag('--restart-time', 'seconds until the replay begins (default: %(default)s)',
-             float, FailureRate.restart_s, 'S'),
+             float, FailureRate().restart_s, 'S'),
         *(Flag(f'--{name}-saving', f'of work in a replay, as {why} (default: 0)', float, 0.0,
                'SHARE')
           for name, why in (('local', 'only lost stages compute'),
@@ -298,7 +308,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         reason = '; '.join([str(error), *getattr(error, '__notes__', ())])
     except FieldError as error:
         reason = _flag_error(error, args, megatron)
-    except ValueError as error:
+    except (ValueError, ConfigurationError) as error:
         reason = str(error)
     problems.print(f'plan: {reason}', style='bold red', markup=False, soft_wrap=True)
     return 2

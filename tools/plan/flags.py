@@ -16,9 +16,9 @@ from msgspec.structs import replace
 from moevement_ext.config import AUTO, flagged, network_rate
 
 from ..lab.arguments import Parser
-from .description import DescriptionError, Training
-from .layout import Batch, Layout, Precision, spread
-from .model import LatentAttention, ModelShape
+from ..model.description import DescriptionError, Training
+from ..model.layout import Batch, Layout, Precision, spread
+from ..model.shape import LatentAttention, ModelShape
 
 _LAYER_LIST = re.compile(r'\[([01, ]+)\](?:\*(\d+))?')
 _LAYOUT = {

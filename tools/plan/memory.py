@@ -24,8 +24,8 @@ from moevement_ext.memory.window.format import window_capacity
 from moevement_ext.plan.byte_planner import OperatorTable, window_bytes_bound
 from moevement_ext.replicate.placement import place_copies
 
-from .layout import Batch, Layout, Precision
-from .model import ModelShape
+from ..model.layout import Batch, Layout, Precision
+from ..model.shape import ModelShape
 
 CHECKSUM_BYTES_PER_S = 12e9
 """Speed of xxh3_64 on one core (measured on an AMD EPYC with AVX2)."""

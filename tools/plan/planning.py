@@ -8,14 +8,14 @@ import itertools
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from typing import Annotated
 
+import msgspec
 import numpy as np
 
 from moevement_ext.config import (
     AUTO,
     LONGEST_WINDOW,
-    ConfigurationError,
     SparseCheckpointConfig,
 )
 from moevement_ext.memory.budget import NOTHING_LOGGED, HostMemoryPlan, Logged, window_lengths
@@ -38,53 +38,48 @@ from moevement_ext.plan.windows import (
     shortest,
 )
 
-from ..simulate import fields
+from ..model import fields
+from ..model.algorithm1 import plan_as_printed
+from ..model.description import Cluster
+from ..model.fields import Checked, Count, NotNegative, Part, Positive, PositiveOrInfinite, Share
+from ..model.layout import Batch, Layout, Precision
+from ..model.shape import ModelShape
+from ..model.sizes import held_elements, operator_sizes, scaling_bytes, stage_kind
 from ..simulate.closed_form import Sparse
 from . import memory
-from .algorithm1 import plan_as_printed
-from .layout import Batch, Layout, Precision
-from .model import ModelShape
-from .presets import Cluster
-from .sizes import held_elements, operator_sizes, scaling_bytes, stage_kind
 
 # Limit of the search for windows beyond the allowed ones, to report a feasible length.
 _LONGEST_SOUGHT = 64
 
 
-@dataclass(frozen=True)
-class ProtectionSettings:
+Window = Annotated[int, msgspec.Meta(ge=1, le=LONGEST_WINDOW, description='give a whole number '
+                   f'from 1 to {LONGEST_WINDOW}')]  # fmt: skip
+
+
+class ProtectionSettings(Checked, frozen=True):
     """Settings of sparse checkpointing; defaults are those of the training's flags."""
 
-    window: int | None = None
+    window: Window | None = None
     """Iterations; None: the fewest that the links can carry."""
-    max_window: int = 8
+    max_window: Window = 8
     """Longest window with `window` None; host memory is reserved for it."""
-    replicas: int = 2
+    replicas: Count = 2
     localized: bool = True
     """Log all sends between stages, so that a lost stage replays alone."""
-    hidden_fraction: float = DEFAULT_HIDDEN_FRACTION
+    hidden_fraction: Part = DEFAULT_HIDDEN_FRACTION
     """Share of an iteration that can hide a copy."""
-    network_share: float = DEFAULT_NETWORK_SHARE
+    network_share: Part = DEFAULT_NETWORK_SHARE
     """Share of a node's network for replication; training uses the rest."""
     network_gb_per_s: float | str = AUTO
     """The flag `--sparse-ckpt-network-gb-per-s`: a rate per rank, which replaces the share."""
-    log_lag: float = SparseCheckpointConfig.log_lag
+    log_lag: NotNegative = SparseCheckpointConfig.log_lag
     """Iterations until a window is persisted, which the log has space for."""
     disk: bool = False
     """Windows are also copied to disk, which takes one more window file per rank."""
 
     def __post_init__(self) -> None:
-        if self.window is not None:
-            fields.whole('window', self.window, most=LONGEST_WINDOW)
-        fields.whole('max_window', self.max_window, most=LONGEST_WINDOW)
-        fields.check(self, count='replicas', part='hidden_fraction network_share',
-                     not_negative='log_lag')  # fmt: skip
-        try:
-            _ = self.network_bytes_per_s
-        except ConfigurationError as error:
-            rule = str(error).partition(' must be ')[2]
-            problem = f'is {self.network_gb_per_s!r}; give {rule}'
-            raise fields.FieldError('network_gb_per_s', problem) from error
+        super().__post_init__()
+        _ = self.network_bytes_per_s  # which the training's configuration checks
 
     @property
     def network_bytes_per_s(self) -> float | None:
@@ -97,42 +92,36 @@ class ProtectionSettings:
         return self.max_window if self.window is None else self.window
 
 
-@dataclass(frozen=True)
-class FailureRate:
+class FailureRate(Checked, frozen=True):
     """Failures of the job, and the duration of a recovery without its replay."""
 
-    mtbf_s: float = math.inf
+    mtbf_s: PositiveOrInfinite = math.inf
     """Mean seconds between failures of the job."""
-    restart_s: float = 30.0
+    restart_s: NotNegative = 30.0
     """Seconds from a failure until the replay begins."""
-    local_saving: float = 0.0
+    local_saving: Share = 0.0
     """Share of a replayed iteration that is saved because only the lost stage computes."""
-    frozen_saving: float = 0.0
+    frozen_saving: Share = 0.0
     """Share of an operator's work that is saved while it is frozen."""
 
-    def __post_init__(self) -> None:
-        fields.check(self, positive_or_infinite='mtbf_s', not_negative='restart_s',
-                     share='local_saving frozen_saving')  # fmt: skip
 
-
-@dataclass(frozen=True)
-class Job:
+class Job(Checked, frozen=True):
     """All inputs of a plan."""
 
     model: ModelShape
     layout: Layout
     batch: Batch
     cluster: Cluster
-    iteration_s: float
+    iteration_s: Positive
     """Seconds of an iteration without checkpointing."""
-    precision: Precision = field(default_factory=Precision)
-    protection: ProtectionSettings = field(default_factory=ProtectionSettings)
-    failures: FailureRate = field(default_factory=FailureRate)
-    overhead_s: float = 0.0
+    precision: Precision = Precision()
+    protection: ProtectionSettings = ProtectionSettings()
+    failures: FailureRate = FailureRate()
+    overhead_s: NotNegative = 0.0
     """Measured seconds added to each iteration, besides the computed exposed time."""
 
     def __post_init__(self) -> None:
-        fields.check(self, positive='iteration_s', not_negative='overhead_s')
+        super().__post_init__()
         self.batch.micro_batches(self.layout.data)
 
     @property
@@ -156,8 +145,7 @@ class Job:
         return min(self.protection.replicas, self.nodes - 1)
 
 
-@dataclass(frozen=True)
-class StageKind:
+class StageKind(msgspec.Struct, frozen=True):
     """Stages with equal bytes, and their window. Slots are those of the first such stage."""
 
     stages: list[int]
@@ -175,8 +163,7 @@ class StageKind:
         return self.plan.slot_bytes(self.operators) + self.always
 
 
-@dataclass(frozen=True)
-class PaperPlan:
+class PaperPlan(msgspec.Struct, frozen=True):
     """Plan of the paper's Algorithm 1 for the same operators and budget."""
 
     window: int
@@ -184,8 +171,7 @@ class PaperPlan:
     """Bytes by which the worst slot on the worst rank exceeds the budget."""
 
 
-@dataclass(frozen=True)
-class JobPlan:
+class JobPlan(msgspec.Struct, frozen=True):
     """Results for one job; see the properties."""
 
     job: Job
@@ -312,7 +298,7 @@ def iteration_seconds(
     model: ModelShape, layout: Layout, batch: Batch, cluster: Cluster, mfu: float
 ) -> float:
     """Seconds of an iteration, given the model FLOPs utilization in (0, 1]."""
-    fields.number('mfu', mfu, 'part')
+    fields.number('mfu', mfu, Part)
     flops = model.flops_per_token(batch.sequence_length) * batch.tokens
     return flops / (layout.ranks * cluster.peak_flops * mfu)
 

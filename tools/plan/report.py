@@ -7,6 +7,7 @@ The reasons say why a plan cannot work; the warnings name costs that a user migh
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 from rich.console import Console
 
 from moevement_ext.memory.file_system import GIB, gib
@@ -56,7 +57,7 @@ def as_json(plan: JobPlan, unused_flags: list[str]) -> dict[str, Any]:
         'worst_recovery_s': effect.worst_recovery_s(),
         'ettr_first_order': effect.ettr_first_order(),
         'ettr_exact': effect.ettr_exact(),
-        'algorithm_1': vars(plan.paper),
+        'algorithm_1': msgspec.structs.asdict(plan.paper),
         'warnings': warnings(plan),
         'infeasible': infeasible(plan),
         'unused_flags': unused_flags,

@@ -9,10 +9,11 @@ r"""Computes costs and benefits of fault-tolerance systems, by closed formulas a
     moevement simulate profile runs/events -o run.json
     moevement simulate --system ours --profile runs/events --mtbf 0.5x
     moevement simulate iteration --profile train.log
+    moevement simulate placement ranks --nodes 12 --gpus-per-node 8 --failed 4
     moevement simulate paper
 
 ETTR is the share of wall-clock time in iterations that are kept. Semantics, formulas and systems:
-docs/simulator.md. `sweep`, `profile`, `iteration` and `paper` have their own --help.
+docs/simulator.md. Each subcommand has its own --help.
 
 Exit status: 0 done, 2 a flag or file breaks a rule, or a plan is infeasible.
 """
@@ -21,9 +22,10 @@ import argparse
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from importlib import import_module
+from typing import Any
 
+from msgspec.structs import replace
 from rich.console import Console
 
 from moevement_ext.plan.strategy.dense import daly_s, young_s
@@ -31,15 +33,16 @@ from moevement_ext.plan.strategy.dense import daly_s, young_s
 from ..lab.arguments import Parser
 from ..lab.figures import print_json
 from ..lab.tables import table
+from ..model.fields import FieldError
 from . import closed_form, flags
 from .closed_form import Dense
 from .experts import PartialRun
-from .fields import FieldError
 from .runs import Run
 from .systems import SYSTEMS, System
 
 SUBCOMMANDS = {
-    'sweep': 'sweep', 'profile': 'run_profile', 'iteration': 'iteration', 'paper': 'paper.__main__',
+    'sweep': 'sweep', 'profile': 'profile', 'iteration': 'iteration', 'paper': 'paper.__main__',
+    'placement': 'placement',
 }  # fmt: skip
 
 
@@ -128,11 +131,11 @@ def compute(args: argparse.Namespace) -> dict[str, object]:
         return answer(scenario, args.system)
     options = scenario.options
     if options.interval is None and scenario.profile is None and args.system != 'none':
-        system = replace(scenario, options=replace(options, interval=1)).system(args.system)
-        best = optimal_interval(system)['optimal_interval_exact']
+        system = scenario._replace(options=replace(options, interval=1)).system(args.system)
+        best: Any = optimal_interval(system)['optimal_interval_exact']
         if best == math.inf:
             raise FieldError('interval', 'is missing; without failures no interval is best')
-        scenario = replace(scenario, options=replace(options, interval=int(best)))  # type: ignore
+        scenario = scenario._replace(options=replace(options, interval=int(best)))
     best_intervals = optimal_interval(scenario.system(args.system))
     return {**answer(scenario, args.system), **best_intervals}
 

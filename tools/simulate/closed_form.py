@@ -17,16 +17,21 @@ The restart time does not matter for the best interval.
 """
 
 import math
-from dataclasses import dataclass, replace
+from typing import Annotated, NamedTuple
 
 import numpy as np
+from msgspec import Meta
+from msgspec.structs import replace
 
 from moevement_ext.plan.strategy.dense import daly_s, young_s
 
-from . import fields
+from ..model import fields
+from ..model.fields import Checked, NotNegative, Positive, PositiveOrInfinite, Share, Whole
 
 LONGEST_WINDOW = 1_000_000
 """Limit of W, beyond which the sums over a window would take too long."""
+Window = Annotated[int, Meta(ge=1, le=LONGEST_WINDOW, description='give a whole number from 1 to '
+                   f'{LONGEST_WINDOW}')]  # fmt: skip
 _BISECTIONS = 200
 
 
@@ -51,26 +56,21 @@ def first_order[Number: (float, np.ndarray)](
     return 1 / (1 + overhead_s / iteration_s) / (1 + recovery_s / mtbf_s)
 
 
-@dataclass(frozen=True)
-class Dense:
+class Dense(Checked, frozen=True):
     """The whole state is saved every `interval` iterations; a failure rolls back all stages."""
 
-    iteration_s: float
+    iteration_s: Positive
     """T, seconds of an iteration without fault tolerance; above 0."""
-    interval: int
+    interval: Whole
     """I, iterations from one checkpoint to the next; 1 or more."""
-    overhead_s: float = 0.0
+    overhead_s: NotNegative = 0.0
     """o, seconds that checkpointing adds to each iteration on average."""
-    stall_s: float = 0.0
+    stall_s: NotNegative = 0.0
     """c, seconds that training waits, once per checkpoint."""
-    restart_s: float = 0.0
+    restart_s: NotNegative = 0.0
     """r, seconds from a failure until training continues from the last checkpoint."""
-    mtbf_s: float = math.inf
+    mtbf_s: PositiveOrInfinite = math.inf
     """M, mean seconds between failures of the job; inf: none."""
-
-    def __post_init__(self) -> None:
-        fields.check(self, positive='iteration_s', whole='interval', positive_or_infinite='mtbf_s',
-                     not_negative='overhead_s stall_s restart_s')  # fmt: skip
 
     @property
     def step_s(self) -> float:
@@ -100,8 +100,7 @@ class Dense:
         return self.interval * self.iteration_s / 2 + self.restart_s
 
 
-@dataclass(frozen=True)
-class Sparse:
+class Sparse(Checked, frozen=True):
     """Windows of `window` iterations back to back; a failure costs a conversion and a replay.
 
     A failure at position p = 0..W-1 of a window aborts the running iteration. The recovery consists
@@ -109,20 +108,20 @@ class Sparse:
     then the aborted iteration again.
     """
 
-    iteration_s: float
+    iteration_s: Positive
     """T, seconds of an iteration without fault tolerance; above 0."""
-    window: int
+    window: Window
     """W, iterations of a window; 1 or more."""
-    overhead_s: float = 0.0
+    overhead_s: NotNegative = 0.0
     """o, seconds that checkpointing adds to each iteration, except to replayed ones."""
-    restart_s: float = 0.0
+    restart_s: NotNegative = 0.0
     """r, seconds from a failure until the replay begins."""
-    mtbf_s: float = math.inf
+    mtbf_s: PositiveOrInfinite = math.inf
     """M, mean seconds between failures of the job; inf: none."""
-    local_saving: float = 0.0
+    local_saving: Share = 0.0
     """Share of a replayed iteration that is saved because only the failed stages compute, without a
     pipeline bubble."""
-    frozen_saving: float = 0.0
+    frozen_saving: Share = 0.0
     """Share of an operator's work that is saved while it is frozen (no weight gradient, no
     update)."""
     frozen_shares: tuple[float, ...] | None = None
@@ -130,27 +129,21 @@ class Sparse:
     in the j-th, for operators of equal popularity."""
 
     def __post_init__(self) -> None:
-        fields.check(self, positive='iteration_s', not_negative='overhead_s restart_s',
-                     positive_or_infinite='mtbf_s', share='local_saving frozen_saving')  # fmt: skip
-        fields.whole('window', self.window, most=LONGEST_WINDOW)
+        super().__post_init__()
         if self.frozen_shares is not None:
             good = len(self.frozen_shares) == self.window
             rule = f'give one share for each of the {self.window} slots'
             fields.require(good, 'frozen_shares', self.frozen_shares, rule)
             for value in self.frozen_shares:
-                fields.number('frozen_shares', value, 'share')
+                fields.number('frozen_shares', value, Share)
 
     @property
     def step_s(self) -> float:
-        """T + o, seconds of an iteration while checkpointing."""
         return self.iteration_s + self.overhead_s
 
     def active_iterations(self) -> float:
         """Full iterations that take as long as the W conversion iterations; W without savings."""
-        if self.frozen_shares is None:
-            frozen = (self.window - 1) / 2
-        else:
-            frozen = sum(self.frozen_shares)
+        frozen = (self.window - 1) / 2 if self.frozen_shares is None else sum(self.frozen_shares)
         return self.window - frozen * self.frozen_saving
 
     def conversion_s(self) -> np.ndarray:
@@ -220,8 +213,7 @@ def exact_s(stall_s: float, mtbf_s: float) -> float:
     return low * mtbf_s
 
 
-@dataclass(frozen=True)
-class Intervals:
+class Intervals(NamedTuple):
     """Intervals in iterations, at least 1; inf: no checkpoints."""
 
     exact: float
@@ -240,20 +232,13 @@ def optimal(dense: Dense) -> Intervals:
     def iterations(seconds: float) -> float:
         return seconds if math.isinf(seconds) else max(1, round(seconds / dense.step_s))
 
-    return Intervals(
-        exact=_exact(dense),
-        young=iterations(young_s(dense.stall_s, dense.mtbf_s)),
-        daly=iterations(daly_s(dense.stall_s, dense.mtbf_s)),
-    )
-
-
-def _exact(dense: Dense) -> float:
-    """Period time over useful time decreases up to the real optimum and increases after it."""
-    seconds = exact_s(dense.stall_s, dense.mtbf_s)
-    if math.isinf(seconds):
-        return math.inf
-    below = max(1, math.floor(seconds / dense.step_s))
-    return min((below, below + 1), key=lambda interval: _log_cost(dense, interval))
+    # Period time over useful time decreases up to the real optimum and increases after it.
+    best = exact_s(dense.stall_s, dense.mtbf_s)
+    if math.isfinite(best):
+        below = max(1, math.floor(best / dense.step_s))
+        best = min((below, below + 1), key=lambda interval: _log_cost(dense, interval))
+    rules = young_s(dense.stall_s, dense.mtbf_s), daly_s(dense.stall_s, dense.mtbf_s)
+    return Intervals(best, *map(iterations, rules))
 
 
 def _log_cost(dense: Dense, interval: int) -> float:

@@ -18,15 +18,18 @@ experts as the iteration hides, selected by their tokens; MLT is the mean number
 failure, here in iterations' worth of tokens.
 """
 
-from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
 import numpy as np
+from msgspec.structs import replace
 
-from . import fields
+from ..model import fields
+from ..model.fields import Checked, NotNegative, Positive, Share, Whole
 from .closed_form import Dense
 from .runs import DenseRun
 
-SELECTIONS = ('sequential', 'load-aware')
+Selection = Literal['sequential', 'load-aware']
+SELECTIONS = get_args(Selection)
 _CYCLES = 40
 
 
@@ -34,7 +37,7 @@ def concentration(mean_skew: float, experts: int) -> float:
     """The alpha with mean skew `mean_skew`: (1/S - 1) / E; inf for 0."""
     rule = 'give a number from 0 to below 1'
     fields.require(0 <= mean_skew < 1, 'skew', mean_skew, rule)
-    fields.whole('experts', experts)
+    fields.number('experts', experts, Whole)
     return (1 / mean_skew - 1) / experts if mean_skew else np.inf
 
 
@@ -60,36 +63,32 @@ def frozen_shares(shares: np.ndarray, window: int, *, by_popularity: bool) -> tu
     experts last, so that they stay frozen longest (paper, section 3.5); otherwise the order is
     random and every slot has the mean share.
     """
-    fields.whole('window', window)
+    fields.number('window', window, Whole)
     frozen = 1 - np.arange(1, window + 1) / window
     if by_popularity:
         frozen = 1 - spread_over(shares, window).cumsum()
     return tuple(float(value) for value in np.clip(frozen, 0, 1))
 
 
-@dataclass(frozen=True)
-class PartialExperts:
+class PartialExperts(Checked, frozen=True):
     """Which experts a checkpoint saves, and the limit of lost tokens."""
 
-    experts: int
+    experts: Whole
     """E, experts per layer."""
-    saved: int
+    saved: Whole
     """K, experts in each checkpoint, at the start."""
-    selection: str = 'sequential'
-    lost_budget: float | None = None
+    selection: Selection = 'sequential'
+    lost_budget: Positive | None = None
     """Limit of PLT beyond which K doubles; None: K stays."""
-    expert_bytes: float = 1.0
+    expert_bytes: Share = 1.0
     """The experts' share of a full checkpoint; scales the cost of a checkpoint with K."""
-    hidden_s: float = 0.0
+    hidden_s: NotNegative = 0.0
     """Seconds of a checkpoint's copy that training hides; the remainder is a stall."""
 
     def __post_init__(self) -> None:
-        fields.check(self, whole='experts saved', positive='lost_budget', share='expert_bytes',
-                     not_negative='hidden_s')  # fmt: skip
+        super().__post_init__()
         rule = f'only {self.experts} experts can be saved'
         fields.require(self.saved <= self.experts, 'saved', self.saved, rule)
-        rule = f'one of {", ".join(SELECTIONS)}'
-        fields.require(self.selection in SELECTIONS, 'selection', self.selection, rule)
 
     def levels(self) -> list[int]:
         """Values of K: doubled until E."""

@@ -18,13 +18,14 @@ failures of its node, which can then serve as a spare.
 
 import csv
 import math
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Annotated, NamedTuple, Protocol
 
 import numpy as np
+from msgspec import Meta
 
-from . import fields
+from ..model import fields
+from ..model.fields import Checked, NotNegative, Positive, PositiveOrInfinite
 
 MOST_FAILURES = 20_000_000
 """Limit of failures in one simulation, over all histories, given by memory."""
@@ -32,10 +33,14 @@ COLUMNS = ('time', 'node', 'event')
 EVENTS = ('failure', 'repair')
 LEAST_SHAPE = 0.1
 """Smallest shape of Weibull gaps: below it, a few gaps have nearly all of the time."""
+Shape = Annotated[float, Meta(ge=LEAST_SHAPE, le=math.nextafter(math.inf, 0),
+                              description=f'give {LEAST_SHAPE:g} or more')]  # fmt: skip
+Chance = Annotated[
+    float, Meta(ge=0, le=math.nextafter(1, 0), description='give a number from 0 to below 1')
+]
 
 
-@dataclass(frozen=True)
-class FailureTimes:
+class FailureTimes(NamedTuple):
     """Failures of several histories; arrays of shape [histories, failures]."""
 
     times: np.ndarray
@@ -59,21 +64,15 @@ class Process(Protocol):
         """All failures before `horizon_s`."""
 
 
-@dataclass(frozen=True)
-class Renewal:
+class Renewal(Checked, frozen=True):
     """Independent gaps of mean `mtbf_s`, Weibull with `shape`; 1 is the Poisson process.
 
     A shape below 1 produces bunches (a failure is likely soon after another), a shape above 1
     regular failures. All nodes are equally likely to fail.
     """
 
-    mtbf_s: float
-    shape: float = 1.0
-
-    def __post_init__(self) -> None:
-        fields.check(self, positive_or_infinite='mtbf_s', positive='shape')
-        rule = f'give {LEAST_SHAPE:g} or more'
-        fields.require(self.shape >= LEAST_SHAPE, 'shape', self.shape, rule)
+    mtbf_s: PositiveOrInfinite
+    shape: Shape = 1.0
 
     def gaps(self, rng: np.random.Generator, histories: int, count: int) -> np.ndarray:
         check_size(histories * count)
@@ -106,28 +105,21 @@ class Renewal:
         return FailureTimes(times, rng.integers(nodes, size=times.shape))
 
 
-@dataclass(frozen=True)
-class Correlated:
+class Correlated(Checked, frozen=True):
     """Incidents of mean distance `mtbf_s` that include neighbours, and may repeat.
 
     `mtbf_s` is the distance of all incidents, repetitions included; a simultaneous loss of several
     nodes is one incident.
     """
 
-    mtbf_s: float
-    neighbours: float = 0.0
+    mtbf_s: PositiveOrInfinite
+    neighbours: NotNegative = 0.0
     """Mean number of further nodes that fail at the same moment (geometric), next to the first: a
     rack, a switch."""
-    repeat: float = 0.0
+    repeat: Chance = 0.0
     """Probability, below 1, that an incident's node fails again."""
-    repeat_after_s: float = 3600.0
+    repeat_after_s: Positive = 3600.0
     """Mean seconds until it fails again (exponential)."""
-
-    def __post_init__(self) -> None:
-        fields.check(self, positive_or_infinite='mtbf_s', not_negative='neighbours',
-                     positive='repeat_after_s')  # fmt: skip
-        rule = 'a probability; give a number from 0 to below 1'
-        fields.require(0 <= self.repeat < 1, 'repeat', self.repeat, rule)
 
     def until(
         self, rng: np.random.Generator, histories: int, horizon_s: float, nodes: int
@@ -186,8 +178,7 @@ class TraceError(ValueError):
     """A trace file is unusable; the message names file, line and rule."""
 
 
-@dataclass(frozen=True)
-class Trace:
+class Trace(Checked, frozen=True):
     """Failures of one real history.
 
     Simulated histories begin at random moments of the trace and wrap around at its end; the first
@@ -200,13 +191,13 @@ class Trace:
     """Index of the failed node, in order of the nodes' names, [failures]."""
     repair_s: np.ndarray
     """Seconds until the repair; inf without a repair in the trace, [failures]."""
-    length_s: float
+    length_s: Positive
     """Length of the trace in seconds; above the time of the last failure."""
     names: tuple[str, ...] = ()
     """Names of the nodes."""
 
     def __post_init__(self) -> None:
-        fields.number('length_s', self.length_s, 'positive')
+        super().__post_init__()
         inside = len(self.times) == 0 or float(self.times[-1]) < self.length_s
         fields.require(inside, 'length_s', self.length_s, 'must lie after the last failure')
 

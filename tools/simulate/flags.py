@@ -4,27 +4,26 @@
 import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from msgspec.structs import replace
 
 from moevement_ext.plan.byte_planner import InfeasiblePlan
 
 from ..lab.arguments import Flag, add_flags
-from ..plan import presets
-from ..plan.description import DescriptionError, read
-from . import fields, run_profile
+from ..model import fields
+from ..model.description import GIGA, DescriptionError, read
+from ..model.description import mtbf_s as mtbf_of
+from ..model.fields import FieldError, NotNegative, Positive
+from . import profile as profiles
 from .experts import SELECTIONS, draw_shares
 from .failures import Correlated, Process, Renewal, Trace, TraceError, read_trace
-from .fields import FieldError
 from .monte_carlo import Estimate, Spares, simulate
 from .profile import Profile
 from .runs import Pipeline
 from .systems import INTERVAL_RULES, PARTIAL_SYSTEMS, Options, System, build
-
-GB = 1e9
 
 FLAG_OF_FIELD = {
     'iteration_s': '--iteration-time',
@@ -73,17 +72,6 @@ def errors(parser: argparse.ArgumentParser) -> Iterator[None]:
         parser.error(f'{flag} {error.problem}')
     except (InfeasiblePlan, DescriptionError, TraceError) as error:
         parser.error(str(error))
-
-
-@contextmanager
-def plot_errors(parser: argparse.ArgumentParser, target: Path) -> Iterator[None]:
-    """Exit with a message if the image cannot be written, or its format is unknown."""
-    try:
-        yield
-    except OSError as error:
-        parser.error(f'--plot {target}: {error.strerror}')
-    except ValueError as error:
-        parser.error(f'--plot {target}: {error}')
 
 
 _COSTS = [
@@ -155,8 +143,7 @@ def add_scenario_flags(parser: argparse.ArgumentParser) -> None:
         add_flags(parser.add_argument_group(title), *group)
 
 
-@dataclass(frozen=True)
-class Scenario:
+class Scenario(NamedTuple):
     """Everything that the flags describe, except the system."""
 
     options: Options
@@ -197,7 +184,7 @@ def scenario(args: argparse.Namespace) -> Scenario:
     if isinstance(process, Trace):
         pipeline = replace(pipeline, nodes=args.nodes or max(pipeline.nodes, len(process.names)))
     spares = None
-    fields.number('repair_s', args.repair_time, 'not_negative')
+    fields.number('repair_s', args.repair_time, NotNegative)
     if args.spares is not None:
         spares = Spares(args.spares, args.repair_time)
     given = {name: getattr(args, _dest(name)) for name in _GIVEN}
@@ -227,11 +214,11 @@ def _profile(args: argparse.Namespace) -> Profile | None:
         'network_bytes_per_s': args.network_bandwidth,
         'disk_bytes_per_s': args.disk_bandwidth,
     }
-    given = {name: gb * GB for name, gb in flags.items() if gb is not None}
+    given = {name: gb * GIGA for name, gb in flags.items() if gb is not None}
     if args.profile.is_dir():
         if args.recovery == 'localized' and args.micro_batches is None:
             raise FieldError('micro_batches', 'is missing; the events of a run do not say it')
-        return run_profile.derive(args.profile, given)
+        return profiles.derive(args.profile, given)
     return replace(read(args.profile, Profile), **given)
 
 
@@ -239,8 +226,6 @@ def _pipeline(args: argparse.Namespace, profile: Profile | None) -> Pipeline:
     base = profile.pipeline if profile else Pipeline()
     names = ('nodes', 'stages', 'micro_batches', 'copies')
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    for name, value in given.items():
-        fields.whole(name, value)
     if 'nodes' not in given and base.nodes == 1:
         given['nodes'] = given.get('stages', base.stages) * given.get('copies', base.copies)
     return replace(base, **given)
@@ -254,9 +239,8 @@ def _process(args: argparse.Namespace, profile: Profile | None) -> Process:
         if args.gpus is None or args.gpu_hours_per_failure is None:
             raise FieldError('mtbf', 'is missing; give it, or --gpus and --gpu-hours-per-failure')
         for name in ('gpus', 'gpu_hours_per_failure'):
-            if not getattr(args, name) > 0:
-                raise FieldError(name, f'is {getattr(args, name)!r}; give a number above 0')
-        mtbf_s = presets.mtbf_s(args.gpu_hours_per_failure, args.gpus)
+            fields.number(name, getattr(args, name), Positive)
+        mtbf_s = mtbf_of(args.gpu_hours_per_failure, args.gpus)
     if args.neighbours or args.repeat:
         if args.weibull_shape != 1:
             raise FieldError('shape', 'cannot be combined with --neighbours or --repeat')

@@ -22,9 +22,8 @@ import argparse
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from rich.console import Console
@@ -32,12 +31,12 @@ from rich.console import Console
 from ..lab.arguments import Flag, Parser, add_flags
 from ..lab.figures import print_json
 from ..lab.tables import table
-from ..plan.description import DescriptionError, read
-from ..plan.layout import spread
-from . import fields, flags
-from .fields import FieldError
+from ..model import fields
+from ..model.description import DescriptionError, read
+from ..model.fields import Checked, Count, FieldError, NotNegative, Whole
+from ..model.layout import spread
+from . import flags
 
-FORMAT = 'moevement-stages/1'
 _COMPUTE, _SYNC, _UPDATE = ('forward-compute', 'backward-compute'), 'all-grads-sync', 'optimizer'
 _TIMER = re.compile(r'^  ([\w-]+):$')
 _OF_RANK = re.compile(r'^ +rank +(\d+): ([\d.]+)$')
@@ -64,8 +63,7 @@ class Affine(NamedTuple):
         return self.latency_s + nbytes / self.bytes_per_s
 
 
-@dataclass(frozen=True)
-class Collective:
+class Collective(Checked, frozen=True):
     """One kind of collective: its measurements, and its calls in an iteration."""
 
     measured: tuple[tuple[float, float], ...]
@@ -74,28 +72,26 @@ class Collective:
     """Bytes of each call of an iteration that is not overlapped."""
 
 
-@dataclass(frozen=True)
-class StageProfile:
+class StageProfile(Checked, frozen=True):
     """Measurements of one node."""
 
-    format: str
-    """FORMAT."""
+    format: Literal['moevement-stages/1']
     micro_batch_s: tuple[tuple[float, ...], ...]
     """Seconds of forward and backward of one micro-batch, by stage and iteration."""
-    micro_batches: int
+    micro_batches: Whole
     """Number of micro-batches per iteration."""
-    layers: tuple[int, ...] | None = None
+    layers: tuple[Count, ...] | None = None
     """Layers on each stage; None: unknown, so that no other layers can be computed."""
-    chunks: int = 1
+    chunks: Whole = 1
     """Model chunks per stage (virtual stages), which shorten the bubble."""
-    sync_s: float = 0.0
+    sync_s: NotNegative = 0.0
     """Seconds of gradient synchronisation per iteration, in addition to `collectives`."""
-    update_s: float = 0.0
+    update_s: NotNegative = 0.0
     """Seconds of an optimizer step."""
-    collectives: dict[str, Collective] = field(default_factory=dict)
+    collectives: dict[str, Collective] = {}
 
     def __post_init__(self) -> None:
-        fields.require(self.format == FORMAT, 'format', self.format, f'must be {FORMAT!r}')
+        super().__post_init__()
         good = bool(self.micro_batch_s) and all(self.micro_batch_s)
         times = [seconds for stage in self.micro_batch_s for seconds in stage]
         rule = 'give seconds above 0, one or more of each stage'
@@ -106,7 +102,6 @@ class StageProfile:
             good = len(self.layers) == len(self.micro_batch_s)
             rule = f'give those of each of {len(self.micro_batch_s)} stages'
             fields.require(good, 'layers', self.layers, rule)
-        fields.check(self, whole='micro_batches chunks', not_negative='sync_s update_s')
 
     def stage_s(self) -> np.ndarray:
         """Median seconds of a micro-batch, float64 [stages]."""
@@ -208,7 +203,7 @@ def iteration_of(
         FieldError: a value is missing or breaks its rule.
     """
     batches = profile.micro_batches if micro_batches is None else micro_batches
-    fields.whole('micro_batches', batches)
+    fields.number('micro_batches', batches, Whole)
     as_measured = layers is None or tuple(layers) == profile.layers
     stage_s = profile.stage_s() if as_measured else stages_of(profile, layers or ())
     bubble = (len(stage_s) - 1) / profile.chunks
@@ -222,7 +217,7 @@ def iteration_of(
 def _check_layers(layers: Sequence[int]) -> None:
     fields.require(len(layers) > 0, 'layers', layers, 'give those of each stage')
     for count in layers:
-        fields.whole('layers', count, least=0)
+        fields.number('layers', count, Count)
 
 
 # ---- files
@@ -264,7 +259,7 @@ def read_stages(path: Path) -> StageProfile:
     even = all(given.get(name, 'None') == 'None' for name in _UNEVEN)
     chunks = given.get('virtual_pipeline_model_parallel_size', 'None')
     return StageProfile(
-        FORMAT, tuple(map(tuple, of_stages.T.tolist())), micro_batches,
+        'moevement-stages/1', tuple(map(tuple, of_stages.T.tolist())), micro_batches,
         spread(layers, stages) if even else None, 1 if chunks == 'None' else int(chunks),
         sync_s, update_s,
     )  # fmt: skip

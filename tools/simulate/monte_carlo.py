@@ -12,11 +12,12 @@ over independent histories (delta method).
 """
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from . import fields
+from ..model import fields
+from ..model.fields import Checked, Count, NotNegative, Positive, Whole
 from .closed_form import Dense, Sparse
 from .failures import FailureTimes, Process, Renewal, Trace
 from .runs import DenseRun, Run, RunFactory, SparseRun
@@ -32,33 +33,19 @@ _ROUNDING = 1e-12
 _STUDENT = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622)
 
 
-@dataclass(frozen=True)
-class Spares:
+class Spares(Checked, frozen=True):
     """Spare nodes.
 
     A spare replaces a failed node; without a spare, the job waits until the next node is
     repaired.
     """
 
-    count: int = 0
-    repair_s: float = 0.0
+    count: Count = 0
+    repair_s: NotNegative = 0.0
     """Seconds until a failed node becomes a spare, unless the failures have repair times."""
 
-    def __post_init__(self) -> None:
-        fields.check(self, count='count', not_negative='repair_s')
 
-
-@dataclass(frozen=True)
-class Timeline:
-    """The first history: a path of (seconds, useful seconds kept)."""
-
-    seconds: np.ndarray
-    useful_s: np.ndarray
-    """Kept useful seconds until each time; same length as `seconds`."""
-
-
-@dataclass(frozen=True)
-class Estimate:
+class Estimate(NamedTuple):
     """Result of a simulation."""
 
     ettr: float
@@ -75,7 +62,8 @@ class Estimate:
     """Share of the failures that hit a recovery."""
     waited_s: float
     """Mean seconds that a failure waited for a spare."""
-    timeline: Timeline
+    ettr_of_first: float
+    """ETTR of the first history."""
     run: Run
     """The simulated run, which has further counts for some systems."""
 
@@ -108,7 +96,7 @@ def simulate(
         FieldError: an argument breaks its rule.
     """
     for name, value in (('hours', hours), ('job_hours', job_hours)):
-        fields.number(name, 1.0 if value is None else value, 'positive')
+        fields.number(name, 1.0 if value is None else value, Positive)
     if job_hours is None and isinstance(process, Trace):
         job_hours = process.length_s / 3600
     if histories is None:
@@ -116,7 +104,7 @@ def simulate(
         if hours is not None and job_hours is not None:
             histories = max(2, round(hours / job_hours))
     _check_sizes(histories, nodes, spares)
-    fields.whole('seed', seed, least=0)
+    fields.number('seed', seed, Count)
     # Failures have a separate stream: all systems get the same ones.
     rng, run_rng = np.random.default_rng(seed).spawn(2)
     run = _run(system, histories, run_rng)
@@ -136,8 +124,8 @@ def simulate(
 
 def _check_sizes(histories: int, nodes: int, spares: Spares | None) -> None:
     """Check memory: each history has a figure for each node and each spare."""
-    fields.whole('histories', histories, least=2)
-    fields.whole('nodes', nodes)
+    fields.require(histories >= 2, 'histories', histories, 'give a whole number, 2 or more')
+    fields.number('nodes', nodes, Whole)
     sizes = {'histories': 1, 'nodes': nodes, 'count': spares.count if spares else 0}
     for name, value in sizes.items():
         given = histories if name == 'histories' else value
@@ -182,7 +170,6 @@ class _Histories:
         self.free_at = np.zeros((histories, spares.count if spares else 0))
         self.failures = self.struck_again = 0
         self.waited_s = 0.0
-        self.path = [(0.0, 0.0)]
         self.rows = np.arange(histories)
 
     def begin_with_failure(self, nodes: np.ndarray) -> None:
@@ -194,12 +181,15 @@ class _Histories:
         """Run all histories to the horizon, by default to the last failure."""
         for column in range(self.drawn.times.shape[1]):
             self._fail(column)
-        wall = self.drawn.times[:, -1] if horizon_s is None else self._finish(horizon_s)
+        if horizon_s is None:
+            wall = self.drawn.times[:, -1]
+        else:  # work in progress counts as kept
+            self.useful += np.maximum(horizon_s - self.ready, 0.0) * self.run.efficiency
+            wall = np.full(len(self.ready), horizon_s)
         ettr, half = ratio_interval(self.useful, wall)
         lost_s = math.nan
         if self.failures:
             lost_s = float((wall - self.useful / self.run.efficiency).sum()) / self.failures
-        seconds, useful_s = (np.array(values) for values in zip(*self.path, strict=True))
         return Estimate(
             ettr=ettr,
             ci95=(max(0.0, ettr - half), min(1.0, ettr + half)),
@@ -208,7 +198,7 @@ class _Histories:
             lost_s=lost_s,
             struck_again=self.struck_again / max(1, self.failures),
             waited_s=self.waited_s / max(1, self.failures),
-            timeline=Timeline(seconds, useful_s),
+            ettr_of_first=float(self.useful[0] / wall[0]),
             run=self.run,
         )
 
@@ -217,22 +207,14 @@ class _Histories:
         at = self.drawn.times[:, column]
         happens = at < math.inf
         running = happens & (at >= self.ready)
-        self._train(running, at)
+        seconds = np.where(running, at - self.ready, 0.0)
+        self.useful += self.run.advance(running, seconds)
         self.lost[running] = False
         self.lost[self.rows[happens], self.drawn.nodes[happens, column]] = True
         back = at + self._wait_s(column, happens) + self.run.recovery_s(self.lost)
         self.ready = np.where(happens, back, self.ready)
         self.failures += int(happens.sum())
         self.struck_again += int((happens & ~running).sum())
-
-    def _train(self, running: np.ndarray, until: np.ndarray) -> None:
-        """Train where `running`, from `ready` to the failure at `until`."""
-        seconds = np.where(running, until - self.ready, 0.0)
-        before = float(self.useful[0])
-        self.useful += self.run.advance(running, seconds)
-        if running[0]:
-            self.path.append((float(self.ready[0]), before))
-            self.path.append((float(until[0]), float(self.useful[0])))
 
     def _wait_s(self, column: int, happens: np.ndarray) -> np.ndarray | float:
         """Seconds until a node replaces the failed one: a spare, or the repaired node itself."""
@@ -253,16 +235,6 @@ class _Histories:
         waits[happens] = np.maximum(free[happens] - at[happens], 0.0)
         self.waited_s += float(waits.sum())
         return waits
-
-    def _finish(self, horizon_s: float) -> np.ndarray:
-        """Train to the horizon; work in progress counts as kept."""
-        rest = np.maximum(horizon_s - self.ready, 0.0)
-        before = float(self.useful[0])
-        self.useful += rest * self.run.efficiency
-        if rest[0]:
-            self.path.append((float(self.ready[0]), before))
-        self.path.append((horizon_s, float(self.useful[0])))
-        return np.full(len(rest), horizon_s)
 
 
 def ratio_interval(useful: np.ndarray, wall: np.ndarray) -> tuple[float, float]:

@@ -1,40 +1,62 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Placement of replicas on nodes, and the probability that random failures lose nothing.
+r"""Computes the probability that copies of ranks, or replicas of experts, survive failures.
 
-First the placement of copies of ranks' states, as in training; then that of replicas of experts.
+    moevement simulate placement ranks --nodes 12 --gpus-per-node 8 --failed 4
+    moevement simulate placement ranks --nodes 64 --gpus-per-node 8 --nodes-per-switch 8 \
+        --same-state 2
+    moevement simulate placement experts --nodes 10 --slots 6 --experts 16 --least 2 --skew 2 \
+        --failed 4
+
+`ranks` places 1, 2 and 3 copies of each rank's state on other nodes, as training does, and prints
+the probability that all state survives a random set of failed nodes. `experts` compares Lazarus'
+maximum rank overlap with evenly distributed replicas.
 
 Maximum rank overlap is the placement of Lazarus (Wu et al., arXiv 2407.04656): experts are sorted
 by their number of replicas and divided into groups of as many experts as a node has slots; the
 first of a group, its representative, has the fewest replicas. Each group gets as many nodes as its
 representative has replicas, with all of the group's experts on each node. Experts that fail
-together count once, so few sets of failed nodes lose an expert.
+together count once, so few sets of failed nodes lose an expert. The placement is optimal if the
+nodes of all representatives exist. Only the last group can get too few nodes, and only if it has
+fewer experts than a node has slots; then its experts are squeezed onto the remaining nodes, and
+distributing them over other nodes can be better: replicas (2, 3, 3) on 4 nodes of 2 slots survive
+2 failures with 4/6, while 5/6 is possible.
 
-The placement is optimal if the nodes of all representatives exist: sum(representatives) <= nodes.
-Only the last group can get too few nodes, and only if it has fewer experts than a node has slots;
-then its experts are squeezed onto the remaining nodes, and distributing them over other nodes can
-be better: replicas (2, 3, 3) on 4 nodes of 2 slots survive 2 failures with 4/6, while 5/6 is
-possible.
+Exit status: 0 done, 2 the input is impossible.
 """
 
+import argparse
 import math
+import statistics
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import batched, combinations
+from typing import Any
 
+import msgspec
 import numpy as np
+from rich.console import Console
+from rich.table import Table
 
 from moevement_ext.replicate.placement import LinkCost, place_replicas
+
+from ..lab.arguments import Parser, at_least
+from ..lab.figures import print_json
+from ..lab.tables import table
 
 Placement = list[tuple[int, ...]]
 """Experts in the slots of each node."""
 
 ENUMERATION_LIMIT = 200_000
+SPREADS = 20
 _CHUNK = 4096
+_MOST_SKEW = 100
 
 
-@dataclass(frozen=True)
-class Survival:
+# ---- copies of ranks' states
+
+
+class Survival(msgspec.Struct, frozen=True):
     """Simultaneous loss of domains, with all sets equally likely."""
 
     failed: int
@@ -45,8 +67,7 @@ class Survival:
     """Standard error of the probability; 0 only after an exact enumeration."""
 
 
-@dataclass(frozen=True)
-class Placed:
+class Placed(msgspec.Struct, frozen=True):
     """Placement with one number of replicas."""
 
     replicas: int
@@ -91,10 +112,8 @@ def survival_report(
             error = math.sqrt(share * (1 - share) / (samples + 4))
             exact = is_exact(len(set(domains)), lost)
             survival.append(Survival(lost, probability, 0.0 if exact else error))
-        least, load = (
-            min(map(len, holders), default=0),
-            (min(loads, default=0), max(loads, default=0)),
-        )
+        least = min(map(len, holders), default=0)
+        load = min(loads, default=0), max(loads, default=0)
         mean = sum(distance(*link) for link in links) / len(links) if distance and links else None
         found.append(Placed(count, least, load, mean, survival))
     return found
@@ -260,3 +279,140 @@ def _put(expert: int, held: list[list[int]], slots: int, ties: Sequence[int] | N
     free = [node for node in ties if len(held[node]) < slots]
     node = min(free, key=lambda node: (expert in held[node], len(held[node])))
     held[node].append(expert)
+
+
+# ---- the command
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_arguments(argv)
+    try:
+        if args.failed > args.nodes:
+            raise ValueError(f'--failed {args.failed}: there are {args.nodes} nodes')
+        found = ranks_report(args) if args.command == 'ranks' else experts_report(args)
+    except ValueError as error:
+        print(f'placement: {error}', file=sys.stderr)
+        return 2
+    if args.json:
+        print_json(found)
+    elif args.command == 'ranks':
+        Console().print(ranks_table(found['placements']))
+    else:
+        print_experts(found, Console())
+    return 0
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = Parser(prog='moevement simulate placement', description=__doc__.split('\n')[0])
+    positive = at_least(1)
+    commands = parser.add_subparsers(dest='command', required=True)
+    ranks = commands.add_parser('ranks', help="copies of ranks' states")
+    experts = commands.add_parser('experts', help='replicas of experts')
+    for command in (ranks, experts):
+        command.add_argument('--nodes', type=positive, required=True)
+        command.add_argument('--failed', type=positive, default=4, help='most failures at once')
+        command.add_argument('--json', action='store_true')
+    ranks.add_argument('--gpus-per-node', type=positive, default=8)
+    ranks.add_argument('--nodes-per-switch', type=positive, help='links within a switch are cheap')
+    ranks.add_argument(
+        '--same-state', type=positive, default=1, help='data-parallel ranks with the same state'
+    )
+    experts.add_argument('--slots', type=positive, required=True, help='experts a node can hold')
+    experts.add_argument('--experts', type=positive, required=True)
+    experts.add_argument('--least', type=positive, default=2, help='replicas of each expert')
+    experts.add_argument(
+        '--skew', type=_power, default=1.0, help='tokens of the i-th expert grow as i to this power'
+    )
+    return parser.parse_args(argv)
+
+
+def ranks_report(args: argparse.Namespace) -> dict[str, Any]:
+    """Placements of 1 to 3 copies. Raises ValueError if flags contradict each other."""
+    ranks = args.nodes * args.gpus_per_node
+    if ranks % args.same_state:
+        raise ValueError(f'--same-state {args.same_state}: must divide the {ranks} ranks')
+    domains = [f'node{rank // args.gpus_per_node:05}' for rank in range(ranks)]
+    apart = ranks // args.same_state
+    groups = [list(range(first, ranks, apart)) for first in range(apart)]
+
+    def hops(owner: int, holder: int) -> float:
+        switch = args.nodes_per_switch * args.gpus_per_node
+        return float(owner // switch != holder // switch)
+
+    placements = survival_report(
+        domains,
+        range(1, args.failed + 1),
+        groups=groups if args.same_state > 1 else None,
+        distance=hops if args.nodes_per_switch else None,
+    )
+    return {'nodes': args.nodes, 'ranks': ranks, 'placements': placements}
+
+
+def experts_report(args: argparse.Namespace) -> dict[str, Any]:
+    """Both placements for some loads. Raises ValueError if experts do not fit."""
+    tokens = [(expert + 1) ** args.skew for expert in range(args.experts)]
+    shape = (args.nodes, args.slots)
+    replicas = allocate_replicas(tokens, *shape, args.least)
+    overlap = maximum_rank_overlap(replicas, *shape)
+    spreads = [spread(replicas, *shape, seed) for seed in range(SPREADS)]
+    return {
+        'replicas': replicas,
+        'representatives': representatives(replicas, args.slots),
+        'representatives_fit': representatives_fit(replicas, *shape),
+        'maximum_rank_overlap': [
+            recovery_probability(overlap, lost) for lost in range(1, args.failed + 1)
+        ],
+        'spread': [
+            statistics.mean(recovery_probability(placement, lost) for placement in spreads)
+            for lost in range(1, args.failed + 1)
+        ],
+        'nodes': [list(node) for node in overlap],
+    }
+
+
+def ranks_table(placements: Sequence[Placed]) -> Table:
+    """A row for each number of replicas, a column for each number of failed nodes."""
+    columns = ['>copies', '>holders', '>load', '>links between switches']
+    columns += [f'>{lost.failed} failed' for lost in placements[0].survival]
+    rows = []
+    for placed in placements:
+        least, most = placed.load
+        away = placed.mean_distance
+        rows.append((
+            str(placed.replicas),
+            str(placed.holders),
+            str(least) if least == most else f'{least} to {most}',
+            '' if away is None else f'{away:.0%}',
+            *(
+                f'{one.probability:.4f}'
+                + (f' ±{one.standard_error:.4f}' if one.standard_error else '')
+                for one in placed.survival
+            ),
+        ))  # fmt: skip
+    return table(columns, rows, title='Probability that nothing is lost', title_justify='left')
+
+
+def print_experts(found: dict[str, Any], console: Console) -> None:
+    """Replicas, and a row per number of failed nodes."""
+    console.print(f"replicas: {' '.join(map(str, found['replicas']))}", highlight=False)
+    fit = 'fit, so the overlap is optimal' if found['representatives_fit'] else 'do not all fit'
+    console.print(f"representatives: {found['representatives']}; they {fit}", highlight=False)
+    pairs = zip(found['maximum_rank_overlap'], found['spread'], strict=True)
+    rows = [
+        (str(lost), f'{overlap:.3f}', f'{spread:.3f}')
+        for lost, (overlap, spread) in enumerate(pairs, start=1)
+    ]
+    columns = ('>failed', '>maximum rank overlap', '>spread (mean)')
+    title = 'Probability that every expert survives'
+    console.print(table(columns, rows, title=title, title_justify='left'))
+
+
+def _power(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not abs(value) <= _MOST_SKEW:
+        rule = f'give a number from -{_MOST_SKEW} to {_MOST_SKEW}'
+        raise argparse.ArgumentTypeError(f'{text}: {rule}')
+    return value

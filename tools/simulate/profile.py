@@ -1,76 +1,90 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measurements of a training run (or known values of a planned one) as input of the systems.
+r"""Derives the profile of a run, the simulator's input, from its events.
 
-A profile is a JSON object with the fields of Profile; units are seconds, bytes and bytes per
-second. All values describe one rank, the rank with the most bytes.
+    moevement simulate profile runs/events -o run.json
+    moevement simulate --system ours --profile run.json --mtbf 0.5x
+
+`--profile` also accepts the folder itself. Events have no disk rate (`--disk-bandwidth`) and no
+number of micro-batches (`--micro-batches`). Without replicas they have no network rate
+(`--network-bandwidth`). A profile is a JSON object with the fields of Profile; units are seconds,
+bytes and bytes per second. All values describe one rank, the rank with the most bytes.
+
+Exit status: 0 done, 2 the events are not sufficient, or the profile cannot be written.
 """
 
-from dataclasses import dataclass
+import math
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
+from moevement_ext.events import Protected, Replanned, WindowCommitted
 from moevement_ext.plan.byte_planner import DEFAULT_HIDDEN_FRACTION
 
-from . import fields
+from ..lab.arguments import Parser
+from ..lab.errors import LabError
+from ..lab.figures import write_json
+from ..lab.history import Episode, History, read_history
+from ..model import fields
+from ..model.description import DescriptionError
+from ..model.fields import Checked, Count, FieldError, NotNegative, Part, Positive
 from .runs import Pipeline
 
-FORMAT = 'moevement-profile/1'
+COMPUTED_AGAIN = ('fetch', 'load', 'convert', 'catch_up')
+"""Phases of a recovery that the simulator computes itself."""
 
 
-@dataclass(frozen=True)
-class OperatorProfile:
+class OperatorProfile(Checked, frozen=True):
     """One operator on this rank."""
 
     name: str
-    full_bytes: int
+    full_bytes: Count
     """Bytes of master weights and optimizer moments."""
-    weight_bytes: int
+    weight_bytes: Count
     """Bytes of compute weights."""
-    tokens: float | None = None
+    tokens: NotNegative | None = None
     """Tokens of an expert, in any unit; None for operators that every token passes."""
 
     def __post_init__(self) -> None:
-        fields.check(self, count='full_bytes weight_bytes', not_negative='tokens')
+        super().__post_init__()
         rule = f'give no more than full_bytes, {self.full_bytes}'
         fields.require(
             self.weight_bytes <= self.full_bytes, 'weight_bytes', self.weight_bytes, rule
         )
 
 
-@dataclass(frozen=True)
-class Profile:
+class Profile(Checked, frozen=True):
     """A workload on a machine."""
 
-    format: str
-    """FORMAT."""
+    format: Literal['moevement-profile/1']
     name: str
     source: str
     """Origin of the figures."""
-    iteration_s: float
+    iteration_s: Positive
     """T, seconds without fault tolerance."""
     operators: tuple[OperatorProfile, ...]
     """Operators in the order of capture."""
-    copy_bytes_per_s: float
+    copy_bytes_per_s: Positive
     """Rate of copies to host memory during training."""
-    network_bytes_per_s: float
+    network_bytes_per_s: Positive
     """This rank's share of its node's links."""
-    disk_bytes_per_s: float | None = None
+    disk_bytes_per_s: Positive | None = None
     """This rank's share of the storage; None: unknown (only some systems need it)."""
-    replicas: int = 1
+    replicas: Count = 1
     """Copies of captured state on other nodes."""
-    hidden_fraction: float = DEFAULT_HIDDEN_FRACTION
+    hidden_fraction: Part = DEFAULT_HIDDEN_FRACTION
     """Part of an iteration that hides copies."""
-    restart_s: float = 0.0
+    restart_s: NotNegative = 0.0
     """Seconds from a failure until state can be loaded: detection, new process, new groups."""
-    mtbf_s: float | None = None
+    mtbf_s: Positive | None = None
     """Mean seconds between failures of the job; None: unknown."""
     pipeline: Pipeline = Pipeline()
 
     def __post_init__(self) -> None:
-        fields.require(self.format == FORMAT, 'format', self.format, f'must be {FORMAT!r}')
-        rates = 'copy_bytes_per_s network_bytes_per_s disk_bytes_per_s'
-        fields.check(self, positive=f'iteration_s mtbf_s {rates}', not_negative='restart_s',
-                     count='replicas', part='hidden_fraction')  # fmt: skip
+        super().__post_init__()
         fields.require(self.state_bytes > 0, 'operators', self.operators, 'list one with bytes')
         names = [operator.name for operator in self.operators]
         twice = sorted({name for name in names if names.count(name) > 1})
@@ -100,8 +114,8 @@ class Profile:
             FieldError: the rate is unknown.
         """
         if self.disk_bytes_per_s is None:
-            problem = 'is missing; the profile does not say it, and this system uses a disk'
-            raise fields.FieldError('disk_bytes_per_s', problem)
+            rule = 'is missing; the profile does not say it, and this system uses a disk'
+            raise fields.FieldError('disk_bytes_per_s', rule)
         return self.state_bytes / self.disk_bytes_per_s
 
     @property
@@ -113,3 +127,123 @@ class Profile:
         """Token share of each expert, float64 [experts], summing to 1; None without experts."""
         tokens = np.array([op.tokens for op in self.operators if op.tokens is not None])
         return tokens / tokens.sum() if tokens.size and tokens.sum() > 0 else None
+
+
+# ---- from the events of a run
+
+
+def derive(folder: Path, given: Mapping[str, float]) -> Profile:
+    """Derive the profile of a run.
+
+    Raises:
+        DescriptionError: there are no events, or they are not sufficient.
+        FieldError: a field breaks its rule.
+    """
+    try:
+        history = read_history(folder)
+    except LabError as error:
+        raise DescriptionError(str(error)) from error
+    pace, places = history.pace, history.places
+    if pace is None or not places:
+        raise DescriptionError(
+            f'{folder}: no rank has trained from one window to the next yet; give the events of '
+            'a longer run'
+        )
+    largest = max(places.values(), key=lambda place: sum(full for full, _ in _sizes(place)))
+    restart_s, how = _restart(history)
+    measured: dict[str, float | None] = {
+        'copy_bytes_per_s': _slowest(history, 'copy_bytes_per_s'),
+        'network_bytes_per_s': _slowest(history, 'send_bytes_per_s'),
+        **given,
+    }
+    for name, flag in (('copy_bytes_per_s', '--copy-bandwidth'),
+                       ('network_bytes_per_s', '--network-bandwidth')):  # fmt: skip
+        if measured[name] is None:
+            raise DescriptionError(f'{folder}: the events do not say {name}; give {flag}')
+    return Profile(
+        format='moevement-profile/1',
+        name=str(folder),
+        source=f'Events of a run of {len(history.ranks)} ranks up to iteration '
+        f'{history.iteration}; rank {largest.rank} holds most. Rates: of the slowest rank. '
+        f'Restart: {how}.',
+        iteration_s=pace.iteration_s - pace.exposed_s,
+        operators=_operators(history, largest),
+        replicas=min(place.replicas for place in places.values()),
+        restart_s=restart_s,
+        mtbf_s=history.mtbf_s,
+        pipeline=_pipeline(places),
+        **measured,  # type: ignore[arg-type]
+    )
+
+
+def _sizes(place: Protected) -> list[tuple[int, int]]:
+    return list(place.operators.values())
+
+
+def _operators(history: History, place: Protected) -> tuple[OperatorProfile, ...]:
+    """Operators of a rank; experts have equal shares until their popularity is known."""
+    plans = history.newest(Replanned)
+    shares = plans[place.rank].shares if place.rank in plans else {}
+    experts = set(place.experts)
+    return tuple(
+        OperatorProfile(name, full, weights, shares.get(name, 0.0 if shares else 1.0)
+                        if name in experts else None)
+        for name, (full, weights) in place.operators.items()
+    )  # fmt: skip
+
+
+def _slowest(history: History, field: str) -> float | None:
+    """The slowest of all ranks' newest rates; None without any."""
+    rates = (getattr(event, field) for event in history.newest(WindowCommitted).values())
+    return min((rate for rate in rates if rate is not None), default=None)
+
+
+def _restart(history: History) -> tuple[float, str]:
+    """Seconds from a failure until state can be loaded, and the origin of the figure."""
+    back = [_restart_of(episode) for episode in history.episodes if episode.recovered]
+    if back:
+        return statistics.median(back), f'median of {len(back)} recoveries, without the replay'
+    return history.trained_from - history.begun, 'as long as the launch, for nothing failed'
+
+
+def _restart_of(episode: Episode) -> float:
+    """Seconds of a recovery, without loading and repeated work."""
+    end = episode.end if episode.end is not None else episode.events[-1].time
+    again = sum(episode.phases.get(name, 0.0) for name in COMPUTED_AGAIN)
+    return max(end - episode.start - again, 0.0)
+
+
+def _pipeline(places: Mapping[int, Protected]) -> Pipeline:
+    """Nodes and stages; if they do not divide evenly, each stage counts as a node."""
+    stages = 1 + max(place.stage for place in places.values())
+    nodes = len({place.node for place in places.values()})
+    if nodes % stages and stages % nodes:
+        nodes = stages
+    copies = min(place.copies for place in places.values())
+    apart = math.gcd(copies, nodes // stages) if nodes >= stages else 1
+    return Pipeline(nodes, stages, copies=apart)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = Parser(prog='moevement simulate profile', description=__doc__)
+    parser.add_argument('events', type=Path, help='folder of --sparse-ckpt-events')
+    parser.add_argument('-o', '--output', type=Path, required=True, help='JSON file to write')
+    for name in ('network', 'disk'):
+        parser.add_argument(
+            f'--{name}-bandwidth', type=float, dest=name, metavar='GB/s',
+            help='per rank; for events without it',
+        )  # fmt: skip
+    args = parser.parse_args(argv)
+    rates = {'network_bytes_per_s': args.network, 'disk_bytes_per_s': args.disk}
+    given = {name: 1e9 * rate for name, rate in rates.items() if rate is not None}
+    try:
+        profile = derive(args.events, given)
+        write_json(args.output, profile)
+    except (DescriptionError, FieldError, OSError) as error:
+        text = f'--output {args.output}: {error.strerror}' if isinstance(error, OSError) else error
+        print(f'simulate profile: {text}', file=sys.stderr)
+        return 2
+    seen = 'nothing failed' if profile.mtbf_s is None else f'a failure every {profile.mtbf_s:.0f} s'
+    print(f'{args.output}: {len(profile.operators)} operators, '
+          f'{profile.iteration_s:.3g} s per iteration, {seen}')  # fmt: skip
+    return 0

@@ -11,28 +11,27 @@ adjacent lost stages replay as one pipeline; separate ones replay in parallel.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 
-from . import fields
+from ..model import fields
+from ..model.fields import Checked, Whole
 from .closed_form import Dense, Sparse
 
 
-@dataclass(frozen=True)
-class Pipeline:
+class Pipeline(Checked, frozen=True):
     """Nodes of a job."""
 
-    nodes: int = 1
-    stages: int = 1
+    nodes: Whole = 1
+    stages: Whole = 1
     """S; a multiple of `nodes`, or `nodes` a multiple of it."""
-    micro_batches: int = 1
+    micro_batches: Whole = 1
     """m, per iteration."""
-    copies: int = 1
+    copies: Whole = 1
     """Number of nodes of a stage with the same state (data-parallel redundancy); 1: none."""
 
     def __post_init__(self) -> None:
-        fields.check(self, whole='nodes stages micro_batches copies')
+        super().__post_init__()
         even = self.nodes % self.stages == 0 or self.stages % self.nodes == 0
         fields.require(even, 'stages', self.stages, f'must divide evenly over {self.nodes} nodes')
         good = self.copies == 1 or (self.nodes // self.stages) % self.copies == 0

@@ -17,9 +17,8 @@ import argparse
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich.console import Console
@@ -32,10 +31,10 @@ from ..lab.drawing import OWN, PALETTE, picture, subtitle
 from ..lab.figures import print_json
 from ..lab.tables import table
 from ..lab.text import tick
+from ..model.fields import FieldError
 from . import flags
 from .closed_form import Dense
 from .experts import PartialRun
-from .fields import FieldError
 from .systems import PARTIAL_SYSTEMS, SPARSE_SYSTEMS, SYSTEMS
 
 WHOLE = ('gpus', 'window', 'interval')
@@ -73,8 +72,7 @@ NAMES = {
 _CROWDED = 0.06
 
 
-@dataclass(frozen=True)
-class Point:
+class Point(NamedTuple):
     """One system at one value."""
 
     system: str
@@ -221,22 +219,6 @@ def check_it_matters(args: argparse.Namespace, names: Sequence[str]) -> None:
         )
 
 
-def names_of(parser: argparse.ArgumentParser, text: str) -> list[str]:
-    """Systems of a comma-separated list; exits with a message if one is unknown."""
-    names = text.split(',')
-    for name in names:
-        if name not in SYSTEMS:
-            parser.error(f'--systems: {name!r} is not a system; choose from {", ".join(SYSTEMS)}')
-    return names
-
-
-def add_output_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the output flags, and all flags of a scenario."""
-    parser.add_argument('--plot', type=Path, metavar='FILE', help='image to write')
-    parser.add_argument('--json', action='store_true', help='print JSON instead of a table')
-    flags.add_scenario_flags(parser)
-
-
 def parse_arguments(
     argv: Sequence[str] | None,
 ) -> tuple[argparse.ArgumentParser, argparse.Namespace, list[float]]:
@@ -245,7 +227,9 @@ def parse_arguments(
     parser.add_argument('--values', required=True, help='comma-separated')
     parser.add_argument('--systems', required=True, help='comma-separated')
     parser.add_argument('--show', choices=tuple(SHOWN), help='(default: ettr; by skew: simulated)')
-    add_output_flags(parser)
+    parser.add_argument('--plot', type=Path, metavar='FILE', help='image to write')
+    parser.add_argument('--json', action='store_true', help='print JSON instead of a table')
+    flags.add_scenario_flags(parser)
     args = parser.parse_args(argv)
     # The closed formula of a system that loses tokens uses its first K, whatever the skew.
     args.show = args.show or ('simulated' if args.over == 'skew' else 'ettr')
@@ -255,27 +239,32 @@ def parse_arguments(
         parser.error(f'--values {args.values}: give numbers, separated by commas')
     if args.over in WHOLE and not all(value.is_integer() for value in values):
         parser.error(f'--values {args.values}: --over {args.over} takes whole numbers')
+    args.systems = args.systems.split(',')
+    for name in args.systems:
+        if name not in SYSTEMS:
+            parser.error(f'--systems: {name!r} is not a system; choose from {", ".join(SYSTEMS)}')
     return parser, args, values
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser, args, values = parse_arguments(argv)
-    names = names_of(parser, args.systems)
     with flags.errors(parser):
-        check_it_matters(args, names)
-        points, missing = sweep(args, names, values)
+        check_it_matters(args, args.systems)
+        points, missing = sweep(args, args.systems, values)
     console = Console(stderr=args.json)
     for reason in missing:
         console.print(reason, style='yellow', markup=False, soft_wrap=True)
     if not points:
         return 2
     if args.json:
-        print_json([vars(point) for point in points])
+        print_json([point._asdict() for point in points])
     else:
         print_table(points, args.over, args.show, console)
     if args.plot:
-        with flags.plot_errors(parser, args.plot):
+        try:
             draw(points, args.over, args.show, args.plot)
+        except (OSError, ValueError) as error:
+            parser.error(f'--plot {args.plot}: {getattr(error, "strerror", None) or error}')
     return 0
 
 

@@ -25,20 +25,32 @@ failure also loses, on average, as many iterations as a copy takes.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from typing import Literal, get_args
 
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
 
 from moevement_ext.plan.byte_planner import OperatorTable, balanced, fewest_slots
 from moevement_ext.plan.strategy.dense import young_s
 
-from ..plan.algorithm1 import plan_as_printed
+from ..model import fields
+from ..model.algorithm1 import plan_as_printed
+from ..model.fields import (
+    Checked,
+    FieldError,
+    NotNegative,
+    Positive,
+    PositiveOrInfinite,
+    Share,
+    Whole,
+)
 from . import closed_form as intervals
-from . import fields
-from .closed_form import LONGEST_WINDOW, Dense, Sparse
+from .closed_form import Dense, Sparse, Window
 from .experts import (
     PartialExperts,
     PartialRun,
+    Selection,
     frozen_shares,
     spread_over,
     with_experts,
@@ -51,23 +63,23 @@ SPARSE_SYSTEMS = ('moevement', 'ours', 'copy')
 PARTIAL_SYSTEMS = ('moc', 'moetion')
 """Systems that lose tokens, which are counted relative to the length of a job."""
 SYSTEMS = DENSE_SYSTEMS + SPARSE_SYSTEMS
-INTERVAL_RULES = ('oracle', 'young', 'daly')
+IntervalRule = Literal['oracle', 'young', 'daly']
+INTERVAL_RULES = get_args(IntervalRule)
 
 
-@dataclass(frozen=True)
-class Options:
+class Options(Checked, frozen=True):
     """Known values of a system; None: computed from the profile."""
 
-    iteration_s: float | None = None
-    interval: int | None = None
-    window: int | None = None
-    overhead_s: float | None = None
-    stall_s: float | None = None
-    restart_s: float | None = None
+    iteration_s: Positive | None = None
+    interval: Whole | None = None
+    window: Window | None = None
+    overhead_s: NotNegative | None = None
+    stall_s: NotNegative | None = None
+    restart_s: NotNegative | None = None
     """Whole restart, including loading."""
-    mtbf_s: float = math.inf
-    local_saving: float = 0.0
-    frozen_saving: float = 0.0
+    mtbf_s: PositiveOrInfinite = math.inf
+    local_saving: Share = 0.0
+    frozen_saving: Share = 0.0
     pipeline: Pipeline | None = None
     localized: bool = False
     """Only lost stages replay; needs a pipeline of 2 or more stages."""
@@ -77,23 +89,22 @@ class Options:
     """Token shares of the experts; None: the profile's, or equal shares."""
     by_popularity: bool = True
     """Popular experts are captured last."""
-    interval_rule: str = 'oracle'
-    overhead_bound: float = 0.03
+    interval_rule: IntervalRule = 'oracle'
+    overhead_bound: Positive = 0.03
     """Share of an iteration that checkpoints may cost (CheckFreq)."""
-    experts: int | None = None
+    experts: Whole | None = None
     """Experts of a layer; None: as many as the profile has."""
-    saved: int | None = None
+    saved: Whole | None = None
     """Experts of a layer in a checkpoint; with a profile it needs `experts`."""
-    selection: str = 'sequential'
-    lost_budget: float | None = None
-    job_s: float | None = None
+    selection: Selection = 'sequential'
+    lost_budget: Positive | None = None
+    job_s: Positive | None = None
     """Length of the job."""
-    copy_s: float | None = None
+    copy_s: NotNegative | None = None
     """Seconds to copy the state of a rank from a data-parallel copy."""
 
 
-@dataclass(frozen=True)
-class System:
+class System(Struct, frozen=True):
     """A system, ready for computation and simulation."""
 
     name: str
@@ -101,7 +112,7 @@ class System:
     """Costs in the closed formulas."""
     run: RunFactory | None = None
     """The simulated Run; None: simulate `costs`."""
-    found: dict[str, float] = field(default_factory=dict)
+    found: dict[str, float] = {}
     """Computed costs for the report: bytes, seconds, experts."""
 
 
@@ -115,28 +126,20 @@ def build(name: str, options: Options, profile: Profile | None = None) -> System
     fields.require(name in SYSTEMS, 'system', name, f'one of {", ".join(SYSTEMS)}')
     if options.iteration_s is None:
         if profile is None:
-            raise fields.FieldError('iteration_s', 'is missing; give it, or a profile')
+            raise FieldError('iteration_s', 'is missing; give it, or a profile')
         options = replace(options, iteration_s=profile.iteration_s)
     elif profile is not None:
         profile = replace(profile, iteration_s=options.iteration_s)
     if profile is not None and options.pipeline is None:
         options = replace(options, pipeline=profile.pipeline)
-    _check(options)
     return _BUILDERS[name](name, options, profile)
-
-
-def _check(options: Options) -> None:
-    """Check the inputs of the costs. Raises FieldError."""
-    fields.check(options, positive='iteration_s job_s', whole='interval experts')
-    if options.window is not None:
-        fields.whole('window', options.window, most=LONGEST_WINDOW)
 
 
 def _dense(options: Options, **priced: float | None) -> Dense:
     """Dense costs: given options, else computed prices."""
     interval = options.interval if options.interval is not None else priced.get('interval')
     if interval is None:
-        raise fields.FieldError('interval', 'is missing; give it, or a profile to price it from')
+        raise FieldError('interval', 'is missing; give it, or a profile to price it from')
     assert options.iteration_s is not None
 
     def term(name: str) -> float:
@@ -159,7 +162,7 @@ def _given_dense(name: str, options: Options, profile: Profile | None) -> System
 
 def _none(name: str, options: Options, profile: Profile | None) -> System:
     if options.job_s is None:
-        raise fields.FieldError('job_s', 'is missing; without checkpoints its length matters')
+        raise FieldError('job_s', 'is missing; without checkpoints its length matters')
     assert options.iteration_s is not None
     interval = max(1, round(options.job_s / options.iteration_s))
     return _given_dense(name, replace(options, interval=interval), profile)
@@ -168,7 +171,6 @@ def _none(name: str, options: Options, profile: Profile | None) -> System:
 def _checkfreq(name: str, options: Options, profile: Profile | None) -> System:
     if profile is None:
         return _given_dense(name, options, profile)
-    fields.number('overhead_bound', options.overhead_bound, 'positive')
     stall_s = max(0.0, profile.state_bytes / profile.copy_bytes_per_s - profile.hidden_s)
     written_s = profile.written_s
     tuned = stall_s / (options.overhead_bound * profile.iteration_s)
@@ -179,10 +181,6 @@ def _checkfreq(name: str, options: Options, profile: Profile | None) -> System:
 
 
 def _gemini(name: str, options: Options, profile: Profile | None) -> System:
-    rule = f'one of {", ".join(INTERVAL_RULES)}'
-    fields.require(
-        options.interval_rule in INTERVAL_RULES, 'interval_rule', options.interval_rule, rule
-    )
     if profile is None:
         return _given_dense(name, options, profile)
     own_s = profile.state_bytes / profile.copy_bytes_per_s
@@ -213,7 +211,7 @@ def _gemini(name: str, options: Options, profile: Profile | None) -> System:
 def _finite(interval: float) -> float:
     """The interval of a rule. Raises FieldError if it is infinite."""
     if math.isinf(interval):
-        raise fields.FieldError('interval', 'is missing; without failures no interval is best')
+        raise FieldError('interval', 'is missing; without failures no interval is best')
     return interval
 
 
@@ -232,12 +230,12 @@ def _shares(options: Options, profile: Profile | None) -> np.ndarray:
     """
     known = _known_shares(options, profile)
     if profile is not None and options.saved is not None and options.experts is None:
-        problem = "is missing; --saved-experts are some of a layer's, a profile has those of a rank"
-        raise fields.FieldError('experts', problem)
+        rule = "is missing; --saved-experts are some of a layer's, a profile has those of a rank"
+        raise FieldError('experts', rule)
     if known is not None:
         return known if options.experts is None else spread_over(known, options.experts)
     if options.experts is None:
-        raise fields.FieldError('experts', 'is missing; give their number, or a profile with some')
+        raise FieldError('experts', 'is missing; give their number, or a profile with some')
     return np.full(options.experts, 1 / options.experts)
 
 
@@ -246,7 +244,7 @@ def _partial(
 ) -> System:
     job_s = options.job_s
     if job_s is None:
-        raise fields.FieldError('job_s', 'is missing; lost tokens are counted against the job')
+        raise FieldError('job_s', 'is missing; lost tokens are counted against the job')
     return System(
         name,
         with_experts(full, partial, partial.saved),
@@ -280,7 +278,7 @@ def _moetion(name: str, options: Options, profile: Profile | None) -> System:
     experts, saved = len(shares), options.saved
     if saved is None:
         if profile is None:
-            raise fields.FieldError('saved', 'is missing; give it, or a profile to price it from')
+            raise FieldError('saved', 'is missing; give it, or a profile to price it from')
         budget = profile.hidden_s * profile.memory_bytes_per_s
         room = budget - (profile.state_bytes - profile.expert_bytes)
         saved = min(experts, max(1, int(room / max(1, profile.expert_bytes) * experts)))
@@ -322,19 +320,17 @@ def _sparse(name: str, options: Options, profile: Profile | None) -> System:
         overhead_s = float(np.maximum(exposed, 0.0).mean())
         found = {'window_bytes': float(slots.sum()), 'largest_slot_bytes': float(slots.max())}
     if window is None:
-        raise fields.FieldError('window', 'is missing; give it, or a profile to plan it from')
+        raise FieldError('window', 'is missing; give it, or a profile to plan it from')
     shares = _known_shares(options, profile)
     if options.shares is not None and not options.frozen_saving:
-        problem = (
-            f'is missing; popularity matters to {name} where work on frozen operators is saved'
-        )
-        raise fields.FieldError('frozen_saving', problem)
+        rule = f'is missing; popularity matters to {name} where work on frozen operators is saved'
+        raise FieldError('frozen_saving', rule)
     frozen = None
     if shares is not None:
         frozen = frozen_shares(shares, window, by_popularity=options.by_popularity)
     pipeline = options.pipeline if options.localized else None
     if options.localized and (pipeline is None or pipeline.stages < 2):
-        raise fields.FieldError('stages', 'is missing; localized recovery needs 2 stages or more')
+        raise FieldError('stages', 'is missing; localized recovery needs 2 stages or more')
     local_saving = options.local_saving
     if pipeline is not None:
         lost = max(1, pipeline.stages // pipeline.nodes)  # by one node
@@ -374,11 +370,10 @@ def _copy(name: str, options: Options, profile: Profile | None) -> System:
     ours = _sparse(name, options, profile)
     pipeline = options.pipeline
     if pipeline is None or pipeline.copies < 2:
-        raise fields.FieldError('copies', 'is missing; copying needs 2 copies of the state or more')
+        raise FieldError('copies', 'is missing; copying needs 2 copies of the state or more')
     copy_s = options.copy_s
     if copy_s is None:
         copy_s = profile.state_bytes / profile.network_bytes_per_s if profile else 0.0
-    fields.number('copy_s', copy_s, 'not_negative')
     sparse, restart_s = ours.costs, options.restart_s
     assert isinstance(sparse, Sparse)
     if restart_s is None:

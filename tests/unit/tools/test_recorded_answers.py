@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers of `plan` and `simulate` are those that were recorded, to nine digits.
+"""Answers and refusals of `plan` and `simulate` are those that were recorded, to nine digits.
 
 After an intended change: `python -m tests.unit.tools.test_recorded_answers`, and read the
 difference. Known vectors are in the tests of each module.
@@ -8,22 +8,81 @@ difference. Known vectors are in the tests of each module.
 import contextlib
 import io
 import json
+import os
 import shlex
+import tempfile
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 RECORDED = Path(__file__).with_name('recorded_answers.jsonl')
+_MODEL = {
+    'name': 'm', 'layers': 4, 'hidden_size': 256, 'attention_heads': 4, 'vocab_size': 512,
+    'ffn_hidden_size': 1024, 'experts': 8, 'top_k': 2, 'expert_hidden_size': 256,
+}  # fmt: skip
+_JOB = {
+    'model': _MODEL, 'layout': {'ranks': 16, 'pipeline': 2, 'expert': 2},
+    'batch': {'sequence_length': 256, 'micro_batch_size': 1, 'global_batch_size': 64},
+}  # fmt: skip
+_STAGES = {
+    'format': 'moevement-stages/1', 'micro_batch_s': [[0.1, 0.12]] * 4, 'micro_batches': 8,
+    'layers': [7] * 4, 'collectives': {'dp': {'measured': [[1e6, 0.1], [2e6, 0.15]]}},
+}  # fmt: skip
+_PROFILE = json.loads((ROOT / 'docs/assets/simulate-profile.json').read_text('utf-8'))
+_LISTED = [{'name': f'e{n}', 'full_bytes': 12, 'weight_bytes': 2} for n in range(3)]
+FILES = {
+    'job.json': _JOB,
+    'no-layers.json': {**_JOB, 'model': {**_MODEL, 'layers': 0}},
+    'unknown-field.json': {**_JOB, 'model': {**_MODEL, 'nope': 0}},
+    'three-stages.json': {**_JOB, 'layout': {'ranks': 16, 'pipeline': 3}},
+    'no-gpus.json': {'name': 'c', 'gpus_per_node': 0},
+    'operators.json': _LISTED,
+    'negative.json': [{**_LISTED[0], 'full_bytes': -1}],
+    'nothing.json': [],
+    'stages.json': _STAGES,
+    'one-size.json': {**_STAGES, 'collectives': {'dp': {'measured': [[1, 2]]}}},
+    'slow.json': {**_PROFILE, 'iteration_s': -1.0},
+    'twice.json': {**_PROFILE, 'operators': _PROFILE['operators'][:1] * 2},
+    'heavy.json': {**_PROFILE, 'operators': [{'name': 'a', 'full_bytes': 1, 'weight_bytes': 2}]},
+    'no-columns.csv': 'a,b\n1,2\n',
+    'no-time.csv': 'time,node,event\nx,n,failure\n',
+    'no-event.csv': 'time,node,event\n1,n,crash\n',
+    'one-moment.csv': 'time,node,event\n1,n,failure\n',
+    'few-nodes.csv': 'time,node,event\n1,a,failure\n2,b,failure\n9,a,repair\n',
+}
+"""What the commands read, besides `docs`."""
+
+
+@contextlib.contextmanager
+def reader() -> Any:
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        Path('docs').symlink_to(ROOT / 'docs')
+        for name, content in FILES.items():
+            text = content if isinstance(content, str) else json.dumps(content)
+            Path(name).write_text(text, 'utf-8')
+        yield
 
 
 def answer(command: str) -> Any:
+    """JSON, the last line of a text, or a status and its reason."""
     tool, *argv = shlex.split(command)
-    with contextlib.chdir(ROOT), contextlib.redirect_stdout(io.StringIO()) as out:
-        assert import_module(f'tools.{tool}.__main__').main(argv) == 0
-    return json.loads(out.getvalue())
+    main = import_module(f'tools.{tool}.__main__').main
+    wide = mock.patch.dict(os.environ, COLUMNS='200')
+    out, errors = io.StringIO(), io.StringIO()
+    with reader(), wide, contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
+        try:
+            status = main(argv)
+        except SystemExit as refused:
+            status = refused.code
+    if status:
+        return [status, errors.getvalue().strip()]
+    if '--json' in argv:
+        return json.loads(out.getvalue())
+    return out.getvalue().strip().splitlines()[-1]
 
 
 def rounded(value: Any) -> Any:
@@ -34,6 +93,8 @@ def rounded(value: Any) -> Any:
         case dict():
             kept = (key for key in value if key != 'warnings' and not key.startswith('host_memory'))
             return {key: rounded(value[key]) for key in kept}
+        case [int(), str()]:
+            return value
         case [str(), *_]:
             return len(value)
         case list():

@@ -21,9 +21,21 @@ from rich.console import Console
 from ...lab.arguments import Parser
 from ...lab.figures import print_json
 from ...lab.tables import table
-from .cells import Cell, Constants, Verdict, all_cells, fit, table6_cells
 from .claims import Claim, all_claims
-from .printed import DENSE, MOC, MOEVEMENT, PAPER, ROWS, TABLES
+from .tables import (
+    DENSE,
+    MOC,
+    MOEVEMENT,
+    PAPER,
+    ROWS,
+    TABLES,
+    Cell,
+    Constants,
+    Verdict,
+    all_cells,
+    fit,
+    table6_cells,
+)  # fmt: skip
 
 PIPE_WIDTH = 120
 FOLLOWS = {
@@ -81,19 +93,12 @@ def count(cells: Iterable[Cell]) -> list[Count]:
     for cell in cells:
         if cell.verdict in STYLES:
             kinds.setdefault((cell.system, cell.quantity), []).append(cell)
-
-    def follow(found: list[Cell], verdict: str) -> int:
-        return sum(getattr(cell, verdict) == Verdict.FOLLOWS for cell in found)
-
-    return [
-        Count(
-            *kind,
-            len(found),
-            follow(found, 'verdict'),
-            follow(found, 'fitted_verdict') if found[0].fitted_verdict else None,
-        )
-        for kind, found in kinds.items()
-    ]
+    counts = []
+    for kind, found in kinds.items():
+        plain = sum(one.verdict == Verdict.FOLLOWS for one in found)
+        fitted = sum(one.fitted_verdict == Verdict.FOLLOWS for one in found)
+        counts.append(Count(*kind, len(found), plain, fitted if found[0].fitted_verdict else None))
+    return counts
 
 
 def main(argv: Sequence[str] | None = None) -> int:

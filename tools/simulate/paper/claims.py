@@ -15,22 +15,14 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from ...plan.layout import PRECISIONS
+from ...model.layout import PRECISIONS
 from .. import placement as expert_placement
 from ..experts import concentration, stale_checkpoints
-from .cells import (
-    DENSE_BYTES,
-    ETTR_TOLERANCE,
-    WEIGHT_BYTES,
-    Fits,
-    Verdict,
-    judge,
-    priced,
-    slot_bytes,
-)
-from .printed import (
+from .tables import (
     CHECKFREQ,
     DENSE,
+    DENSE_BYTES,
+    ETTR_TOLERANCE,
     GEMINI,
     MOC,
     MOEVEMENT,
@@ -39,9 +31,15 @@ from .printed import (
     T3,
     T7,
     TABLES,
+    WEIGHT_BYTES,
     Condition,
+    Fits,
     Setting,
-)
+    Verdict,
+    judge,
+    priced,
+    slot_bytes,
+)  # fmt: skip
 
 COPY_BYTES_PER_S = 25e9
 """Rate to host memory of one A100 (PCIe 4, 25 of nominally 32 GB/s)."""

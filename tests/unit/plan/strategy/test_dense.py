@@ -16,7 +16,7 @@ from moevement_ext.plan.strategy.dense import (
     shortest_interval,
 )
 from tools.simulate.closed_form import Dense
-from tools.simulate.profile import FORMAT, OperatorProfile, Profile
+from tools.simulate.profile import OperatorProfile, Profile
 from tools.simulate.systems import Options, build
 
 RANKS = 2
@@ -85,7 +85,7 @@ def test_gemini_interval_equals_the_simulators(
     rule: str, own_s: float, traffic: int, mtbf_s: float
 ) -> None:
     state = OperatorProfile('all', full_bytes=int(1e6 * own_s), weight_bytes=0)
-    profile = Profile(FORMAT, 'name', 'source', 1.0, (state,), 1e6, 1e6 / traffic)
+    profile = Profile('moevement-profile/1', 'name', 'source', 1.0, (state,), 1e6, 1e6 / traffic)
     expected = build('gemini', Options(mtbf_s=mtbf_s, interval_rule=rule), profile).costs
     assert isinstance(expected, Dense)
     assert best_interval(rule, 1.0, (own_s, traffic * own_s), mtbf_s) == expected.interval

@@ -29,7 +29,7 @@ from tools.lab import models, precisions
 from tools.lab.figures import Spread
 from tools.lab.launch import PROGRAM, ROOT, Launch
 from tools.lab.run_log import RunLog, parse_log
-from tools.plan.layout import PRECISIONS
+from tools.model.layout import PRECISIONS
 
 BENCH = Bench(Path('data'), Path('out'), 2, 14, 4, 'auto')
 

@@ -6,15 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from tools.plan.layout import PRECISIONS, Batch, Layout, Precision, spread
-from tools.simulate.fields import FieldError
-
-
-def test_groups_have_these_sizes():
-    layout = Layout(96, pipeline=3, expert=4, tensor=2, context=2, expert_tensor=1)
-    assert (layout.stage_ranks, layout.data, layout.expert_data) == (32, 8, 8)
-    assert [layout.stage_of(rank) for rank in (0, 31, 32, 95)] == [0, 0, 1, 2]
-    assert Layout(8, tensor=4).tensor_of_experts == 4
+from tools.model.layout import PRECISIONS, Layout, spread
 
 
 @given(st.integers(1, 200), st.integers(1, 32))
@@ -38,28 +30,6 @@ def test_layers_of_stages_cover_the_model():
     uneven = Layout(2, pipeline=2, layers_per_stage=(1, 3))
     assert uneven.layers_of(1, 4) == [[2, 3, 4]]
     assert Layout(2, pipeline=2, chunks=2).layers_of(1, 8) == [[3, 4], [7, 8]]
-
-
-def test_layers_that_do_not_fit_are_refused():
-    with pytest.raises(FieldError, match='^chunks: .* 6 layers'):
-        Layout(2, pipeline=2, chunks=2).layers_of(0, 6)
-    with pytest.raises(FieldError, match='^layers_per_stage: .* 5 layers'):
-        Layout(2, pipeline=2, layers_per_stage=(1, 3)).layers_of(0, 5)
-    with pytest.raises(FieldError, match='^pipeline: .* need a layer each'):
-        Layout(4, pipeline=4).layers_of(0, 1)
-
-
-def test_micro_batches_divide_evenly():
-    batch = Batch(sequence_length=10, micro_batch_size=2, global_batch_size=48)
-    assert batch.micro_batches(8) == 3
-    assert batch.tokens == 480
-    with pytest.raises(FieldError, match='^global_batch_size: .*10'):
-        batch.micro_batches(5)
-
-
-def test_formats_have_these_bytes():
-    precision = Precision()
-    assert (precision.full_bytes, precision.weight_bytes, precision.boundary_bytes) == (12, 2, 2)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +65,3 @@ def test_scales_have_these_bytes(name, of_weights, of_state, always):
     one = PRECISIONS[name]
     found = (one.weight_scale_bytes, one.state_scale_bytes, one.scaling_bytes)
     assert found == (of_weights, of_state, always)
-
-
-def test_a_history_is_a_number_of_passes():
-    assert Precision(amax_history=1024).scaling_bytes == 4 * 5 * 1025

@@ -11,29 +11,17 @@ import torch
 
 from megatron.moevement.facts import JobFacts
 from megatron.moevement.seams import p2p
-from moevement_ext.config import SparseCheckpointConfig
-from moevement_ext.memory.budget import NOTHING_LOGGED, SLOT_ROOM_BYTES, window_file_bytes
+from moevement_ext.memory.budget import SLOT_ROOM_BYTES
 from moevement_ext.memory.window.format import PREAMBLE_BYTES
 from tests.unit.plan.test_byte_planner import table
+from tools.model.fields import FieldError
+from tools.model.layout import Batch, Layout, Precision
+from tools.model.shape import ModelShape
 from tools.plan import memory
 from tools.plan.__main__ import main
-from tools.plan.layout import Batch, Layout, Precision
-from tools.plan.model import ModelShape
-from tools.plan.planning import ProtectionSettings
-from tools.simulate.fields import FieldError
 
 PAGE = mmap.PAGESIZE
 MODEL = ModelShape('m', 8, 64, 4, 128, ffn_hidden_size=64)
-
-
-def test_settings_have_the_defaults_of_the_training():
-    ours, flags = ProtectionSettings(), SparseCheckpointConfig()
-    assert (ours.max_window, ours.replicas) == (flags.max_window, flags.replicas)
-    assert ours.longest_window == flags.longest_window
-    assert (
-        ProtectionSettings(window=3).longest_window
-        == SparseCheckpointConfig(window=3).longest_window
-    )
 
 
 def test_recovery_is_localized_by_default(capsys):
@@ -68,21 +56,11 @@ def test_log_has_the_size_of_the_training(monkeypatch, stage, chunks, sequence_p
     assert found == expected and found.iteration_bytes > found.record_bytes > 0
 
 
-def test_one_stage_logs_nothing():
-    nothing = memory.logged_per_iteration(MODEL, Layout(4), Batch(), Precision(), 0)
-    assert nothing == NOTHING_LOGGED
-
-
 def test_window_file_holds_any_plan():
     operators = table(('a', (1280, 0), (128, 0)), ('b', (640, 640), (64, 64)))
     files = memory.window_files(operators, 3).tolist()
     room = PREAMBLE_BYTES + 3 * SLOT_ROOM_BYTES
     assert files == [room + 1920 + 2 * 192 + 64, room + 640 + 2 * 64]
-
-
-def test_more_than_usual_beside_the_state_makes_a_file_larger():
-    assert window_file_bytes(2**30, 4, needed_bytes=2**30) == window_file_bytes(2**30, 4)
-    assert window_file_bytes(2**30, 4, needed_bytes=2**31) == 2**31
 
 
 @pytest.mark.parametrize(
@@ -144,8 +122,3 @@ def test_instances_of_the_optimizer_share_nothing_but_have_equal_shards():
         Layout(8, expert=4, instances=4)
     with pytest.raises(FieldError, match='distributed optimizer'):
         Layout(8, instances=2, distributed_optimizer=False)
-
-
-def test_one_node_holds_no_replicas():
-    plan = fullest_node(np.full(4, 1), ranks_per_node=4)
-    assert plan.by_kind()['replicas'] == 0

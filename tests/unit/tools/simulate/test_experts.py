@@ -10,15 +10,11 @@ from tools.simulate.closed_form import Dense
 from tools.simulate.experts import (
     PartialExperts,
     PartialRun,
-    concentration,
     draw_shares,
-    frozen_shares,
     lost_by_checkpoint,
     stale_checkpoints,
-    with_experts,
 )
 from tools.simulate.failures import Trace
-from tools.simulate.fields import FieldError
 from tools.simulate.monte_carlo import Estimate, simulate
 
 EVEN = np.full(64, 1 / 64)
@@ -34,22 +30,6 @@ def skew(shares: np.ndarray) -> float:
 def test_drawn_skew_equals_the_requested_skew(mean_skew: float) -> None:
     drawn = [skew(draw_shares(mean_skew, 64, seed)) for seed in range(200)]
     assert np.mean(drawn) == pytest.approx(mean_skew, rel=0.1)
-
-
-def test_skew_has_these_extremes() -> None:
-    assert skew(EVEN) == pytest.approx(0)
-    assert skew(np.array([0.0, 0.0, 1.0])) == pytest.approx(1)
-    assert concentration(0.25, 64) == pytest.approx(0.0469, abs=1e-4)
-    assert (draw_shares(0, 4) == 0.25).all()
-    with pytest.raises(FieldError, match='skew: is 1'):
-        draw_shares(1, 4)
-
-
-def test_frozen_shares_follow_the_order() -> None:
-    assert frozen_shares(EVEN, 4, by_popularity=True) == pytest.approx((0.75, 0.5, 0.25, 0))
-    shares = np.array([0.4, 0.1, 0.2, 0.3])
-    assert frozen_shares(shares, 2, by_popularity=True) == pytest.approx((0.7, 0))
-    assert frozen_shares(shares, 2, by_popularity=False) == pytest.approx((0.5, 0))
 
 
 def test_stale_copies_depend_on_the_selection() -> None:
@@ -110,14 +90,6 @@ def test_skew_drives_losses_apart_and_leaves_their_mean() -> None:
     assert lost(0.5, 0.021).saved() > lost(0.0, 0.021).saved()
 
 
-def test_cost_shrinks_with_the_experts_saved() -> None:
-    full = Dense(2.0, 4, 1.0, 8.0)
-    partial = PartialExperts(16, 4, expert_bytes=0.8)
-    costs = with_experts(full, partial, 4)
-    assert (costs.overhead_s, costs.stall_s) == pytest.approx((0.4, 3.2))
-    assert with_experts(full, partial, 16) == full
-
-
 def run_of(
     budget: float | None,
     mtbf_s: float,
@@ -143,11 +115,3 @@ def test_k_never_doubles_in_12_hours_under_the_published_rule() -> None:
     expected = 72 * math.exp(-10 / 600) * 3.5 / 14400
     assert run.plt() == pytest.approx(expected, rel=0.05)
     assert run.mlt() == pytest.approx(3.5, rel=0.02)
-
-
-def test_k_doubles_beyond_the_budget_and_costs_more() -> None:
-    kept, cheap = run_of(None, 600.0, interval=4)
-    doubled, dear = run_of(0.0375, 600.0, interval=4)
-    assert kept.saved() == 8 and doubled.saved() > 8
-    assert doubled.plt() < kept.plt()
-    assert dear.ettr < cheap.ettr

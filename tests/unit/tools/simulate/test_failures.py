@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tools.simulate.failures import Correlated, Process, Renewal, TraceError, as_matrix, read_trace
-from tools.simulate.fields import FieldError
+from tools.model.fields import FieldError
+from tools.simulate.failures import Correlated, Process, Renewal, read_trace
 
 RNG = np.random.default_rng
 
@@ -41,11 +41,6 @@ def test_weibull_gaps_have_their_variation(shape: float, variation: float) -> No
     assert gaps.std() / gaps.mean() == pytest.approx(variation, rel=0.03)
 
 
-def test_infinite_mtbf_has_no_failures() -> None:
-    for process in (Renewal(math.inf), Correlated(math.inf, 1.0, 0.5)):
-        assert not (process.until(RNG(0), 3, 1e9, 2).times < math.inf).any()
-
-
 def test_neighbours_fail_at_the_same_moment() -> None:
     drawn = Correlated(100.0, neighbours=1.0).until(RNG(3), 20, 20_000.0, 50)
     same = (drawn.times[:, 1:] == drawn.times[:, :-1]) & (drawn.times[:, 1:] < math.inf)
@@ -61,12 +56,6 @@ def test_repeat_offenders_fail_again_soon() -> None:
         return float((np.diff(drawn.nodes[0])[gaps < 200] == 0).mean())
 
     assert soon(0.0) < 0.02 < 0.5 < soon(0.5)
-
-
-def test_list_of_failures_becomes_a_matrix() -> None:
-    drawn = as_matrix(3, np.array([2, 0, 2]), np.array([5.0, 1.0, 4.0]), np.array([7, 8, 9]))
-    assert drawn.times.tolist() == [[1, math.inf], [math.inf, math.inf], [4, 5]]
-    assert drawn.nodes[2].tolist() == [9, 7]
 
 
 def write(tmp_path: Path, text: str) -> Path:
@@ -90,11 +79,6 @@ def test_trace_is_read(tmp_path: Path, start: int, times: list[int], length: int
     assert trace.length_s == length and trace.mtbf_s == pytest.approx(length / 3)
 
 
-def test_a_trace_keeps_its_rate(tmp_path: Path) -> None:
-    failures = ''.join(f'{100 * number},a,failure\n' for number in range(5))
-    assert read_trace(write(tmp_path, f'time,node,event\n{failures}')).mtbf_s == 100
-
-
 def test_first_history_is_the_trace_and_others_start_within_it(tmp_path: Path) -> None:
     trace = read_trace(
         write(tmp_path, 'time,node,event\n0,a,failure\n10,b,failure\n90,a,failure\n')
@@ -107,27 +91,3 @@ def test_first_history_is_the_trace_and_others_start_within_it(tmp_path: Path) -
     assert drawn.repair_s is not None and drawn.repair_s.shape == drawn.times.shape
     with pytest.raises(FieldError, match='nodes: is 1; the trace has 2'):
         trace.until(RNG(0), 2, 10.0, 1)
-
-
-@pytest.mark.parametrize(
-    ('text', 'message'),
-    [
-        ('time,node\n1,a\n', 'no column event'),
-        ('', 'no column time, node, event'),
-        ('time,node,event\nsoon,a,failure\n', r'trace.csv:2: time is .soon.; give seconds'),
-        ('time,node,event\n1,,failure\n', 'trace.csv:2: node is empty'),
-        ('time,node,event\n1,a,failure\n2,a,boom\n', 'trace.csv:3: event is .boom.; one of'),
-        ('time,node,event\n1,a,repair\n', 'no failure in it'),
-        ('time,node,event\n7,a,failure\n', 'all events are at one moment.*later'),
-        ('time,node,event\n7,a,failure\n7,b,failure\n', 'all events are at one moment.*later'),
-        ('time,node,event\n1,' + 'a' * 200_000 + ',failure\n', 'trace.csv: .*field limit'),
-    ],
-)
-def test_bad_trace_names_line_and_rule(tmp_path: Path, text: str, message: str) -> None:
-    with pytest.raises(TraceError, match=message):
-        read_trace(write(tmp_path, text))
-
-
-def test_missing_trace_is_named(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match='nowhere.csv: cannot be read'):
-        read_trace(tmp_path / 'nowhere.csv')

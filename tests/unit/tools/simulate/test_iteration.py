@@ -4,9 +4,7 @@
 import json
 import re
 from argparse import Namespace
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,12 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.timers import Timers
 from megatron.training.arguments import _print_args
+from msgspec.structs import replace
 
-from tools.plan.description import DescriptionError
+from tools.model.description import DescriptionError
 from tools.simulate import __main__ as simulate
-from tools.simulate.fields import FieldError
 from tools.simulate.iteration import (
-    FORMAT,
     Collective,
     StageProfile,
     fit_affine,
@@ -31,9 +28,13 @@ from tools.simulate.iteration import (
 )
 
 PROFILE = StageProfile(
-    FORMAT, ((1.0, 1.0, 2.0), (2.0, 2.0, 2.0)), micro_batches=4, sync_s=0.5, update_s=0.25
+    'moevement-stages/1',
+    ((1.0, 1.0, 2.0), (2.0, 2.0, 2.0)),
+    micro_batches=4,
+    sync_s=0.5,
+    update_s=0.25,
 )
-UNEVEN = StageProfile(FORMAT, ((5.0,), (8.0,), (9.0,)), 1, layers=(2, 4, 3))
+UNEVEN = StageProfile('moevement-stages/1', ((5.0,), (8.0,), (9.0,)), 1, layers=(2, 4, 3))
 
 
 def test_iteration_matches_a_hand_calculation() -> None:
@@ -130,43 +131,3 @@ def test_log_of_a_run_gives_its_stages(
     with pytest.raises(SystemExit):
         simulate.main(['iteration', '--profile', str(path)])
     assert '--timing-log-level 2 --timing-log-option all' in capsys.readouterr().err
-
-
-def written(**changes: Any) -> str:
-    content = {'format': FORMAT, 'micro_batch_s': [[0.1], [0.2]], 'micro_batches': 4, **changes}
-    return json.dumps(content)
-
-
-@pytest.mark.parametrize(
-    ('content', 'flags', 'message'),
-    [
-        (written(format='x'), '', 'format: is .x.; must be'),
-        (written(micro_batch_s=[[0.1], []]), '', 'micro_batch_s: is .*one or more of each stage'),
-        (written(micro_batch_s=[[0.1], [0]]), '', 'seconds above 0'),
-        (written(micro_batches=0), '', 'micro_batches: is 0'),
-        (written(layers=[1]), '', 'layers: .* each of 2 stages'),
-        (written(update_s=-1), '', 'update_s: is -1'),
-        (written(), '--micro-batches 0', '--micro-batches is 0'),
-        (written(), '--layers 2,2', '--layers are not known of the measured stages'),
-        (written(layers=[2, 2]), '--layers 2,-1', '--layers is -1'),
-        (written(layers=[2, 2]), '--layers 2,x', '--layers: 2,x: give whole numbers'),
-        (written(collectives={'all': {'measured': [[1, 1], [1, 2]]}}), '', 'all is .* two sizes'),
-        (written(collectives={'all': {'measured': [[1, 2], [2, 1]]}}), '', 'take no longer'),
-        ('nothing', '', 'neither JSON nor the whole log'),
-    ],
-)
-def test_bad_input_is_named(
-    content: str, flags: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / 'stages.json'
-    path.write_text(content)
-    with pytest.raises(SystemExit) as raised:
-        simulate.main(['iteration', '--profile', str(path), *flags.split()])
-    error = capsys.readouterr().err
-    assert raised.value.code == 2 and len(error.splitlines()) == 1
-    assert re.search(message, error), error
-
-
-def test_a_profile_of_layers_at_no_stage_is_refused() -> None:
-    with pytest.raises(FieldError, match='layers: is .*one of the stages has some'):
-        stages_of(replace(PROFILE, layers=(0, 0)), (1, 1))

@@ -2,7 +2,6 @@
 """What a profile makes each system cost, and profiles as files."""
 
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -10,20 +9,18 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from moevement_ext.plan.byte_planner import InfeasiblePlan
-from tools.plan.description import DescriptionError, read
+from tools.model.description import read
+from tools.model.fields import FieldError
 from tools.simulate.closed_form import Dense, Sparse
-from tools.simulate.experts import spread_over
-from tools.simulate.fields import FieldError
 from tools.simulate.monte_carlo import simulate
-from tools.simulate.profile import FORMAT, OperatorProfile, Profile
+from tools.simulate.profile import OperatorProfile, Profile
 from tools.simulate.runs import Pipeline
 from tools.simulate.systems import (
     PARTIAL_SYSTEMS,
-    SYSTEMS,
     Options,
-    System,
     _slot_bytes,
     build,
 )
@@ -32,7 +29,7 @@ DOCS = Path(__file__).resolve().parents[4] / 'docs'
 
 # 8 experts of 120 bytes and 40 of the rest; 8 s of an iteration hide a copy; the network halves.
 PROFILE = Profile(
-    format=FORMAT,
+    format='moevement-profile/1',
     name='small',
     source='made up',
     iteration_s=10.0,
@@ -60,10 +57,6 @@ def sparse(name: str, options: Options = OPTIONS, profile: Profile = PROFILE) ->
     costs = build(name, options, profile).costs
     assert isinstance(costs, Sparse)
     return costs
-
-
-def test_no_fault_tolerance_loses_the_job() -> None:
-    assert dense('none') == Dense(10.0, 3600, 0.0, 0.0, 3.0, 3600.0)
 
 
 def test_checkfreq_waits_for_the_disk() -> None:
@@ -165,15 +158,6 @@ def test_partial_checkpoint_exposes_the_rest_of_its_own_copy() -> None:
     assert dense('moc', later, memory).restart_s == pytest.approx(3 + 10 + 10)
 
 
-def test_unhidden_experts_cost_their_exposed_time() -> None:
-    slow = replace(PROFILE, network_bytes_per_s=40.0)
-    costs = dense('moetion', profile=slow)  # 80 bytes are hidden, one expert and the rest take 160
-    assert costs.overhead_s == pytest.approx(160 / 10 - 8)
-    assert dense('moetion').overhead_s == 0
-    every = replace(OPTIONS, experts=8, saved=8)
-    assert dense('moetion', every).overhead_s == pytest.approx(1000 / 25 - 8)
-
-
 @pytest.mark.parametrize('name', PARTIAL_SYSTEMS)
 def test_saved_experts_are_those_of_a_layer(name: str) -> None:
     """The profile has eight of one rank, in however many layers; a failure loses (E/K - 1)/2."""
@@ -185,34 +169,6 @@ def test_saved_experts_are_those_of_a_layer(name: str) -> None:
         assert losses.mean() == pytest.approx(stale)
     with pytest.raises(FieldError, match='experts: is missing; --saved-experts are some of'):
         build(name, replace(OPTIONS, saved=8), PROFILE)
-
-
-def test_another_number_of_experts_is_as_skewed() -> None:
-    shares = np.array([0.1, 0.2, 0.7])
-    assert spread_over(shares, 3) == pytest.approx(shares)
-    assert spread_over(shares, 6) == pytest.approx(np.repeat(shares / 2, 2))
-
-
-def test_streaming_restore_hides_later_slots() -> None:
-    whole = sparse('ours', replace(OPTIONS, streaming=False))
-    assert whole.restart_s > sparse('ours').restart_s
-
-
-def test_popular_experts_stay_frozen_longer() -> None:
-    shares = np.array([0.01, 0.02, 0.03, 0.04, 0.1, 0.2, 0.3, 0.3])
-    options = replace(OPTIONS, shares=shares, frozen_saving=0.33, window=4)
-    ordered = sparse('ours', options).expected_recovery_s()
-    assert ordered < sparse('ours', replace(options, by_popularity=False)).expected_recovery_s()
-
-
-@pytest.mark.parametrize(('nodes', 'lost'), [(4, 1), (2, 2)])
-def test_localized_recovery_saves_the_bubble(nodes: int, lost: int) -> None:
-    pipeline = Pipeline(nodes, 4, 8)
-    system = build('ours', replace(OPTIONS, localized=True, pipeline=pipeline), PROFILE)
-    assert isinstance(system.costs, Sparse)
-    assert system.costs.local_saving == pytest.approx((4 - lost) / 11)
-    found = simulate(system.run or system.costs, nodes=nodes)
-    assert found.ci95[0] <= system.costs.ettr_exact() <= found.ci95[1]
 
 
 def test_copies_lose_only_the_running_iteration() -> None:
@@ -230,101 +186,6 @@ def test_selective_system_saves_the_bytes_that_an_iteration_hides() -> None:
     assert system.run is not None
     run = system.run(2, np.random.default_rng(0))
     assert run.saved() == int((200 - 40) / 960 * 8)  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize('name', SYSTEMS)
-def test_given_figures_replace_computed_ones(name: str) -> None:
-    options = Options(
-        10.0, 7, 3, 0.5, 0.25, 20.0, 900.0, experts=8, saved=8, job_s=36000.0, copy_s=0.0,
-        pipeline=Pipeline(2, 1, 1, 2),
-    )  # fmt: skip
-    system: System = build(name, options)
-    assert system.costs.restart_s == 20 and system.costs.mtbf_s == 900
-    assert system.costs.overhead_s == 0.5
-    assert build(name, options, PROFILE).costs.restart_s >= 20
-
-
-@pytest.mark.parametrize(
-    ('name', 'options', 'field'),
-    [
-        ('nothing', Options(1.0), 'system'),
-        ('dense', Options(), 'iteration_s'),
-        ('gemini', Options(1.0), 'interval'),
-        ('ours', Options(1.0), 'window'),
-        ('none', Options(1.0), 'job_s'),
-        ('moc', Options(1.0, 1), 'experts'),
-        ('moc', Options(1.0, 1, experts=4), 'job_s'),
-        ('moetion', Options(1.0, 1, experts=4), 'saved'),
-        ('copy', Options(1.0, window=2), 'copies'),
-        ('ours', Options(1.0, window=2, localized=True), 'stages'),
-        ('gemini', Options(interval_rule='young', mtbf_s=math.inf), 'interval'),
-        ('none', Options(1.0, job_s=math.nan), 'job_s'),
-        ('none', Options(1.0, job_s=math.inf), 'job_s'),
-        ('none', Options(1.0, job_s=-1.0), 'job_s'),
-        ('none', Options(0.0, job_s=60.0), 'iteration_s'),
-        ('none', Options(math.nan, job_s=60.0), 'iteration_s'),
-        ('moc', Options(1.0, 1, experts=-1, job_s=60.0), 'experts'),
-        ('moc', Options(1.0, 1, experts=4, job_s=math.nan), 'job_s'),
-        ('ours', Options(window=0), 'window'),
-        ('ours', Options(1.0, window=10**12), 'window'),
-        ('gemini', Options(interval=0), 'interval'),
-    ],
-)
-def test_what_is_missing_is_named(name: str, options: Options, field: str) -> None:
-    with pytest.raises(FieldError, match=f'^{field}: is '):
-        build(name, options, PROFILE if options.iteration_s is None and name != 'dense' else None)
-
-
-@pytest.mark.parametrize('name', ['ours', 'moevement'])
-def test_a_budget_below_a_byte_is_no_crash(name: str) -> None:
-    slow = replace(PROFILE, copy_bytes_per_s=1e-9)
-    if name == 'ours':
-        with pytest.raises(InfeasiblePlan):
-            build(name, OPTIONS, slow)
-    else:
-        assert sparse(name, profile=slow).ettr_exact() < 1e-6
-
-
-def write_profile(path: Path, profile: Profile) -> None:
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=2))
-
-
-def test_profile_survives_a_file(tmp_path: Path) -> None:
-    write_profile(tmp_path / 'profile.json', PROFILE)
-    assert read(tmp_path / 'profile.json', Profile) == PROFILE
-
-
-@pytest.mark.parametrize(
-    ('old', 'new', 'message'),
-    [
-        ('"iteration_s": 10.0', '"iteration_s": -1.0', 'iteration_s: is -1.0'),
-        ('"iteration_s": 10.0,', '', 'missing required field `iteration_s`'),
-        ('profile/1', 'profile/9', 'format: is'),
-        ('"full_bytes": 40', '"full_bytes": "many"', 'operators'),
-        ('"stages": 4', '"stages": 3', 'stages: is 3'),
-        ('"name": "expert1"', '"name": "expert0"', "operators: .*'expert0'.*once"),
-        ('"weight_bytes": 5', '"weight_bytes": 50', 'weight_bytes: is 50'),
-    ],
-)
-def test_bad_profile_names_file_and_field(tmp_path: Path, old: str, new: str, message: str) -> None:
-    path = tmp_path / 'profile.json'
-    write_profile(path, PROFILE)
-    text = path.read_text('utf-8')
-    assert old in text
-    path.write_text(text.replace(old, new), 'utf-8')
-    with pytest.raises(DescriptionError, match=f'profile.json: .*{message}'):
-        read(path, Profile)
-
-
-def test_operators_without_bytes_are_refused() -> None:
-    nothing = (OperatorProfile('rest', 0, 0),)
-    with pytest.raises(FieldError, match='^operators: '):
-        replace(PROFILE, operators=nothing)
-
-
-def test_missing_profile_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DescriptionError, match='none.json: No such file'):
-        read(tmp_path / 'none.json', Profile)
 
 
 def test_measured_profile_matches_the_runs_beside_it() -> None:

@@ -14,9 +14,9 @@ from megatron.moevement.job.layout_choice import FLAG, fitted
 from megatron.moevement.seams.layout_memory import NodeCapacity, too_little
 from moevement_ext.config import ConfigurationError
 from moevement_ext.memory.file_system import GIB
+from tools.model.layout import Precision
+from tools.model.sizes import held_elements, operator_sizes
 from tools.plan.flags import parse_megatron_flags
-from tools.plan.layout import Precision
-from tools.plan.sizes import held_elements, operator_sizes
 
 MODEL = (
     '--num-layers 8 --hidden-size 2048 --ffn-hidden-size 5632 --num-attention-heads 16 --swiglu '

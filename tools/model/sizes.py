@@ -18,9 +18,9 @@ import numpy as np
 
 from moevement_ext.plan.byte_planner import OperatorTable
 
-from ..simulate import fields
+from . import fields
 from .layout import Layout, Precision
-from .model import ModelShape, Weights
+from .shape import ModelShape, Weights
 
 VOCABULARY_MULTIPLE = 128
 """Megatron pads the vocabulary to a multiple of this times the tensor parallelism."""

@@ -5,38 +5,37 @@ Ranks are numbered in Megatron's default order: tensor, context, data, pipeline,
 for experts: expert tensor, expert, expert data, pipeline. So the ranks of a stage are consecutive.
 """
 
-import msgspec
+from typing import Literal
 
-from ..simulate import fields
+from . import fields
+from .fields import Checked, Count, Whole
 
 _BYTES = {'fp8': 1, 'fp16': 2, 'bf16': 2, 'fp32': 4}
+Format = Literal['fp8', 'fp16', 'bf16', 'fp32']
 _SCALED = ('fp8', 'fp16')
 _SCALE_BYTES = 4
 _TENSORS_OF_PRODUCT = 5  # input, weight, output, and two gradients
 
 
-class Precision(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Precision(Checked, frozen=True, forbid_unknown_fields=True):
     """Number formats of the training state: fp8, fp16, bf16 or fp32.
 
     Byte counts are those of an exact recovery; those of a parameter exclude the scales.
     """
 
-    compute: str = 'bf16'
+    compute: Format = 'bf16'
     """Weights that forward and backward read; a capture of compute weights has only these."""
-    master: str = 'fp32'
-    first_moment: str = 'fp32'
-    second_moment: str = 'fp32'
+    master: Format = 'fp32'
+    first_moment: Format = 'fp32'
+    second_moment: Format = 'fp32'
     """Adam's second moment; `first_moment` is its first."""
-    boundary: str = 'bf16'
+    boundary: Format = 'bf16'
     """Activations and gradients between pipeline stages."""
-    amax_history: int = 0
+    amax_history: Count = 0
     """Passes that delayed scaling remembers; 0: another kind of scaling, which remembers none."""
 
     def __post_init__(self) -> None:
-        formats = msgspec.structs.asdict(self)
-        fields.whole('amax_history', formats.pop('amax_history'), least=0)
-        for name, value in formats.items():
-            fields.require(value in _BYTES, name, value, f'give one of {", ".join(_BYTES)}')
+        super().__post_init__()
         rule = f'needs master fp32, not {self.master}: an fp32 weight is its own master'
         good = self.compute != 'fp32' or self.master == 'fp32'
         fields.require(good, 'compute', self.compute, rule)
@@ -105,17 +104,14 @@ Upstream supports fp8 weights with narrow masters only with delayed scaling.
 """
 
 
-class Batch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Batch(Checked, frozen=True, forbid_unknown_fields=True):
     """The samples of an iteration."""
 
-    sequence_length: int = 4096
-    micro_batch_size: int = 1
+    sequence_length: Whole = 4096
+    micro_batch_size: Whole = 1
     """Sequences per micro-batch."""
-    global_batch_size: int = 512
+    global_batch_size: Whole = 512
     """Sequences per iteration."""
-
-    def __post_init__(self) -> None:
-        fields.check(self, whole='sequence_length micro_batch_size global_batch_size')
 
     @property
     def tokens(self) -> int:
@@ -134,18 +130,18 @@ class Batch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.global_batch_size // at_once
 
 
-class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Layout(Checked, frozen=True, forbid_unknown_fields=True):
     """Sizes of the parallel groups."""
 
-    ranks: int
+    ranks: Whole
     """Number of GPUs of the job."""
-    pipeline: int = 1
-    expert: int = 1
-    tensor: int = 1
-    context: int = 1
-    expert_tensor: int | None = None
+    pipeline: Whole = 1
+    expert: Whole = 1
+    tensor: Whole = 1
+    context: Whole = 1
+    expert_tensor: Whole | None = None
     """Tensor parallelism within an expert; None: equal to `tensor`."""
-    chunks: int = 1
+    chunks: Whole = 1
     """Model chunks (virtual stages) per pipeline rank."""
     layers_per_stage: tuple[int, ...] | None = None
     """None: as equal as possible; the first and last stage (which also hold embedding and head)
@@ -154,15 +150,13 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Masters and moments are sharded over the data-parallel ranks."""
     overlap_grad_reduce: bool = False
     """Gradients are reduced in buckets; each rank owns a shard of each bucket."""
-    instances: int = 1
+    instances: Whole = 1
     """Instances of the distributed optimizer, each with all masters and moments."""
     sequence_parallel: bool = False
     """Activations between stages are sharded over the tensor-parallel ranks."""
 
     def __post_init__(self) -> None:
-        fields.check(
-            self, whole='ranks pipeline expert tensor context chunks expert_tensor instances'
-        )
+        super().__post_init__()
         unit = self.tensor * self.context * self.pipeline
         rule = f'give a multiple of tensor x context x pipeline = {unit}'
         fields.require(self.ranks % unit == 0, 'ranks', self.ranks, rule)

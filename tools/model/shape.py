@@ -5,35 +5,55 @@ Names of dimensions follow Megatron's flags. Weights, norms and biases are count
 millionth of a model (router buffers, step counters) are left out.
 """
 
+import re
 from dataclasses import dataclass
+from typing import Annotated
 
 import msgspec
 
-from ..simulate import fields
+from . import fields
+from .fields import FieldError, Whole
 
-# Limit of any dimension; sums of bytes stay within 64 bits.
-_MOST = 2**24
-_MOST_PARTS = 10_000
+# Limits of any dimension; sums of bytes stay within 64 bits.
+_UP_TO = 'give a whole number from {} to {}'
+Dimension = Annotated[int, msgspec.Meta(ge=1, le=2**24, description=_UP_TO.format(1, 2**24))]
+Size = Annotated[int, msgspec.Meta(ge=0, le=2**24, description=_UP_TO.format(0, 2**24))]
+Layers = Annotated[int, msgspec.Meta(ge=1, le=10_000, description=_UP_TO.format(1, 10_000))]
+Parts = Annotated[int, msgspec.Meta(ge=0, le=10_000, description=_UP_TO.format(0, 10_000))]
 _MOST_PARAMETERS = 2**50
+_LAYER_LIST = re.compile(r'\[([01, ]+)\](?:\*(\d+))?')
 
 
-class LatentAttention(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+def layers_with_experts(text: str, layers: int) -> tuple[int, ...]:
+    """Parse --moe-layer-freq: every n-th layer, or a sum of lists as in `([0]*3+[1]*58)`.
+
+    Raises FieldError for anything else.
+    """
+    if text.isdecimal() and int(text) > 0:
+        return tuple(int(layer % int(text) == 0) for layer in range(layers))
+    pattern: list[int] = []
+    for term in text.strip().removeprefix('(').removesuffix(')').split('+'):
+        match = _LAYER_LIST.fullmatch(term.strip())
+        if match is None:
+            rule = 'give a number of at least 1, or a sum of lists of 0 and 1 as in ([0]*3+[1]*58)'
+            raise FieldError('moe_layer_freq', rule, text)
+        pattern += [int(item) for item in match[1].replace(',', ' ').split()] * int(match[2] or 1)
+    return tuple(pattern)
+
+
+class LatentAttention(fields.Checked, frozen=True, forbid_unknown_fields=True):
     """Multi-head latent attention (DeepSeek-V2): keys and values from a low-rank latent."""
 
-    kv_rank: int
+    kv_rank: Whole
     """Size of the latent for keys and values."""
-    query_key_size: int
+    query_key_size: Whole
     """Elements per head of the part of query and key without position."""
-    position_size: int
+    position_size: Whole
     """Elements per head of the part with rotary position."""
-    value_size: int
+    value_size: Whole
     """Elements of a value per head."""
-    query_rank: int = 0
+    query_rank: fields.Count = 0
     """Size of the latent for queries; 0: queries come directly from the hidden state."""
-
-    def __post_init__(self) -> None:
-        for name, value in msgspec.structs.asdict(self).items():
-            fields.whole(f'latent.{name}', value, least=int(name != 'query_rank'))
 
 
 @dataclass(frozen=True)
@@ -64,29 +84,29 @@ class Weights:
         return -(-self.split // tensor) + self.whole
 
 
-class ModelShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ModelShape(fields.Checked, frozen=True, forbid_unknown_fields=True):
     """A decoder-only transformer with experts in some or all layers."""
 
     name: str
     """Name in reports."""
-    layers: int
-    hidden_size: int
-    attention_heads: int
-    vocab_size: int
-    ffn_hidden_size: int = 0
+    layers: Layers
+    hidden_size: Dimension
+    attention_heads: Dimension
+    vocab_size: Dimension
+    ffn_hidden_size: Size = 0
     """Width of the layers without experts; 0 if all layers have experts."""
-    query_groups: int | None = None
+    query_groups: Whole | None = None
     """Number of key and value heads; None: equal to the number of query heads."""
-    head_size: int | None = None
+    head_size: Whole | None = None
     """None: hidden_size / attention_heads."""
     latent: LatentAttention | None = None
     """Latent attention; None: grouped-query attention."""
-    experts: int = 0
+    experts: Parts = 0
     """Number of experts per layer; 0: a dense model."""
-    top_k: int = 0
+    top_k: Size = 0
     """Number of experts per token."""
-    expert_hidden_size: int = 0
-    shared_hidden_size: int = 0
+    expert_hidden_size: Size = 0
+    shared_hidden_size: Size = 0
     """Total width of all shared experts; they belong to the rest of the layer."""
     moe_layers: tuple[int, ...] | None = None
     """1 for each layer with experts, 0 for others; None: all layers are equal."""
@@ -94,7 +114,7 @@ class ModelShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """SwiGLU: a third matrix in each feed-forward part."""
     tied_embeddings: bool = False
     """The head uses the weights of the embedding."""
-    learned_positions: int = 0
+    learned_positions: Size = 0
     """Length of a learned position embedding; 0: rotary."""
     norm_bias: bool = False
     """LayerNorm instead of RMSNorm."""
@@ -103,14 +123,7 @@ class ModelShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     qk_norm: bool = False
 
     def __post_init__(self) -> None:
-        for name in ('layers', 'hidden_size', 'attention_heads', 'vocab_size'):
-            fields.whole(name, getattr(self, name), most=_MOST)
-        sizes = 'ffn_hidden_size expert_hidden_size shared_hidden_size learned_positions'
-        for name in (*sizes.split(), 'experts', 'top_k'):
-            fields.whole(name, getattr(self, name), least=0, most=_MOST)
-        for name in ('layers', 'experts'):
-            fields.whole(name, getattr(self, name), least=0, most=_MOST_PARTS)
-        fields.check(self, whole='query_groups head_size')
+        super().__post_init__()
         self._check_experts()
         rule = 'give head_size, or an attention_heads that divides hidden_size'
         good = self.head_size is not None or self.hidden_size % self.attention_heads == 0
@@ -125,7 +138,7 @@ class ModelShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             rule = f'give a 0 or a 1 for each of the {self.layers} layers'
             fields.require(good, 'moe_layers', self.moe_layers, rule)
         if any(self.has_experts(number) for number in range(1, self.layers + 1)):
-            fields.whole('expert_hidden_size', self.expert_hidden_size)
+            fields.number('expert_hidden_size', self.expert_hidden_size, Whole)
             rule = f'give 1 to {self.experts}, the number of experts'
             fields.require(1 <= self.top_k <= self.experts, 'top_k', self.top_k, rule)
         if not all(self.has_experts(number) for number in range(1, self.layers + 1)):

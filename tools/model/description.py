@@ -1,16 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads descriptions of models, layouts and clusters from JSON or YAML files."""
+"""Descriptions of models, layouts and clusters: those of files, and those of `presets.toml`."""
 
+import tomllib
+from importlib.resources import files
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 
 from moevement_ext.plan.byte_planner import OperatorTable
 
+from .fields import Checked, Positive, Whole
 from .layout import Batch, Layout, Precision
-from .model import ModelShape
+from .shape import ModelShape, layers_with_experts
+
+GIGA = 10**9
 
 
 class DescriptionError(ValueError):
@@ -35,6 +40,22 @@ class Training(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     layout: Layout
     batch: Batch = Batch()
     precision: Precision = Precision()
+
+
+class Cluster(Checked, frozen=True, forbid_unknown_fields=True):
+    """Equal nodes of equal GPUs. Units are bytes and seconds; rates are achieved, not nominal."""
+
+    name: str
+    gpus_per_node: Whole
+    gpu_memory_bytes: Positive
+    copy_bytes_per_s: Positive
+    """Rate from GPU to host memory, per GPU, with all GPUs of a node active."""
+    network_bytes_per_s: Positive
+    """Rate out of a node, over all links."""
+    host_memory_bytes: Positive
+    """Total memory of a node."""
+    peak_flops: Positive
+    """Dense bf16 operations per second of a GPU; to derive iteration times from MFU."""
 
 
 def read_operators(path: Path) -> OperatorTable:
@@ -71,3 +92,24 @@ def read[Description](path: Path, kind: type[Description]) -> Description:
         raise DescriptionError(f'{path}: {error}') from None
     except RecursionError:
         raise DescriptionError(f'{path}: it is nested too deeply; this is no description') from None
+
+
+def _preset(model: dict[str, Any], experts: dict[str, Any], **others: Any) -> Training:
+    pattern = experts.pop('moe_layer_freq', None)
+    if pattern is not None:
+        experts['moe_layers'] = layers_with_experts(pattern, model['layers'])
+    sections = {name: others[name] for name in ('layout', 'batch')}
+    return msgspec.convert({'model': model | experts, **sections}, Training)
+
+
+_KNOWN = tomllib.loads(files(__package__).joinpath('presets.toml').read_text('utf-8'))
+PRESETS = {name: _preset(**sections) for name, sections in _KNOWN['models'].items()}
+"""Models by name; the first four belong to the paper's evaluation."""
+CLUSTERS = {name: Cluster(name, **figures) for name, figures in _KNOWN['clusters'].items()}
+GPU_HOURS_PER_FAILURE: dict[str, float] = _KNOWN['gpu_hours_per_failure']
+"""GPU-hours between failures of a job."""
+
+
+def mtbf_s(gpu_hours_per_failure: float, gpus: int) -> float:
+    """Mean seconds between failures of a job on `gpus` GPUs with independent failures."""
+    return gpu_hours_per_failure * 3600 / gpus
