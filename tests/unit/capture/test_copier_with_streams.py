@@ -158,7 +158,6 @@ def test_wait_returns_the_stall_that_the_device_measured(copier: Copier) -> None
 
 
 def test_issued_pieces_arrive_before_a_failed_copy_is_reported(copier: Copier, gpu: Gpu) -> None:
-    """The failure callback gives the host memory to another window."""
     told: queue.Queue[bool] = queue.Queue()
     gpu.fail_at = 3
     pieces = pieces_of(PIECES)

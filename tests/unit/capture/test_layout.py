@@ -165,7 +165,6 @@ def test_pieces_cover_all_copies_in_order(sizes: list[int], dtype: torch.dtype, 
 
 @pytest.mark.parametrize('window', [1, 2, 3, 4])
 def test_slot_sizes_equal_the_plan(window: int) -> None:
-    """On every rank of the group."""
     ranks = [OPERATORS, {'expert1': operator('expert1', 999)}]
     sizes = [
         {name: (slices.full_bytes, slices.weight_bytes) for name, slices in rank.items()}

@@ -7,7 +7,7 @@ import pytest
 
 from moevement_ext.protect.persistence import PersistenceTracker
 from tests.unit.memory.samples import tmpfs_directory
-from tests.unit.recover.threaded_job import Expected, ThreadedJob, install
+from tests.unit.recover.threaded_job import Expected, ThreadedJob, install, spy
 
 
 @pytest.fixture(scope='module')
@@ -30,11 +30,5 @@ def fault_free(request: pytest.FixtureRequest, threads_are_processes: None) -> E
 def withdrawn(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Ranks that take back what they said of windows that are not persisted."""
     owners: list[int] = []
-    withdraw = PersistenceTracker.withdraw_unpersisted
-
-    def noted(tracker: PersistenceTracker) -> None:
-        owners.append(tracker._rank)
-        withdraw(tracker)
-
-    monkeypatch.setattr(PersistenceTracker, 'withdraw_unpersisted', noted)
+    spy(monkeypatch, PersistenceTracker, 'withdraw_unpersisted', lambda it: owners.append(it._rank))
     return owners

@@ -40,15 +40,13 @@ class FakeGroups:
         self._connected: str | None = None
         self._ended = False
 
-    def end_calls(self) -> None:
-        """Nothing that was called stays open."""
+    def end_calls(self) -> None: ...
 
     def connect(self, name: str) -> None:
         """Connect with all ranks that connect under the same name."""
         self._connected = name
 
     def send(self, to: int, content: bytes) -> None:
-        """Never waits."""
         with self._network.changed:
             self._raise_if_ended()
             key = (str(self._connected), self._rank, to)
@@ -69,7 +67,6 @@ class FakeGroups:
             return self._network.sent[key].popleft()
 
     def gather(self, own: bytes) -> list[bytes]:
-        """What every rank gives, by rank."""
         others = [rank for rank in range(self._stages) if rank != self._rank]
         for other in others:
             self.send(other, own)
@@ -85,7 +82,6 @@ class FakeGroups:
     # As of `ProcessGroups`
 
     def unblock(self) -> None:
-        """End all waits. Any thread."""
         with self._network.changed:
             self._ended = True
             self._network.changed.notify_all()
@@ -108,8 +104,6 @@ class FakeGroups:
             store.wait([str(rank) for rank in ranks])
             self.connect(store.get(str(ranks[0])).decode())
 
-    def synchronize(self) -> None:
-        """There is no device."""
+    def synchronize(self) -> None: ...
 
-    def check_device(self) -> None:
-        """There is no device."""
+    def check_device(self) -> None: ...

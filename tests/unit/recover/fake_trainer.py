@@ -35,19 +35,14 @@ def mixed(*parts: object) -> bytes:
 
 
 class Wire(Protocol):
-    """To the ranks of the other stages."""
-
     def send(self, to: int, content: bytes) -> None: ...
 
     def receive(self, source: int) -> bytes: ...
 
-    def gather(self, own: bytes) -> list[bytes]:
-        """What every rank gives, by rank."""
+    def gather(self, own: bytes) -> list[bytes]: ...
 
 
 class Alone:
-    """A stage without others."""
-
     def send(self, to: int, content: bytes) -> None:
         raise AssertionError(f'there is no rank {to}')
 
@@ -87,14 +82,11 @@ class FakeOperators:
         _put(self.weight[name], mixed('cast', master)[:2])
 
     def weights(self) -> list[tuple[str, bytes]]:
-        """What an iteration computes with."""
         return [(name, _bytes(self.weight[name])) for name in self.names]
 
-    def renew(self) -> None:
-        """The tensors stay the same."""
+    def renew(self) -> None: ...
 
-    def check(self, header: SlotHeader) -> None:
-        """There is one model."""
+    def check(self, header: SlotHeader) -> None: ...
 
     def load(self, header: SlotHeader, payload: Bytes, context: SlotContext) -> None:
         """Masters of some operators, compute weights of others."""
@@ -107,12 +99,10 @@ class FakeOperators:
         self.log.append(('load', header.slot))
 
     def freeze(self, names: Collection[str]) -> None:
-        """Note which."""
         self.frozen = frozenset(names)
         self.log.append(('freeze', self.frozen))
 
     def copy(self, source: int) -> None:
-        """No other rank has the state of this stage."""
         raise NotImplementedError
 
 
@@ -133,8 +123,7 @@ class FakeState:
     def restore(self, state: bytes) -> None:
         self.iteration, self.random, self.norm = decoded(state)
 
-    def move_data(self, state: bytes) -> None:
-        """Data are a function of the iteration."""
+    def move_data(self, state: bytes) -> None: ...
 
     def set_counters(self, state: bytes, validation: bytes | None = None) -> None:
         self.iteration, _, _ = decoded(state)
@@ -145,7 +134,6 @@ class FakeState:
 
 
 def decoded(state: bytes) -> tuple[int, bytes, float]:
-    """An auxiliary state."""
     return msgspec.msgpack.decode(state, type=tuple[int, bytes, float])
 
 
@@ -218,14 +206,12 @@ class FakeLoop:
         self.before = self.evaluations = 0
         self.done = True
 
-    def start(self) -> None:
-        """There is nothing to note."""
+    def start(self) -> None: ...
 
     def committed(self, iteration: int) -> None:
         self.before, self.done = self.evaluations, False
 
     def evaluate(self) -> None:
-        """What the loop does after an iteration."""
         faults.point(Phase.EVALUATE)
         self.evaluations, self.done = self.before + 1, True
         faults.point(Phase.EVALUATED)
@@ -233,11 +219,9 @@ class FakeLoop:
     def hand_over(self) -> bytes:
         return msgspec.msgpack.encode((self.before, self.evaluations, self.done))
 
-    def leave(self) -> None:
-        """It can be entered wherever it was cut off."""
+    def leave(self) -> None: ...
 
-    def enter(self, others: Sequence[bytes]) -> None:
-        """It goes by the counters alone."""
+    def enter(self, others: Sequence[bytes]) -> None: ...
 
     def finish_post_step(
         self, target: int, others: Sequence[bytes], entry: LedgerEntry | None
@@ -283,7 +267,6 @@ class FakeTrainer:
         return self.auxiliary_state.iteration
 
     def everything(self) -> tuple[object, ...]:
-        """All that a later iteration can depend on."""
         masters = {name: _bytes(tensor) for name, tensor in self.operators.master.items()}
         return masters, self.operators.weights(), self.auxiliary_state.random
 
@@ -319,12 +302,10 @@ class FakeTrainer:
         return Committed(self.auxiliary_state.now(), entry)
 
     def around_update(self, *calls: Callable[..., None]) -> None:
-        """What `iterate` is to call around its update."""
         self.update = Update(*calls)
 
     @contextmanager
     def replaying(self) -> Iterator[None]:
-        """Nothing is frozen at the end."""
         try:
             yield
         finally:
@@ -332,7 +313,6 @@ class FakeTrainer:
 
     @contextmanager
     def reduced(self, known: LedgerEntry | bytes) -> Iterator[None]:
-        """With the norm that is recorded."""
         if isinstance(known, LedgerEntry):
             self._known = known.grad_norms[0]
         else:

@@ -55,9 +55,7 @@ class FakeWindow:
         self._slots.append((header, np.frombuffer(payload, np.uint8)))
 
     def slot(self, index: int) -> tuple[SlotHeader, Bytes]:
-        """Header and payload."""
         return self._slots[index]
 
     def file(self) -> WindowFile:
-        """There is none."""
         raise NotImplementedError

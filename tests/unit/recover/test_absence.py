@@ -121,7 +121,6 @@ def store() -> Iterator[NodeStore]:
 def test_windows_of_another_release_are_not_trained_over(
     where: str, store: NodeStore, tmp_path: Path
 ) -> None:
-    """They would be deleted, though that release goes on from them."""
     disk = DiskWindows(tmp_path, 'run1', 0)
     if where == 'memory':
         windows = OwnerWindows(store, 0, 0, capacity())
@@ -198,7 +197,6 @@ def test_complete_window_is_recorded_in_memory(store: NodeStore) -> None:
 
 @pytest.mark.parametrize('why', [None, 'it is of another run', 'it lives', 'its own is here, too'])
 def test_windows_under_another_name_are_noticed(why: str | None, store: NodeStore) -> None:
-    """The name of a container, say, changes with each start, and the memory of its host stays."""
     nodes = [NodeStore(store.root, 'run1', 'before')]
     if why == 'its own is here, too':
         nodes.append(store)

@@ -44,7 +44,6 @@ def test_replay_continues_when_a_distant_stage_is_lost(phase: Phase, fault_free:
 
 @pytest.mark.parametrize('phase', with_quick(OF_A_REPLAY, Phase.LOAD, Phase.REPLAYED))
 def test_a_replay_begins_again_when_a_neighbour_is_lost(phase: Phase, fault_free: Expected) -> None:
-    """Unless it is through before it hears of that: then it is not lost with the other any more."""
     job = train_through([LOST, Fault(0, phase, kills=1)], fault_free)
     through, again = [0, 1], [0, 0, 1]
     assert sorted(job.began) in ([through] if phase is Phase.REPLAYED else [through, again])
@@ -55,7 +54,6 @@ def test_a_replay_begins_again_when_a_neighbour_is_lost(phase: Phase, fault_free
 def test_replay_continues_when_another_replaying_stage_is_lost(
     phase: Phase, fault_free: Expected
 ) -> None:
-    """Both had begun together; the one that was lost begins again."""
     both = [LOST, Fault(2, Phase.DETECT)]
     job = train_through([*both, Fault(0, phase, kills=2)], fault_free)
     assert job.began.count(0) == 1
@@ -63,7 +61,6 @@ def test_replay_continues_when_another_replaying_stage_is_lost(
 
 
 def test_frequent_failures_of_distant_stages_do_not_delay_a_replay(fault_free: Expected) -> None:
-    """One at each step of it; the other stage comes back when they are over."""
     steps = [Phase.FETCH, *WINDOW * [Phase.LOAD], Phase.CATCH_UP, Phase.CATCH_UP, Phase.REPLAYED]
     job = train_through([LOST, *(Fault(0, step, kills=2) for step in steps)], fault_free)
     assert job.began.count(0) == 1
@@ -87,7 +84,6 @@ def test_neighbours_lost_in_turn_delay_each_other(
 
 
 def test_stage_that_continued_is_the_state_of_the_next_failure(fault_free: Expected) -> None:
-    """Its log and its windows are complete: a neighbour is lost next, and it itself."""
     after = [Fault(1, Phase.FORWARD, FIRST + 5), Fault(0, Phase.FORWARD, FIRST + 10)]
     job = train_through([LOST, Fault(0, Phase.CONVERT, kills=2), *after], fault_free)
     assert Counter(job.began) == {0: 2, 1: 1, 2: 1}
@@ -103,7 +99,6 @@ def test_loss_of_the_other_nodes_memory_is_recovered(fault_free: Expected) -> No
 def test_windows_whose_holder_is_lost_during_a_replay_count_again_later(
     fault_free: Expected, withdrawn: list[int]
 ) -> None:
-    """The replay that continues captures them, too; rank 0 holds the replicas of rank 2."""
     lost = LOST._replace(rank=2)
     job = train_through([lost, Fault(2, Phase.CATCH_UP, kills=0)], fault_free)
     assert went_on(job) == {1: 1, 0: 1}
@@ -111,7 +106,6 @@ def test_windows_whose_holder_is_lost_during_a_replay_count_again_later(
 
 
 def ends_too_early(monkeypatch: pytest.MonkeyPatch, has_met: list[Sequence[Report]]) -> None:
-    """As if the other failure had another target."""
     catch_up = StageReplay._catch_up
 
     def to_another_end(replay: StageReplay, dense_at: int, target: int, *rest: Any) -> None:

@@ -29,7 +29,7 @@ from moevement_ext.protect.replanner import Replanner
 from tests.unit.recover import threaded_job
 from tests.unit.recover.fake_trainer import FakeTrainer
 from tests.unit.recover.test_recovery import VICTIMS, train
-from tests.unit.recover.threaded_job import OF_THREADS, STAGES, Expected, Fault, ThreadedJob
+from tests.unit.recover.threaded_job import OF_THREADS, STAGES, Expected, Fault, ThreadedJob, spy
 from tests.unit.replicate.peers import wait_for
 
 INTERVAL = 4
@@ -73,7 +73,6 @@ def launch(
 
 
 def starts(job: ThreadedJob) -> set[int]:
-    """Of the checkpoints that all went back to."""
     return {event.target - event.replayed for event in job.recovered}
 
 
@@ -100,19 +99,17 @@ def test_a_node_is_lost_with_its_memory(launch: Launch) -> None:
 def test_all_ranks_change_to_the_same_interval(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And go back to a checkpoint of after that, of which the new process hears."""
     changes: list[tuple[int, int]] = []
+    done: set[tuple[Replanner, int]] = set()
     strategy_of = protection.strategy_of
 
     def tuned(config: SparseCheckpointConfig, *given: Any) -> Strategy:
         return strategy_of(replace(config, interval=AUTO), *given)
 
-    def noted(rank: protection.Protection, plan: Cycle) -> None:
-        adopt(rank, plan)
+    def adopts(rank: protection.Protection, plan: Cycle) -> None:
         changes.append((plan.origin, plan.period))
 
     def followed(job: ThreadedJob, rank: int, trainer: FakeTrainer) -> None:
-        note(job, rank, trainer)
         if trainer.iteration == 10 and not job.recovered:
             wait_for(lambda: len(changes) >= STAGES)
 
@@ -122,22 +119,14 @@ def test_all_ranks_change_to_the_same_interval(
 
     def observed(replanner: Replanner, load: WindowLoad) -> None:
         """No rank is so slow that its load is skipped: none hears of a plan without one."""
-        observe(replanner, load)
         if len(changes) < STAGES:
             wait_for(lambda: (replanner, load.start) in done)
 
-    def published(replanner: Replanner, load: WindowLoad) -> None:
-        publish(replanner, load)
-        done.add((replanner, load.start))
-
-    done: set[tuple[Replanner, int]] = set()
-    adopt, note = protection.Protection._adopt, ThreadedJob.note
-    observe, publish = Replanner.observe, Replanner._publish
-    monkeypatch.setattr(Replanner, 'observe', observed)
-    monkeypatch.setattr(Replanner, '_publish', published)
+    spy(monkeypatch, Replanner, 'observe', observed, after=True)
+    spy(monkeypatch, Replanner, '_publish', lambda it, load: done.add((it, load.start)), after=True)
+    spy(monkeypatch, ThreadedJob, 'note', followed, after=True)
+    spy(monkeypatch, protection.Protection, '_adopt', adopts, after=True)
     monkeypatch.setattr(protection, 'WindowLoad', measured)
-    monkeypatch.setattr(ThreadedJob, 'note', followed)
-    monkeypatch.setattr(protection.Protection, '_adopt', noted)
     monkeypatch.setattr(protection, 'strategy_of', tuned)
     monkeypatch.setattr(dense, 'shortest_interval', lambda *measured: 3)
     job = launch([Fault(1, Phase.FORWARD, 22)], 24)
@@ -151,14 +140,13 @@ def test_all_ranks_change_to_the_same_interval(
 def test_a_newer_checkpoint_in_memory_is_no_source(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    offer, note = DiskTier.persisted, ThreadedJob.note
+    offer = DiskTier.persisted
 
     def never_awaited(job: ThreadedJob, rank: int, trainer: FakeTrainer) -> None:
-        note(job, rank, trainer)
         if trainer.iteration == STRUCK - 1:
             job.persisted = ITERATIONS
 
-    monkeypatch.setattr(ThreadedJob, 'note', never_awaited)
+    spy(monkeypatch, ThreadedJob, 'note', never_awaited, after=True)
     monkeypatch.setattr(
         DiskTier, 'persisted', lambda tier, name: name.start > 4 or offer(tier, name)
     )
@@ -170,7 +158,6 @@ def test_a_newer_checkpoint_in_memory_is_no_source(
 def test_a_death_between_snapshot_and_disk_costs_one_checkpoint(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The disk of one rank has half of it; the others have all."""
     write, struck = DiskWindows.write, threading.Event()
 
     def half_way(

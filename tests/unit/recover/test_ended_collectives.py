@@ -55,7 +55,6 @@ def test_update_does_not_begin_after_an_aborted_reduction() -> None:
 
 
 def test_update_that_has_begun_is_completed() -> None:
-    """All gradients were reduced before the first optimizer wrote: the others do not wait."""
     position = RankState(9, Start(9, b''))
     position.begins(Start(9, b''))
     position.updating()
@@ -120,8 +119,6 @@ def test_state_of_a_stage_with_an_aborted_conversion_is_not_whole() -> None:
 def test_windows_stay_if_the_last_barrier_was_ended(
     lost: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The whole job goes on from them; without the store, all that was trained is trained."""
-
     def turned_away(name: str) -> NoReturn:
         raise lost
 
@@ -143,8 +140,6 @@ def test_windows_stay_if_the_last_barrier_was_ended(
 
 
 def test_deaths_of_sources_refuse_no_window() -> None:
-    """Only processes that live and do not answer count."""
-
     class Lost:
         def run(self, *_: object) -> NoReturn:
             raise SourceLost('the neighbour died')

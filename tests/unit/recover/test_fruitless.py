@@ -125,7 +125,6 @@ def test_persistent_error_restarts_the_whole_job(
 def test_a_gpu_without_memory_for_communicators_is_tried_once_more(
     failures: int, fault_free: Expected, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Then its process is replaced: what the new one has allocated is less."""
     renew = FakeGroups.renew
     failed: list[Process] = []
 
@@ -165,7 +164,6 @@ def test_errors_with_progress_between_them_are_not_counted(
 def test_error_without_a_window_does_not_restart_the_job_forever(
     fault_free: Expected, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the middle of an update, before the first window."""
     faulty = Faulty(monkeypatch, lambda process, iteration: iteration == 1, method='_write')
     with pytest.raises(ConnectionRefusedError):
         run(fault_free, most_errors=2)
@@ -183,7 +181,6 @@ def test_error_after_each_step_is_the_program_s_own(
     fault_free: Expected,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whatever progress follows each error; a connection of the program is told at once."""
     begins = ITERATIONS if last else FAILS_AT
     faulty = Faulty(
         monkeypatch, lambda _, iteration: iteration >= begins, kind, 'note', ThreadedJob
@@ -197,7 +194,6 @@ def test_error_after_each_step_is_the_program_s_own(
 def test_end_of_a_round_after_the_last_step_is_no_error_of_the_program(
     fault_free: Expected, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank whose recovery ends there has found other bits, which all ranks must hear of."""
     faulty = Faulty(
         monkeypatch,
         lambda _, iteration: iteration == ITERATIONS and not faulty.raised,
@@ -261,7 +257,6 @@ def test_only_the_first_failing_rank_is_blamed() -> None:
 
 
 def test_a_replay_that_goes_on_does_not_hide_that_others_fail() -> None:
-    """It leaves no round, and waits at its end for the rank that fails."""
     reports = [report(MOST, own_error=True), report(replays=True)]
     with pytest.raises(ConnectionResetError):
         failed(MOST, ConnectionResetError('x')).met(reports, GO_ON)
@@ -277,7 +272,6 @@ def test_an_error_that_leaves_nothing_ends_its_rank_at_once() -> None:
 
 
 def test_unblamed_failure_restarts_the_whole_job() -> None:
-    """All have waited for each other for as long as is allowed, say."""
     few, enough = failed(MOST - 1), failed(MOST)
     assert few.met(2 * [report(MOST - 1)], GO_ON) == GO_ON
     verdict = enough.met(2 * [report(MOST)], GO_ON)

@@ -62,7 +62,6 @@ def test_two_workers_lost_at_once_are_recovered(fault_free: Expected) -> None:
     'phase', with_quick(OF_A_REPLAY + OF_ANY, Phase.CONVERT, Phase.REPLAYED, Phase.CONNECT)
 )
 def test_loss_during_a_recovery_is_recovered(phase: Phase, fault_free: Expected) -> None:
-    """No rank continues without it."""
     job = train_through([LOST, Fault(0, phase)], fault_free)
     assert len(job.recovered) >= STAGES  # some were back before the last of these points
     assert {event.went_on for event in job.recovered} == {0}
@@ -83,7 +82,6 @@ def test_global_recovery_logs_no_sends(fault_free: Expected) -> None:
 
 
 def test_rollback_of_one_stage_alone_is_detected(fault_free: Expected) -> None:
-    """As where logs are read: there are none."""
     decide = verdict.decide_recovery
 
     def alone(*args: object, together: bool, **layout: object) -> verdict.Verdict:

@@ -130,7 +130,6 @@ def test_all_ranks_of_a_stage_continue_or_none(other: Report) -> None:
 
 @pytest.mark.parametrize(('first_logged', 'stay'), [(NOWHERE, False), (7, True)])
 def test_lost_log_of_a_neighbour_is_no_longer_read(first_logged: int, stay: bool) -> None:
-    """As that of a new process which copies its state; to be shorter now does no harm."""
     found = job([1], [4])
     found.reports[2] = survivor(9, first_logged=first_logged, windows=found.reports[2].windows)
     verdict = found.verdict()
@@ -179,7 +178,6 @@ WAITS, BEGINS = 'waits', 'begins'
 
 @pytest.mark.parametrize('ranks', [1, 2, 3, 4])
 def test_connected_sets_partition_the_ranks(ranks: int) -> None:
-    """A rank waits, begins, or goes on, connected since a round."""
     for does in product((WAITS, BEGINS, 4, 5), repeat=ranks):
         going_on = frozenset(rank for rank, what in enumerate(does) if isinstance(what, int))
         replays = going_on | {rank for rank, what in enumerate(does) if what == BEGINS}

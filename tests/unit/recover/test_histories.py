@@ -59,7 +59,6 @@ def in_memory(shm: Path, rank: int, history: History) -> list[HeldWindow]:
 
 
 def on_disk(root: Path, rank: int, history: History) -> list[HeldWindow]:
-    """What the rank has on the disk of its node."""
     file = make_file(root / f'memory{rank}', START, history.window(START, PLAN).plan, owner=rank)
     (root / f'node{rank}').mkdir()
     disk = DiskWindows(root / f'node{rank}', 'run', rank)
@@ -109,7 +108,6 @@ BASE = Window(WindowName(2, f'{PAST}_plan'), 1)
 def test_whole_windows_of_another_history_are_not_taken(
     start: int, history: str, taken: bool
 ) -> None:
-    """A node that was away brought them; they are whole, but the survivors' state is another."""
     window = Window(WindowName(start, f'{history}_plan'), 1)
     verdict = Job(in_history(History(PRESENT, BASE.name), window), [0, 1, 2]).verdict()
     assert isinstance(verdict, Localized) == taken

@@ -204,7 +204,6 @@ def running() -> Iterator[tuple[TCPStore, Callable[[], object]]]:
 def test_stranger_is_refused_before_it_takes_a_place(
     number: int, running: tuple[TCPStore, Callable[[], object]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A living rank's, or a further one of a larger job; one of a job that is over is free."""
     server, stop = running
     place = Rendezvous(server, number, 3)
     launched_alike.refuse_stranger(place, RankIdentity('run', 'layout', number, OWN), False)
@@ -219,7 +218,6 @@ def test_stranger_is_refused_before_it_takes_a_place(
 
 @pytest.mark.parametrize('launch', ['', 'gone'])
 def test_only_a_survivor_of_this_launch_waits(launch: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All may have died while they waited, and a store outside still has a report of theirs."""
     monkeypatch.setattr(counters, '_SURELY_HEARD_S', 0.0)
     store = HashStore()
     launched_alike.leave(store, RankIdentity('run', 'layout', 0, OWN))

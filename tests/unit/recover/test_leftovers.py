@@ -55,7 +55,6 @@ class DamagedJob(ThreadedJob):
             damage(self._newest()[process.rank])
 
     def _newest(self) -> list[Path]:
-        """By rank."""
         return [p for rank in range(STAGES) for p in folder_of(self, rank).glob(NEWEST)]
 
 
@@ -88,12 +87,10 @@ class AwayJob(ThreadedJob):
 
 
 def folder_of(job: ThreadedJob, rank: int) -> Path:
-    """Where a rank keeps windows of its own."""
     return job.directory / 'run' / f'node{rank}' / str(rank) / str(rank)
 
 
 def awaited(found: Callable[[], list[Path]], count: int) -> list[Path]:
-    """So many files, once there are."""
     deadline = time.monotonic() + _TIMEOUT_S
     while len(paths := found()) < count:
         assert time.monotonic() < deadline, f'there are only {paths}'
@@ -136,7 +133,6 @@ def test_recaptured_window_is_used_by_the_next_recovery(
 def test_windows_of_an_earlier_attempt_leave_room_for_a_fetched_window(
     undisturbed: Undisturbed,
 ) -> None:
-    """They are newer than the iteration of this attempt, so that no rank calls them outdated."""
     fault = Fault(VICTIM, Phase.FORWARD, LAST_SLOT + 1, node_lost=True)
     with tmpfs_directory() as directory:
         job = AwayJob(directory, ITERATIONS, [fault], undisturbed.states)

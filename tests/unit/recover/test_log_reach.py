@@ -34,7 +34,6 @@ class Shape(NamedTuple):
 
     @property
     def sends(self) -> list[int]:
-        """Tensors that each stage sends in an iteration."""
         return [self.micro_batches, 2 * self.micro_batches, self.micro_batches]
 
     def logged(self) -> list[Logged]:
@@ -116,7 +115,6 @@ class Job:
         ]
 
     def holds(self, stage: int, iteration: int) -> bool:
-        """The log of a stage has all of an iteration."""
         keys = (LogKey(iteration, Direction.DOWN, k) for k in range(self.shape.sends[stage]))
         try:
             return all(self.logs[stage].read(key, 20.0) is not None for key in keys)
@@ -126,7 +124,6 @@ class Job:
 
 @contextmanager
 def running(shape: Shape, sizes: list[int]) -> Iterator[tuple[Job, list[str]]]:
-    """The job, and what its logs complain of."""
     complaints: list[str] = []
     with ExitStack() as stack:
         folder = stack.enter_context(tmpfs_directory())
@@ -144,7 +141,6 @@ def running(shape: Shape, sizes: list[int]) -> Iterator[tuple[Job, list[str]]]:
 def test_log_has_every_iteration_that_a_verdict_needs(
     shape: Shape, sends: int, lost: int, ahead: int | None
 ) -> None:
-    """Also when one rank is an update ahead, and so a stage more than that of the dead replays."""
     with running(shape, shape.rings()) as (job, complaints):
         for _ in range(sends):
             job.send()
@@ -170,7 +166,6 @@ def test_log_has_every_iteration_that_a_verdict_needs(
 @pytest.mark.parametrize('window', [1, 2, 5])
 @pytest.mark.parametrize('late', [0, 3])
 def test_smaller_log_is_insufficient(window: int, late: int) -> None:
-    """One record less, beyond the one that may be lost at the end of the ring."""
     shape = Shape(window, 2, 64, late)
     record = shape.logged()[1].record_bytes
     smaller = [size - 2 * record for size in shape.rings()]

@@ -88,7 +88,6 @@ def lose_holder(
 def test_dead_holder_is_asked_again_after_the_next_rendezvous(
     lose_holder: Callable[[bool], tuple[LostHolder, ThreadedJob]],
 ) -> None:
-    """The memory of its node still exists; no survivor has to restart."""
     holder, job = lose_holder(True)
     assert holder.asked == 2
     assert job.restarts == 0

@@ -33,7 +33,6 @@ FLAGS = {f'--flag-{n}': '1' for n in range(9)}
 
 @pytest.fixture
 def root() -> Iterator[Path]:
-    """Memory in which a dead run has left a window."""
     with tmpfs_directory() as shm:
         yield with_window(shm)
 
@@ -92,7 +91,6 @@ def test_the_same_run_under_another_id_is_named(
 def test_a_run_that_differs_in_its_id_alone_stops_a_strict_start(
     root: Path, caplog: pytest.LogCaptureFixture, flags: dict[str, str]
 ) -> None:
-    """As jobs of a chain with ids of Slurm; any other run may be another training."""
     if flags:
         assert 'run-before' in said(root, caplog, strict=True, **flags)
         return

@@ -22,7 +22,6 @@ from moevement_ext.recover.verification import Verified
 
 @pytest.fixture
 def launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
-    """Its part of a store, which this process finds."""
     store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
     monkeypatch.setenv('TORCHELASTIC_USE_AGENT_STORE', 'True')
     monkeypatch.setenv('MASTER_ADDR', '127.0.0.1')
@@ -137,7 +136,6 @@ def test_a_clock_that_is_a_little_ahead_does_not_hide_the_time(
 def test_no_job_was_away_for_less_than_no_time(
     launcher: Store, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The clock of the node where the first process ended is ahead."""
     out = whole_job(Death(time.time() + 7200, 2, 99), capsys)
     assert '(pid 99) was the first to end' in out
     assert 'away: since a time that nothing here has seen' in out
@@ -146,7 +144,6 @@ def test_no_job_was_away_for_less_than_no_time(
 def test_the_reason_of_another_start_is_not_believed(
     launcher: Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A store elsewhere outlives a launcher."""
     mailbox.write_cause(launcher, 2, 3, '(pid 77) was killed by SIGKILL')
     assert '| the job was launched again | ' in whole_job(None, capsys)
     mailbox.write_cause(of_launch(launcher, 'the one before'), 1, 3, 'was killed by SIGKILL')
@@ -161,7 +158,6 @@ def test_else_the_process_that_ended_first_is_named(
 
 
 def test_newest_death_of_each_rank_is_read(tmp_path: Path) -> None:
-    """The newest of each rank; what a kill cut off is passed over."""
     assert noted_deaths(tmp_path) == []
     lines = ['{"time": 2.0, "rank": 1, "pid": 5}', '{"time": 9.0, "rank": 0, "pid": 4}']
     lines += ['{"time": 8.5, "rank": 1, "pid": 6}', 'nonsense', '{"time": 1']

@@ -33,8 +33,6 @@ def start(iteration: int) -> Start:
 
 @dataclass(frozen=True)
 class Memory:
-    """What is physically there."""
-
     parameters: int | None
     """Iteration they belong to; None: no one iteration."""
     committed: int
@@ -91,7 +89,6 @@ def told_to_replay(rank: RankState, memory: Memory) -> Memory:
 
 
 def told_to_replay_further(rank: RankState, memory: Memory) -> Memory:
-    """Another rank has committed more."""
     target = max(memory.committed, 0) + 2
     rank.decided(verdict(target, replays=True), RANK)
     return replace(memory, parameters=None, recovering=True, committed=target)
@@ -103,7 +100,6 @@ def told_to_copy(rank: RankState, memory: Memory) -> Memory:
 
 
 def told_to_go_on(rank: RankState, memory: Memory) -> Memory:
-    """Another stage was lost beside its replay."""
     newer = verdict(memory.committed, replays=True)
     rank.goes_on(newer)
     assert rank.pending is newer
@@ -212,7 +208,6 @@ def test_reports_are_true_after_any_sequence_of_events() -> None:
 
 
 def test_a_state_that_is_there_is_not_given_away() -> None:
-    """Reporting less than there is would be true as well, and would replay for nothing."""
     for path, (rank, memory) in all_cases():
         if isinstance(rank.position, Whole | Running):
             assert rank.clean_at == memory.parameters, path
@@ -270,7 +265,6 @@ def test_a_recovery_ends_at_its_target_only() -> None:
 
 
 def keeps_the_end_of_the_window(rank: RankState, state: Start) -> None:
-    """A replay forgets what it caught up."""
     if rank.rebuilding:
         return
     _STEPPED(rank, state)
@@ -284,8 +278,7 @@ def takes_what_is_loaded_for_whole(rank: RankState, decided: Localized, own: int
         rank.position = Whole(kept)
 
 
-def stays_running_while_written(rank: RankState) -> None:
-    """As if an update could be put back."""
+def stays_running_while_written(rank: RankState) -> None: ...
 
 
 _STEPPED = RankState.stepped

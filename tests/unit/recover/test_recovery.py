@@ -8,7 +8,8 @@ Recovery, membership, host memory and its servers are real; processes are thread
 import gc
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import psutil
 import pytest
@@ -18,16 +19,14 @@ from moevement_ext.membership.membership import Membership
 from moevement_ext.memory.budget import Logged
 from moevement_ext.memory.ledger import LedgerEntry
 from moevement_ext.memory.limits import CONNECTIONS_OF_A_RANK
-from moevement_ext.memory.reservation import EarlyReservation, _KeptFile
+from moevement_ext.memory.reservation import EarlyReservation
 from moevement_ext.memory.window.name import WindowName
 from moevement_ext.protect.lifecycle import WindowLifecycle
 from moevement_ext.protect.protection import Protection
 from moevement_ext.recover.conversion import Conversion
 from moevement_ext.recover.localized import LocalizedRecovery
 from moevement_ext.recover.stage_replay import StageReplay
-from moevement_ext.recover.verdict import Localized
 from moevement_ext.recover.verification import Verification
-from moevement_ext.replicate.client import ReplicaClient
 from moevement_ext.replicate.host_memory import HostMemory
 from tests.support.quick import with_quick
 from tests.unit.memory.samples import tmpfs_directory
@@ -36,7 +35,6 @@ from tests.unit.recover.fake_trainer import (
     FakeOperators,
     FakePipeline,
     FakeState,
-    FakeTrainer,
 )
 from tests.unit.recover.threaded_job import (
     OF_THREADS,
@@ -47,6 +45,7 @@ from tests.unit.recover.threaded_job import (
     Process,
     ThreadedJob,
     install,
+    spy,
 )
 
 OF_AN_ITERATION = [
@@ -135,15 +134,13 @@ def test_connections_with_the_store_are_as_many_as_its_server_is_prepared_for(
     fault_free: Expected, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counts = []
-    decide = LocalizedRecovery._decide
 
-    def counted(recovery: LocalizedRecovery) -> Localized:
+    def count(recovery: LocalizedRecovery) -> None:
         server = recovery._membership._loss._store.port  # type: ignore[attr-defined]
         peers = [one.raddr for one in psutil.Process().net_connections('tcp')]
         counts.append(sum(bool(peer) and peer.port == server for peer in peers))
-        return decide(recovery)
 
-    monkeypatch.setattr(LocalizedRecovery, '_decide', counted)
+    spy(monkeypatch, LocalizedRecovery, '_decide', count)
     train_through([Fault(1, Phase.FORWARD, FIRST)], fault_free)
     assert STAGES < max(counts) <= STAGES * CONNECTIONS_OF_A_RANK
 
@@ -152,14 +149,8 @@ def test_windows_are_offered_to_a_replacement_with_the_address_of_the_lost_proce
     fault_free: Expected, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(HostMemory, 'peer_addresses', lambda memory: [('the same', 1)])
-    offered = []
-    change_peers = WindowLifecycle.change_peers
-
-    def noted(windows: WindowLifecycle, peers: dict[int, ReplicaClient], newest: int) -> None:
-        offered.append(newest)
-        change_peers(windows, peers, newest)
-
-    monkeypatch.setattr(WindowLifecycle, 'change_peers', noted)
+    offered: list[object] = []
+    spy(monkeypatch, WindowLifecycle, 'change_peers', lambda *given: offered.append(given))
     train_through([Fault(1, Phase.FORWARD, FIRST)], fault_free)
     assert len(offered) == 1
 
@@ -216,7 +207,6 @@ def test_loss_of_all_ranks_at_any_point_is_recovered_from_memory(fault_free: Exp
 def test_failure_before_the_first_window_or_after_the_last_iteration_restarts_all_ranks(
     iteration: int, fault_free: Expected
 ) -> None:
-    """Survivors cannot help then: all start again."""
     job = train(FIRST, [Fault(1, Phase.EVALUATE, iteration)], fault_free)
     assert job.restarts == 1
     assert len(job.recovered) == (STAGES if iteration == FIRST else 0)
@@ -244,103 +234,59 @@ def log_of_the_middle_stage_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakePipeline, '__init__', make_short)
 
 
-class Noted(NamedTuple):
-    """What a rank did, in the order of it."""
-
-    rank: int
-    what: str
-    lacking: bool = False
-    """Its log had lost the beginning of what it is to hold again."""
-
-
-@pytest.fixture
-def noted(monkeypatch: pytest.MonkeyPatch) -> list[Noted]:
-    """Barriers, and what a rank takes back of its log and its windows."""
-    notes: list[Noted] = []
-    rewind, withdraw = Protection.rewind_log, Protection.withdraw_after
-    barrier = Membership.barrier
-
-    def rewind_noted(protection: Protection, iteration: int) -> None:
-        log, rank = protection.memory.log, protection._rank.number
-        first = log.first_iteration if log is not None else None
-        notes.append(Noted(rank, 'rewind', first is not None and first > iteration + 1))
-        rewind(protection, iteration)
-
-    def withdraw_noted(protection: Protection, window: WindowName) -> None:
-        notes.append(Noted(protection._rank.number, 'withdraw'))
-        withdraw(protection, window)
-
-    def barrier_noted(membership: Membership, name: str) -> None:
-        notes.append(Noted(membership._rendezvous.rank, name))
-        barrier(membership, name)
-
-    monkeypatch.setattr(Protection, 'rewind_log', rewind_noted)
-    monkeypatch.setattr(Protection, 'withdraw_after', withdraw_noted)
-    monkeypatch.setattr(Membership, 'barrier', barrier_noted)
-    return notes
-
-
 def test_replaying_neighbours_wait_for_each_others_new_sends(
-    fault_free: Expected, noted: list[Noted], monkeypatch: pytest.MonkeyPatch
+    fault_free: Expected, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A log that has lost what they ask for says so at once, unless it was taken back before."""
     first_and_middle_stage_are_tied(monkeypatch)
     log_of_the_middle_stage_is_short(monkeypatch)
+    done: dict[int, list[str]] = {rank: [] for rank in range(STAGES)}
+    lacking = set[int]()
+
+    def rewinds(protection: Protection, iteration: int) -> None:
+        log, rank = protection.memory.log, protection._rank.number
+        done[rank].append('rewind')
+        if log is not None and (log.first_iteration or 0) > iteration + 1:
+            lacking.add(rank)
+
+    def withdraws(protection: Protection, window: WindowName) -> None:
+        done[protection._rank.number].append('withdraw')
+
+    spy(monkeypatch, Protection, 'rewind_log', rewinds)
+    spy(monkeypatch, Protection, 'withdraw_after', withdraws)
+    spy(monkeypatch, Membership, 'barrier', lambda it, name: done[it._rendezvous.rank].append(name))
     train_through([Fault(0, Phase.FORWARD, FIRST + 2)], fault_free)
-    assert Noted(1, 'rewind', lacking=True) in noted
+    assert 1 in lacking
     for rank in (0, 1):
-        done = [note.what for note in noted if note.rank == rank]
-        assert done[: done.index('replayed')] == ['rewind', 'withdraw', 'ready']
+        assert done[rank][: done[rank].index('replayed')] == ['rewind', 'withdraw', 'ready']
 
 
 def test_a_survivor_has_left_its_loop_before_it_waits_for_the_new_process(
     fault_free: Expected, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All wait for the slowest survivor otherwise, once the new process has come."""
-    notes: list[str] = []
-    leave, silence, meet = FakeLoop.leave, Membership.silence, Membership.meet
+    notes: list[tuple[str, str]] = []
 
-    def noting[**P, R](name: str, original: Callable[P, R]) -> Callable[P, R]:
-        def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            if getattr(args[0], 'joining', False) is False:
-                notes.append(f'{threading.current_thread().name} {name}')
-            return original(*args, **kwargs)
+    def note(name: str, of: object, *_: object) -> None:
+        if getattr(of, 'joining', False) is False:
+            notes.append((threading.current_thread().name, name))
 
-        return call
-
-    monkeypatch.setattr(FakeLoop, 'leave', noting('leave', leave))
-    monkeypatch.setattr(Membership, 'silence', noting('silence', silence))
-    monkeypatch.setattr(Membership, 'meet', noting('meet', meet))
+    spy(monkeypatch, FakeLoop, 'leave', partial(note, 'leave'))
+    spy(monkeypatch, Membership, 'silence', partial(note, 'silence'))
+    spy(monkeypatch, Membership, 'meet', partial(note, 'meet'))
     train_through([Fault(1, Phase.FORWARD, FIRST + 2)], fault_free)
-    of_a_survivor = [note.split()[-1] for note in notes if note.startswith(notes[0].split()[0])]
-    assert of_a_survivor
-    assert of_a_survivor == len(of_a_survivor) // 3 * ['leave', 'silence', 'meet']
+    of_a_survivor = [name for thread, name in notes if thread == notes[0][0]]
+    assert of_a_survivor == len(of_a_survivor) // 3 * ['leave', 'silence', 'meet'] != []
 
 
 def test_memory_of_a_lost_node_is_reserved_while_the_model_is_built(
     fault_free: Expected, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order: list[str] = []
-    begin, build, wait = EarlyReservation._begin, Process._build, EarlyReservation.wait
-
-    def begin_noted(early: EarlyReservation, files: Sequence[_KeptFile]) -> None:
-        order.append(f'{len(files)} files')
-        begin(early, files)
-
-    def build_noted(process: Process, with_dense: bool) -> FakeTrainer:
-        order.append('model')
-        return build(process, with_dense)
-
-    def wait_noted(early: EarlyReservation) -> None:
-        wait(early)
-        order.append('reserved')
-
-    monkeypatch.setattr(EarlyReservation, '_begin', begin_noted)
-    monkeypatch.setattr(Process, '_build', build_noted)
-    monkeypatch.setattr(EarlyReservation, 'wait', wait_noted)
+    spy(monkeypatch, EarlyReservation, '_begin', lambda _, files: order.append(f'{len(files)}'))
+    spy(monkeypatch, Process, '_build', lambda *_: order.append('model'))
+    spy(monkeypatch, EarlyReservation, 'wait', lambda _: order.append('reserved'), after=True)
     train_through([Fault(1, Phase.FORWARD, FIRST + 2, node_lost=True)], fault_free)
     # Two windows of its own, two of another rank, and the log.
-    assert order == [*STAGES * ['model'], '5 files', 'model', 'reserved']
+    assert order == [*STAGES * ['model'], '5', 'model', 'reserved']
 
 
 def nothing_roll_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -393,7 +339,6 @@ def test_recovery_without_a_step_changes_a_bit(
 def test_difference_after_the_last_capture_shows_in_the_next_loss(
     all_die: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The newest iteration is not captured yet: nothing else tells what its replay came to."""
     check = Verification._check_state
 
     def check_and_spoil(verification: Verification, iteration: int) -> None:
@@ -415,15 +360,11 @@ def test_difference_after_the_last_capture_shows_in_the_next_loss(
 def test_window_without_its_ledger_still_has_the_losses(
     spoiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The replica has them; the ledgers of other stages do not know the loss of this one."""
-    load = Conversion._load
-
-    def load_and_spoil(conversion: Conversion, slot: Any, trainer: Any) -> None:
-        load(conversion, slot, trainer)
+    def spoil(conversion: Conversion, slot: Any, trainer: Any) -> None:
         if spoiled and slot.header.slot == 0:
             next(iter(trainer.operators.weight.values()))[0] += 1
 
-    monkeypatch.setattr(Conversion, '_load', load_and_spoil)
+    spy(monkeypatch, Conversion, '_load', spoil, after=True)
     job = train(FIRST + WINDOW, [Fault(2, Phase.FORWARD, FIRST + 1, node_lost=True)])
     (back,) = (event for event in job.recovered if event.replayed)
     assert back.stages == [2] and back.iterations >= WINDOW - 1  # and those of newer slots

@@ -202,7 +202,6 @@ def test_refused_start_of_the_whole_job_is_not_continued(
 def test_windows_begin_again_once_a_recovery_is_judged(
     recovery: str, stops: Callable[..., None], fault_free: Expected
 ) -> None:
-    """Also after another failure before that, and after a restart of all workers."""
     stops(recovery=recovery)
     schedule = [
         Fault(1, Phase.P2P, STRUCK),

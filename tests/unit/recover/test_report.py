@@ -54,7 +54,6 @@ def recovery(folder: Path, experts: int) -> LocalizedRecovery:
 
 @pytest.mark.parametrize('experts', [1, 4096])
 def test_a_report_is_no_longer_for_more_experts(experts: int) -> None:
-    """Plans have a share for each; the store has them once, under their version."""
     with tmpfs_directory() as folder:
         report = recovery(folder, experts)._report.now([])
     (handover,) = handovers([report])
@@ -64,7 +63,6 @@ def test_a_report_is_no_longer_for_more_experts(experts: int) -> None:
 
 
 def test_rank_with_a_copied_state_knows_its_iteration() -> None:
-    """If an exit is due, the process trains none before it, but the windows have to agree."""
     recovery, rank = MagicMock(), SimpleNamespace(number=1, world_size=2, events=MagicMock())
     rank.events.iteration = 0
     recovery._rank, recovery._phases = rank, Phases()

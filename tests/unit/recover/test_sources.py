@@ -1,25 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Windows that are converted while they are fetched, between two real ranks over TCP."""
+"""Sources of a window, between real ranks over TCP; it is converted while it is fetched."""
 
 import contextlib
+import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from moevement_ext.memory.disk import DiskWindows
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.format import Expected
-from moevement_ext.memory.window.name import HeldWindow, RankIdentity
+from moevement_ext.memory.window.name import HeldWindow, RankIdentity, Window
+from moevement_ext.memory.window.reader import WindowReader
 from moevement_ext.memory.window.refusal import RefusedWindow
 from moevement_ext.memory.window.slot import SlotHeader
+from moevement_ext.recover.inventory import held_windows
 from moevement_ext.recover.sources import (
     ArrivingWindow,
     VerifiedWindow,
+    make_room,
     verified_window,
 )
+from moevement_ext.recover.whole_job import Predecessor, obtain
 from moevement_ext.replicate import connection, greeting
 from moevement_ext.replicate.connection import Connection
 from moevement_ext.replicate.log_reader import ReaderClosed
@@ -44,11 +51,35 @@ OWN = RankIdentity(RUN, TOPOLOGY, 0)
 
 
 @pytest.fixture
-def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
-    with tmpfs_directory() as shm:
-        job = Job(Path(shm), monkeypatch)
-        yield job
-        job.stop()
+def shm() -> Iterator[Path]:
+    with tmpfs_directory() as path:
+        yield path
+
+
+@pytest.fixture
+def job(shm: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
+    job = Job(shm, monkeypatch)
+    yield job
+    job.stop()
+
+
+@pytest.fixture
+def kept(job: Job, tmp_path: Path) -> Iterator[Job]:
+    """Window 0 of rank 0 is in its memory, with rank 1 and on disk."""
+    disk = job.ranks[0].disk = DiskWindows(tmp_path, 'run1', 0)
+    file = job.commit(0)
+    replicate(job, file)
+    disk.write(file, OWN)
+    yield job
+    disk.close()
+
+
+@pytest.fixture
+def doubtful(shm: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
+    """Rank 0 and two holders of its replicas, on other nodes."""
+    job = Job(shm, monkeypatch, ('node-a', 'node-b', 'node-c'))
+    yield job
+    job.stop()
 
 
 @pytest.fixture
@@ -79,9 +110,13 @@ def bytes_of(source: ArrivingWindow | VerifiedWindow) -> list[bytes]:
     return [source.slot(index)[1].tobytes() for index in range(source.window)]
 
 
+def payloads(file: WindowFile) -> list[bytes]:
+    return [file.payload(slot).tobytes() for slot in range(WINDOW)]
+
+
 def test_own_window_is_taken_without_a_transfer(job: Job, arriving: Callable) -> None:
     file = job.commit(0)
-    expected = [file.payload(slot).tobytes() for slot in range(WINDOW)]
+    expected = payloads(file)
     job.ranks[1].server.stop()
     window = arriving()
     assert (window.name, window.window) == (named(0), WINDOW)
@@ -106,19 +141,16 @@ def test_damaged_own_slot_is_replaced_once_the_ones_before_are_used(
     slot: int, job: Job, arriving: Callable
 ) -> None:
     file = job.commit(0)
-    expected = [file.payload(index).tobytes() for index in range(WINDOW)]
+    expected = payloads(file)
     replicate(job, file)
     damage(file, slot)
     window = arriving()
-    for index in range(WINDOW):
-        _, payload = window.slot(index)
-        assert payload.tobytes() == expected[index]
+    assert bytes_of(window) == expected
     assert window.file().verify(Expected(RUN, TOPOLOGY))
     assert len(job.ranks[0].windows.committed()) == 1
 
 
 def test_slot_in_use_is_not_overwritten(job: Job, arriving: Callable) -> None:
-    """The reader still holds slot 0 when the damage of slot 1 is found."""
     file = job.commit(0)
     replicate(job, file)
     damage(file, 1)
@@ -148,18 +180,21 @@ def test_unavailable_window_is_refused_with_every_reason(job: Job, arriving: Cal
 @pytest.mark.parametrize(
     'identity', [RankIdentity('other', TOPOLOGY, 0), RankIdentity(RUN, 'other', 0)]
 )
-def test_window_of_another_run_is_refused(identity: RankIdentity, job: Job) -> None:
-    replicate(job, job.commit(0))
+def test_window_of_another_run_is_refused(identity: RankIdentity, kept: Job) -> None:
     seen: list[SlotHeader] = []
-    with pytest.raises(RefusedWindow, match='own memory: .*expected .other.*rank 1: .*expected'):
+    memory, found = kept.ranks[0], 'expected .other.*'
+    assert memory.disk is not None
+    assert held_windows(memory.store, identity, memory.disk.path) == []
+    with pytest.raises(
+        RefusedWindow, match=f'own memory: .*{found}rank 1: .*{found}disk: .*{found}'
+    ):
         verified_window(
-            job.ranks[0], CANDIDATE, job.inventories(), identity, lambda _, head: seen.append(head)
+            memory, CANDIDATE, kept.inventories(), identity, lambda _, head: seen.append(head)
         )
     assert seen == []
 
 
 def test_close_wakes_a_waiting_reader(job: Job, arriving: Callable) -> None:
-    """The only holder has accepted the connection, and then says nothing."""
     replicate(job, job.commit(0))
     inventories = job.inventories()
     job.ranks[0].windows.discard(named(0))
@@ -193,7 +228,6 @@ def unreachable_peer() -> Iterator[tuple[str, int]]:
 def test_abandoned_connection_does_not_block_the_next(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All have met anew, and the replica is fetched from a holder that answers."""
     monkeypatch.setattr(connection, '_TO_END_S', 0.3)
     file = job.commit(0)
     expected = digest(file.path)
@@ -218,7 +252,6 @@ def test_abandoned_connection_does_not_block_the_next(
 
 
 def test_reader_with_an_unnoticed_arrival_is_not_idle(job: Job, arriving: Callable) -> None:
-    """It may go on at any moment, with what must not be overwritten then."""
     job.commit(0)
     window = arriving()
     window.file()
@@ -259,9 +292,8 @@ def odd_holder(serve: Callable[[Connection], None]) -> Iterator[tuple[str, int]]
 def test_holder_that_sends_no_window_is_skipped(
     job: Job, arriving: Callable, order: tuple[int, ...]
 ) -> None:
-    """It repeats a slot, or sends one that no window has; the next holder is asked."""
     file = job.commit(0)
-    expected = [file.payload(slot).tobytes() for slot in range(WINDOW)]
+    expected = payloads(file)
     replicate(job, file)
     blobs = [(bytes(file.slot_blob(s).payload), bytes(file.slot_blob(s).frame)) for s in range(2)]
     job.ranks[0].windows.discard(named(0))
@@ -285,3 +317,185 @@ def test_holder_that_sends_no_window_is_skipped(
             assert bytes_of(window) == expected
         finally:
             window.close()
+
+
+# The disk is the last source
+
+
+def on_disk(job: Job) -> Path:
+    disk = job.ranks[0].disk
+    assert disk is not None
+    return disk.stored()[0].path
+
+
+def own(job: Job) -> WindowFile:
+    file = job.ranks[0].windows.file(named(0))
+    assert file is not None
+    return file
+
+
+def test_memory_precedes_replicas_and_replicas_precede_the_disk(kept: Job) -> None:
+    expected, memory = payloads(own(kept)), kept.ranks[0]
+    for where in ('own memory', 'rank 1', 'disk'):
+        file, source = verified_window(memory, CANDIDATE, kept.inventories(), OWN)
+        assert (source, payloads(file)) == (where, expected)
+        assert memory.windows.file(named(0)) is file, 'it is in memory again'
+        memory.windows.discard(named(0))
+        if where == 'rank 1':
+            kept.ranks[1].server.stop()
+
+
+def test_disk_is_used_when_memory_is_damaged_and_no_replica_exists(kept: Job) -> None:
+    expected = payloads(own(kept))
+    damage(own(kept), 1)
+    arrived: list[int] = []
+    file, source = verified_window(
+        kept.ranks[0], CANDIDATE, [], OWN, lambda file, header: arrived.append(header.slot)
+    )
+    assert source == 'disk' and payloads(file) == expected
+    assert arrived == [0, 0, 1, 2]
+
+
+def test_longer_window_of_an_earlier_start_is_read_from_disk(
+    kept: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, shm = payloads(own(kept)), kept.ranks[0].store.root
+    memory = kept.begin_again(shm, monkeypatch, capacity(window=1))
+    file, source = verified_window(memory, CANDIDATE, [], OWN)
+    assert source == 'disk' and payloads(file) == expected
+
+
+def test_a_damaged_window_on_disk_is_refused_and_its_file_in_memory_is_free(kept: Job) -> None:
+    kept.ranks[0].windows.discard(named(0))
+    content = bytearray(on_disk(kept).read_bytes())
+    content[70_000] ^= 1
+    on_disk(kept).write_bytes(content)
+    for _ in range(3):
+        with pytest.raises(RefusedWindow, match='disk: .*checksum mismatch'):
+            verified_window(kept.ranks[0], CANDIDATE, [], OWN)
+    assert kept.commit(0).name == named(0)
+
+
+def test_list_of_the_disk_omits_torn_windows(kept: Job) -> None:
+    disk = kept.ranks[0].disk
+    assert disk is not None
+    store = kept.ranks[0].store
+    assert held_windows(store, OWN, disk.path) == [HeldWindow(CANDIDATE, 0)]
+    os.truncate(on_disk(kept), 70_000)
+    assert held_windows(store, OWN, disk.path) == []
+
+
+@pytest.mark.parametrize(
+    ('usable', 'left'),
+    [((0, 3), [3]), ((3,), [3]), ((0,), [0]), ((), [3])],
+    ids=['oldest', 'no candidate', 'no candidate, though newer', 'none is'],
+)
+def test_room_is_made_for_a_window_of_another_holder(
+    usable: tuple[int, ...], left: list[int], kept: Job
+) -> None:
+    windows = kept.ranks[0].windows
+    kept.commit(0, start=3)
+    assert windows.begin(named(9)) is None
+    wanted = Window(named(9), WINDOW)
+    make_room(windows, wanted, [wanted, *(Window(named(start), WINDOW) for start in usable)])
+    assert [window.name.start for window in windows.committed()] == left
+    assert windows.begin(named(9)) is not None
+
+
+def test_window_already_in_memory_needs_no_room(kept: Job) -> None:
+    windows = kept.ranks[0].windows
+    kept.commit(0, start=3)
+    make_room(windows, Window(named(3), WINDOW), [])
+    assert [window.name.start for window in windows.committed()] == [3, 0]
+
+
+class HungReads:
+    """The read number `index` of a payload waits until its event is set."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *indices: int) -> None:
+        self.reached = {index: threading.Event() for index in indices}
+        self.go_on = {index: threading.Event() for index in indices}
+        self._count = 0
+        self._from = WindowReader._from
+        monkeypatch.setattr(WindowReader, '_from', lambda *place: self._reader(*place))
+
+    def _reader(self, reader: WindowReader, offset: int) -> Callable[[memoryview], None]:
+        fill, index = self._from(reader, offset), self._count
+        self._count += 1
+
+        def read(view: memoryview) -> None:
+            if index in self.go_on:
+                self.reached[index].set()
+                self.go_on[index].wait(DEADLINE_S)
+            fill(view)
+
+        return read
+
+
+def test_hung_read_that_ends_late_leaves_its_successor_alone(
+    kept: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, '_TO_END_S', 0.1)
+    memory, file = kept.ranks[0], kept.commit(0, start=3)
+    assert memory.disk is not None
+    memory.disk.write(file, OWN)
+    memory.disk_only, expected = True, payloads(file)
+    reads = HungReads(monkeypatch, 0, 2)
+    left = ArrivingWindow(memory, CANDIDATE, [], OWN)
+    assert reads.reached[0].wait(DEADLINE_S)
+    left.close()
+    window = ArrivingWindow(memory, Window(named(3), WINDOW), [], OWN)
+    assert reads.reached[2].wait(DEADLINE_S)
+    assert memory.windows.begin(named(6)) is None, 'two threads write'
+    reads.go_on[0].set()
+    left._thread.join(DEADLINE_S)
+    assert not left._thread.is_alive()
+    reads.go_on[2].set()
+    try:
+        assert payloads(window.file()) == expected
+    finally:
+        window.close()
+    assert memory.windows.begin(named(6)) is not None, 'both have ended'
+
+
+# Replicas that are damaged in the memory of their holders
+
+NEXT = Window(named(WINDOW), WINDOW)
+
+
+def lose(job: Job, start: int, damaged: tuple[int, ...]) -> str:
+    """Digest of a window that rank 0 has no more, with damaged replicas at some holders."""
+    file = job.commit(0, start)
+    before = digest(file.path)
+    for holder, client in job.ranks[0].peers().items():
+        put_window(client, file)
+        client.close()
+        if holder in damaged:
+            held = job.ranks[holder]._inboxes[0].windows.file(named(start))
+            assert held is not None
+            payload = held.payload(1)
+            payload.flags.writeable = True
+            payload[0] ^= 1
+    job.ranks[0].windows.discard(named(start))
+    return before
+
+
+def test_second_holder_replaces_a_damaged_replica(doubtful: Job) -> None:
+    before = lose(doubtful, 0, damaged=(1,))
+    file, source = verified_window(doubtful.ranks[0], CANDIDATE, doubtful.inventories(), OWN)
+    assert (source, digest(file.path)) == ('rank 2', before)
+
+
+def test_an_older_window_is_taken_where_every_replica_is_damaged(doubtful: Job) -> None:
+    before = lose(doubtful, 0, damaged=())
+    lose(doubtful, WINDOW, damaged=(1, 2))
+    with pytest.raises(RefusedWindow, match='rank 1: .*slot 1: checksum.*rank 2: .*slot 1: chec'):
+        verified_window(doubtful.ranks[0], NEXT, doubtful.inventories(), OWN)
+    exchange = SimpleNamespace(all_agree=lambda name, mine: mine)
+    events = SimpleNamespace(emit=lambda event: None)
+    rank = SimpleNamespace(number=0, identity=OWN, exchange=exchange, events=events)
+    predecessor = Predecessor(doubtful.inventories(), [], [NEXT, CANDIDATE], 3, -1)
+    found = obtain(doubtful.ranks[0], predecessor, rank, lambda header: None)  # type: ignore[arg-type]
+    assert found is not None and found.tier == 'rank 1'
+    file = doubtful.ranks[0].windows.file(named(0))
+    assert file is not None and digest(file.path) == before

@@ -103,7 +103,6 @@ def take_over(
 
 
 def test_ledger_of_another_attempt_is_not_trusted(replay: Replay) -> None:
-    """A rank that comes to a node where it had been long ago finds what it left there."""
     for entry in NOW[:3]:
         replay.job.ranks[0].ledger.append(entry)
     for entry, norms in zip(NOW, ([1.0], [9.0], [3.0, 9.0], [9.0]), strict=True):
@@ -124,7 +123,6 @@ def test_ledgers_of_the_stage_precede_the_ledger_of_the_node(
 def test_lacking_entries_come_from_the_next_survivor(
     replay: Replay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """First those of the stage: one is silent, one has some. The last is of another stage."""
     second, last = replay.job.ranks[0], replay.job.ranks[2]
     second.ledger.append(NOW[2])
     for entry in NOW:
@@ -169,7 +167,6 @@ def test_end_of_the_round_interrupts_a_wait_for_a_ledger(
 
 
 def test_catch_up_counts_the_evaluations_that_it_skips(replay: Replay) -> None:
-    """The stage captures again; its windows must agree with those of the other stages."""
     for iteration, validation in ((4, 16), (5, 24), (6, None)):
         entry = LedgerEntry(iteration, [1.0], [], 2, 8 * iteration, consumed_valid=validation)
         replay.memory.ledger.append(entry)

@@ -13,8 +13,6 @@ from tests.unit.recover.threaded_job import Died, _raise_in, install
 
 
 class Ended:
-    """A process of a job that is over."""
-
     def __init__(self) -> None:
         self.codes: list[int] = []
 

@@ -112,7 +112,6 @@ class Watched(ThreadedJob):
 def test_lost_rank_recovers_its_own_bytes(
     victim: int, lose: Callable[[int, bool], ThreadedJob]
 ) -> None:
-    """Every iteration is compared, the buffer and random numbers of all ranks among it."""
     job = lose(victim, True)
     assert job.restarts == 1 and len(job.recovered) == STAGES
     assert not any(event.differing for event in job.recovered)

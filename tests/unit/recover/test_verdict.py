@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from moevement_ext.errors import EXIT_OTHER_BITS
 from moevement_ext.membership.report import NOWHERE, Report
 from moevement_ext.memory.window.name import HeldWindow, Window, WindowName
+from moevement_ext.recover.inventory import candidates, holders
 from moevement_ext.recover.verdict import Localized, Verdict, WholeJob, decide_recovery
 
 LAST = 1000
@@ -19,8 +20,6 @@ NAMES = st.builds(WindowName, ITERATIONS, st.just('plan'))
 
 
 class Job(NamedTuple):
-    """What all ranks report, and where they are."""
-
     reports: list[Report]
     stage_of: list[int]
     tied: bool = False
@@ -132,13 +131,58 @@ def replacement(windows: Sequence[HeldWindow] = (), committed: int = NOWHERE) ->
 
 
 def everywhere(world_size: int, *windows: Window) -> list[HeldWindow]:
-    """All parts, as if one node held them."""
     return [HeldWindow(window, owner) for window in windows for owner in range(world_size)]
+
+
+OLD, NEW = Window(WindowName(2, 'plan'), 3), Window(WindowName(6, 'plan'), 3)
+LATE, AT_TARGET = Window(WindowName(8, 'plan'), 3), Window(WindowName(9, 'plan'), 1)
 
 
 def localized(verdict: Verdict) -> Localized:
     assert isinstance(verdict, Localized), verdict
     return verdict
+
+
+# Complete windows, and who holds them
+
+
+PARTS = st.builds(
+    HeldWindow,
+    st.builds(
+        Window,
+        st.builds(WindowName, st.integers(0, 6), st.sampled_from(['plan-a', 'plan-b'])),
+        st.integers(1, 4),
+    ),
+    st.integers(0, 2),
+)
+INVENTORIES = st.lists(st.sets(PARTS, max_size=20), min_size=3, max_size=3)
+
+
+@given(inventories=INVENTORIES)
+def test_candidates_are_the_windows_of_all_owners_the_newest_dense_state_first(
+    inventories: list[set[HeldWindow]],
+) -> None:
+    held = set[HeldWindow]().union(*inventories)
+    found = candidates(held, 3)
+    whole = [p.window for p in held if all(HeldWindow(p.window, n) in held for n in range(3))]
+    assert len(found) == len(set(found)) and set(found) == set(whole)
+    dense = [one.dense_at for one in found]
+    assert dense == sorted(dense, reverse=True)
+
+
+def test_a_window_that_ends_later_is_newer_than_one_that_begins_later() -> None:
+    long, short = Window(WindowName(4, 'a'), 4), Window(WindowName(5, 'a'), 1)
+    assert candidates(everywhere(2, short, long), 2) == [long, short]
+    assert candidates(everywhere(3, long), 2) == [], 'it is of a larger job'
+
+
+@given(inventories=INVENTORIES, wanted=PARTS)
+def test_holders_are_all_ranks_with_the_window_owner_first(
+    inventories: list[set[HeldWindow]], wanted: HeldWindow
+) -> None:
+    found = holders(wanted.window, wanted.owner, inventories)
+    assert set(found) == {rank for rank in range(3) if wanted in inventories[rank]}
+    assert found == sorted(found, key=lambda rank: (rank != wanted.owner, rank))
 
 
 # Replaying stages
@@ -179,7 +223,6 @@ def test_exactly_the_stages_that_lost_something_replay_whole(job: Job) -> None:
 
 @given(committed=ITERATIONS, stages=st.integers(1, 4), tied=st.booleans())
 def test_no_rank_replays_without_a_loss(committed: int, stages: int, tied: bool) -> None:
-    """No window and no log is needed then, even after the last iteration."""
     job = Job([survivor(committed, first_logged=NOWHERE)] * stages, [*range(stages)], tied)
     nothing: frozenset[int] = frozenset()
     assert job.verdict(committed) == Localized(committed, nothing, nothing, nothing, None)
@@ -190,36 +233,21 @@ def test_no_rank_replays_without_a_loss(committed: int, stages: int, tied: bool)
     [(0, True, {0, 3}), (3, True, {0, 3}), (1, True, {1}), (0, False, {0}), (3, False, {3})],
 )
 def test_tied_ends_replay_together(lost: int, tied: bool, stages: set[int]) -> None:
-    windows = everywhere(4, Window(WindowName(2, 'plan'), 3))
-    reports = [survivor(9, windows=windows) for _ in range(4)]
+    reports = [survivor(9, windows=everywhere(4, OLD)) for _ in range(4)]
     reports[lost] = replacement()
     assert localized(Job(reports, [*range(4)], tied).verdict()).stages == stages
 
 
-def test_a_rank_that_missed_the_last_update_replays_with_its_stage() -> None:
-    windows = everywhere(4, Window(WindowName(2, 'plan'), 3))
-    reports = [survivor(9, windows=windows), survivor(9), survivor(8), survivor(9)]
+@pytest.mark.parametrize(
+    'behind',
+    [survivor(8), survivor(9, NOWHERE), replacement(committed=10)],
+    ids=['missed the last update', 'torn update', 'commits of a lost process do not count'],
+)
+def test_stage_of_a_rank_without_the_newest_state_replays(behind: Report) -> None:
+    reports = [survivor(9, windows=everywhere(4, OLD)), survivor(9), behind, survivor(9)]
     verdict = localized(Job(reports, [0, 0, 1, 1]).verdict())
     assert (verdict.target, verdict.stages, verdict.ranks) == (9, {1}, {2, 3})
-    assert verdict.replacements == set()
-
-
-def test_a_torn_update_is_not_clean() -> None:
-    reports = [
-        survivor(9, windows=everywhere(2, Window(WindowName(2, 'plan'), 3))),
-        survivor(9, NOWHERE),
-    ]
-    assert localized(Job(reports, [0, 1]).verdict()).stages == {1}
-
-
-def test_commits_of_a_lost_process_do_not_count() -> None:
-    """Its successor reads it in the ledger; no survivor has that iteration."""
-    reports = [
-        survivor(9, windows=everywhere(2, Window(WindowName(2, 'plan'), 3))),
-        replacement(committed=10),
-    ]
-    verdict = localized(Job(reports, [0, 1]).verdict())
-    assert (verdict.target, verdict.stages) == (9, {1})
+    assert verdict.replacements == (set() if behind.survivor else {2})
 
 
 # What the replay starts from
@@ -290,55 +318,38 @@ def test_all_ranks_decide_alike_regardless_of_the_order_of_inventories(
     assert job._replace(reports=shuffled).verdict() == job.verdict()
 
 
-OLD, NEW = Window(WindowName(2, 'plan'), 3), Window(WindowName(6, 'plan'), 3)
-
-
-def one_lost(
-    lost: int, first_logged: Sequence[int], *windows: Window, interleaved: bool = False
-) -> Verdict:
-    """Of five stages one is lost; the others log from `first_logged` on."""
-    held = everywhere(5, *windows)
-    reports = [survivor(9, first_logged=first, windows=held) for first in first_logged]
-    reports[lost] = replacement()
-    return Job(reports, [*range(5)], interleaved=interleaved).verdict()
-
-
-@pytest.mark.parametrize(('upstream', 'downstream'), [(7, 7), (3, 7), (1, 1)])
-def test_newest_window_within_the_logs_is_taken(upstream: int, downstream: int) -> None:
-    assert localized(one_lost(2, [1, upstream, 0, downstream, 1], OLD, NEW)).window == NEW
-
-
 TOO_LATE = WholeJob('the logs of the neighbouring stages do not reach back to any window')
 
 
-@pytest.mark.parametrize('logs', [(8, 7), (7, 8), (NOWHERE, 1), (1, NOWHERE)])
-def test_logs_that_begin_too_late_restart_the_whole_job(
-    logs: tuple[int, int],
+@pytest.mark.parametrize(
+    ('lost', 'logs', 'interleaved', 'windows', 'taken'),
+    [
+        *((2, [1, one, 0, other, 1], False, [OLD, NEW], NEW) for one, other in [(7, 7), (3, 7)]),
+        *(
+            (2, [1, one, 0, other, 1], False, [OLD, NEW], TOO_LATE)
+            for one, other in [(8, 7), (7, 8), (NOWHERE, 1), (1, NOWHERE)]
+        ),
+        # Where stages have virtual chunks, the ends are neighbours.
+        (0, [1] * 5, True, [NEW], NEW),
+        *((0, [1, 1, 1, 1, 8], ends, [NEW], TOO_LATE if ends else NEW) for ends in (True, False)),
+        *((4, [8, 1, 1, 1, 1], ends, [NEW], TOO_LATE if ends else NEW) for ends in (True, False)),
+        (1, [1] * 5, False, [OLD, NEW, LATE], NEW),
+        (1, [NOWHERE] * 5, False, [OLD, AT_TARGET], AT_TARGET),
+    ],
+)
+def test_newest_dense_window_within_the_logs_is_taken(
+    lost: int,
+    logs: list[int],
+    interleaved: bool,
+    windows: list[Window],
+    taken: Window | WholeJob,
 ) -> None:
-    upstream, downstream = logs
-    assert one_lost(2, [1, upstream, 0, downstream, 1], OLD, NEW) == TOO_LATE
-
-
-@pytest.mark.parametrize(('lost', 'other_end'), [(0, 4), (4, 0)])
-def test_the_ends_are_neighbours_where_stages_have_virtual_chunks(
-    lost: int, other_end: int
-) -> None:
-    """The last stage sends what follows its first chunk to the first stage."""
-    logs = [1] * 5
-    assert localized(one_lost(lost, logs, NEW, interleaved=True)).window == NEW
-    logs[other_end] = 8
-    assert one_lost(lost, logs, NEW, interleaved=True) == TOO_LATE
-    assert localized(one_lost(lost, logs, NEW)).window == NEW
-
-
-def test_window_that_is_not_dense_yet_is_skipped() -> None:
-    late = Window(WindowName(8, 'plan'), 3)
-    assert localized(one_lost(1, [1] * 5, OLD, NEW, late)).window == NEW
-
-
-def test_a_window_of_one_iteration_at_the_target_needs_no_log() -> None:
-    whole = Window(WindowName(9, 'plan'), 1)
-    assert localized(one_lost(1, [NOWHERE] * 5, OLD, whole)).window == whole
+    """Of five stages one is lost; the others log from an iteration on."""
+    held = everywhere(5, *windows)
+    reports = [survivor(9, first_logged=first, windows=held) for first in logs]
+    reports[lost] = replacement()
+    verdict = Job(reports, [*range(5)], interleaved=interleaved).verdict()
+    assert (verdict if isinstance(taken, WholeJob) else localized(verdict).window) == taken
 
 
 def test_neighbours_that_replay_themselves_need_no_log() -> None:
@@ -348,17 +359,13 @@ def test_neighbours_that_replay_themselves_need_no_log() -> None:
     assert (verdict.stages, verdict.window) == ({1, 2}, NEW)
 
 
-def test_a_refused_window_is_given_up_by_all() -> None:
+def test_a_refused_or_incomplete_window_is_given_up_by_all() -> None:
     held = everywhere(2, OLD, NEW)
     reports = [survivor(9, windows=held), survivor(9, NOWHERE, refused=[NEW])]
     assert localized(Job(reports, [0, 1]).verdict()).window == OLD
     reports[1] = survivor(9, NOWHERE, refused=[OLD, NEW])
     assert Job(reports, [0, 1]).verdict() == WholeJob('no window is complete on all ranks')
-
-
-def test_a_window_that_one_rank_that_keeps_its_state_lacks_is_not_taken() -> None:
-    held = [*everywhere(2, OLD), HeldWindow(NEW, 1)]
-    reports = [survivor(9, windows=held), replacement()]
+    reports = [survivor(9, windows=[*everywhere(2, OLD), HeldWindow(NEW, 1)]), replacement()]
     assert localized(Job(reports, [0, 1]).verdict()).window == OLD
 
 
@@ -366,7 +373,6 @@ def test_a_window_that_one_rank_that_keeps_its_state_lacks_is_not_taken() -> Non
 
 
 def decide_with_replicas(job: Job) -> Verdict:
-    """All ranks of a stage hold the same state."""
     replicas = [
         [r for r, other in enumerate(job.stage_of) if other == stage] for stage in job.stage_of
     ]
@@ -405,38 +411,10 @@ def test_a_stage_replays_whole_if_one_of_its_ranks_has_no_replica_left() -> None
 # Whole job
 
 
-def test_total_loss_restarts_the_whole_job() -> None:
-    reports = [replacement(everywhere(2, NEW), committed=9)] * 2
-    assert Job(reports, [0, 1]).verdict() == WholeJob('no worker survived')
-
-
 def test_no_rank_recovers_after_the_last_iteration() -> None:
     reports = [survivor(9, windows=everywhere(2, NEW)), replacement()]
     assert localized(Job(reports, [0, 1]).verdict(10)).target == 9
     assert Job(reports, [0, 1]).verdict(9) == WholeJob('iteration 9 was the last one')
-
-
-# What is reported
-
-
-def test_reports_travel_as_they_are() -> None:
-    report = Report(
-        True,
-        'node',
-        7,
-        everywhere(2, NEW),
-        'flags',
-        1,
-        9,
-        9,
-        3,
-        [OLD],
-        ('::1', 80),
-        b'\xff',
-    )
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(report), type=Report) == report
-    silent = replacement()
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(silent), type=Report) == silent
 
 
 def test_new_process_is_never_clean_even_before_the_first_commit() -> None:
@@ -455,7 +433,6 @@ def known(survivor: bool, *marks: bytes) -> Report:
 
 
 def test_unknown_new_process_restarts_the_whole_job() -> None:
-    """None would serve it, so it could neither replay nor take a copy."""
     of_job, other = b'of job', b'other'
     for marks in ((), (other,)):
         reports = [known(True, of_job), known(False, *marks)]

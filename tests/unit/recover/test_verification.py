@@ -93,7 +93,6 @@ def test_one_wrong_bit_is_reported_by_name(
 def test_tensor_outside_the_slot_is_not_judged(
     tmp_path: Path, state: dict[str, torch.Tensor]
 ) -> None:
-    """Slot 1 has nothing of the operator that slot 0 has in full."""
     headers = [captured(tmp_path, slices_of(state), 1)]
     state['expert.0.master'].view(torch.uint8)[5] ^= 1
     verification = Verification(headers, slices_of(state))
@@ -104,7 +103,6 @@ def test_tensor_outside_the_slot_is_not_judged(
 def test_remains_of_an_evaluation_are_no_difference(
     tmp_path: Path, state: dict[str, torch.Tensor]
 ) -> None:
-    """The slot has it from after the evaluation, the replayed update is over before that."""
     scale = torch.full((4,), 2.0)
 
     def slices() -> dict[str, OperatorSlices]:
@@ -130,7 +128,6 @@ NOTHING: dict[str, OperatorSlices] = {}
 
 
 def test_scalars_of_replayed_iterations_are_compared_bit_for_bit() -> None:
-    """Also where nothing is captured."""
     recorded = [
         LedgerEntry(7, [0.25], [], 2, 56, loss=5.25),
         LedgerEntry(8, [math.nan], [True], 2, 64, loss=math.inf),

@@ -72,8 +72,6 @@ SECRET = 'of the launcher, 32 letters long'
 
 
 class Fault(NamedTuple):
-    """Where a process dies, once."""
-
     rank: int
     phase: Phase
     iteration: int = 0
@@ -107,7 +105,6 @@ class StoreExchange(Exchange):
 
 
 def stage_of_its_own(rank: int, groups: FakeGroups) -> FakeTrainer:
-    """What a rank trains."""
     return FakeTrainer([f'{rank}.{name}' for name in 'abcd'], rank, STAGES, groups)
 
 
@@ -135,17 +132,14 @@ class Process:
     # Its end
 
     def raise_if_dead(self) -> None:
-        """A dead process does nothing any more."""
         if self.dead:
             raise Died
 
     def end(self, code: int) -> NoReturn:
-        """As `os._exit`."""
         self.code, self.dead = code, True
         raise Died
 
     def point(self, phase: Phase) -> None:
-        """As `faults.point`."""
         self.raise_if_dead()
         fault = self.job.strikes(self, phase)
         if fault is not None and fault.kills is not None:
@@ -330,7 +324,6 @@ class ThreadedJob:
         self._store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
 
     def connect(self) -> Store:
-        """A connection to the launcher's store."""
         return TCPStore('127.0.0.1', self._store.port, is_master=False, timeout=_TIMEOUT)
 
     def strikes(self, process: Process, phase: Phase) -> Fault | None:
@@ -345,7 +338,6 @@ class ThreadedJob:
             return self.schedule.popleft()
 
     def note(self, rank: int, trainer: FakeTrainer) -> None:
-        """An iteration is over on `rank`."""
         key, state = (rank, trainer.iteration), trainer.everything()
         self.states[key] = state
         if self.expected is not None:
@@ -353,7 +345,6 @@ class ThreadedJob:
             assert state == self.expected[key], f'differing: {place}'
 
     def run(self) -> None:
-        """To the end."""
         running = self._running = {rank: Process(self, rank) for rank in range(STAGES)}
         try:
             while not all(process.finished for process in running.values()):
@@ -397,7 +388,6 @@ class ThreadedJob:
             shutil.rmtree(self.directory / 'run' / process.node)
 
     def _kill(self, running: dict[int, Process]) -> None:
-        """All that still live, at once."""
         for process in running.values():
             process.kill()
         end_round(self._store, present_round(self._store), 'all were killed')
@@ -437,6 +427,27 @@ def _logs_or_wakes(frame: FrameType | None) -> bool:
             break
         frame = frame.f_back
     return frame is not None
+
+
+def spy(
+    patches: pytest.MonkeyPatch,
+    kind: type,
+    method: str,
+    note: Callable[..., object],
+    after: bool = False,
+) -> None:
+    """Have `note` called with what each call of a method is given, before it or after it."""
+    original = getattr(kind, method)
+
+    def noted(*given: Any, **named: Any) -> Any:
+        if not after:
+            note(*given)
+        result = original(*given, **named)
+        if after:
+            note(*given)
+        return result
+
+    patches.setattr(kind, method, noted)
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:

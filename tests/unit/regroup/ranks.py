@@ -31,8 +31,6 @@ class Failed(Exception):
 
 
 class Job(NamedTuple):
-    """What a rank has."""
-
     rank: int
     size: int
     store: TCPStore
@@ -43,8 +41,6 @@ class Job(NamedTuple):
 
 
 class Rank:
-    """The test's handle of one process."""
-
     def __init__(self, rank: int, size: int, port: int, fake: bool, backend: str) -> None:
         forked = context()
         self._pipe, theirs = forked.Pipe()
@@ -55,7 +51,6 @@ class Rank:
         theirs.close()
 
     def start(self, function: Callable[..., Any], *args: Any) -> None:
-        """Have it run ``function(job, *args)``."""
         self._pipe.send((function, args))
 
     def result(self) -> Any:
@@ -79,7 +74,6 @@ class Rank:
         return self.result()
 
     def kill(self) -> None:
-        """As if its node were lost."""
         self._process.kill()
         self._process.join()
         self._pipe.close()
@@ -103,7 +97,6 @@ class Cluster:
         return Rank(rank, self.size, self.store.port, fake, self.backend)
 
     def all(self, function: Callable[..., Any], *args: Any, ranks: Any = None) -> list[Any]:
-        """Results of all ranks, or of some."""
         chosen = self.ranks if ranks is None else [self.ranks[rank] for rank in ranks]
         for rank in chosen:
             rank.start(function, *args)
@@ -114,7 +107,6 @@ class Cluster:
         return f'round{self._round}'
 
     def renew(self, members: Any = None) -> None:
-        """On all members together."""
         self.all(renew, self.fresh_prefix(), members, ranks=members)
 
 
@@ -195,7 +187,6 @@ def unblock(job: Job) -> None:
 
 
 def all_reduce(job: Job, group: str) -> float:
-    """Sum of the global ranks plus 1."""
     tensor = torch.tensor([job.rank + 1.0])
     dist.all_reduce(tensor, group=job.groups[group])
     return tensor.item()
@@ -271,13 +262,11 @@ def backends(job: Job) -> dict[str, tuple[str, str, str]]:
 
 
 def operation_timeouts(job: Job) -> set[timedelta]:
-    """Of all groups."""
     groups = job.groups.values()
     return {group._get_backend(torch.device('cpu')).options._timeout for group in groups}
 
 
 def resources() -> dict[str, int]:
-    """Of this process."""
     process = psutil.Process()
     return {
         'file descriptors': process.num_fds(),

@@ -67,7 +67,6 @@ def assert_is_not_waited_for(begin: Callable[[ranks.Cluster], None]) -> None:
 
 
 def assert_goes_on_with_another(job: ranks.Cluster) -> None:
-    """The survivor is of use as it is."""
     job.ranks[1].kill()
     job.replace(1)
     job.renew()
@@ -126,7 +125,6 @@ def end(job: Job, wait: Callable[[], Any]) -> None:
 
 
 def begin_collective(job: Job, operation: str) -> tuple[Any, torch.Tensor]:
-    """The operation, and what it writes to."""
     data = torch.ones(64 * MIB, dtype=torch.uint8)
     if operation == 'all_reduce':
         return dist.all_reduce(data, async_op=True), data
@@ -158,7 +156,6 @@ def get_out_of_collective(job: Job, operation: str) -> None:
 
 
 def test_peer_that_died_after_publishing_its_address_is_not_awaited() -> None:
-    """Several tries, as either of the two may be the listening side."""
     store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
     peer = context().Process(target=publish, args=(store.port,), daemon=True)
     peer.start()

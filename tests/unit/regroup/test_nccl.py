@@ -86,7 +86,6 @@ def commits(job: Job) -> bool:
 
 @pytest.mark.parametrize('at_once', [True, False])
 def test_groups_that_hang_are_aborted_at_once(at_once: bool) -> None:
-    """One after the other, the first abort waits for the second, and that for its timeout."""
     timeout = 2 * DEADLINE if at_once else timedelta(seconds=1)
     with cluster(2, 'nccl') as job:
         seconds = job.ranks[0].call(seconds_to_abort, at_once, timeout)
@@ -116,7 +115,6 @@ def one_after_the_other(job: Job) -> None:
 
 @pytest.mark.parametrize('closed', [True, False])
 def test_group_of_calls_that_an_error_has_left_open_is_closed(closed: bool) -> None:
-    """While it is open, nothing starts, of the new communicators neither."""
     with cluster(2, 'nccl') as job:
         job.all(break_off_sends, closed)
         job.renew()
@@ -167,7 +165,6 @@ def send_to_the_lost(job: Job, closed: bool) -> None:
 
 
 def test_all_groups_of_calls_of_a_thread_are_closed_regardless_of_torchs_count() -> None:
-    """The library's own groups, which need no GPU."""
     calls = Nccl()
     library = calls._library
     for opened, counted in ((2, 1), (1, 1), (1, 0), (0, 1), (0, 0)):
@@ -208,7 +205,6 @@ def test_calls_are_made_in_a_backward_pass() -> None:
 
 
 def test_lost_gpu_is_left_to_the_check_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No backward pass runs on it, and any call may report its error."""
     monkeypatch.setattr(torch.cuda, 'is_initialized', lambda: True)
     monkeypatch.setattr(nccl, '_on_gradient_thread', Mock(side_effect=RuntimeError('lost')))
     for device in (Mock(return_value=0), Mock(side_effect=RuntimeError('lost'))):
@@ -270,7 +266,6 @@ def test_communicator_without_memory_fails_in_words_and_can_be_made_later() -> N
 
 
 def renew_without_memory(job: Job, prefix: str) -> str:
-    """What the log says of it; the next is made."""
     backend: Any = dist.ProcessGroupNCCL
     create = backend.eager_connect_single_device
 
@@ -287,7 +282,6 @@ def renew_without_memory(job: Job, prefix: str) -> str:
 
 
 def test_only_communicators_that_a_member_has_used_are_made_again() -> None:
-    """A new process asks the others; torch makes any other communicator at its first operation."""
     with cluster(3, 'nccl', used=False) as job:
         job.all(ranks.all_reduce, 'world')
         job.all(ranks.all_reduce, '0,1', ranks=(0, 1))
@@ -317,7 +311,6 @@ def made(job: Job) -> set[str]:
 
 
 def test_missing_member_is_an_error_in_time() -> None:
-    """Communicators are made in `renew`; later they could not be aborted while they are made."""
     with cluster(3, 'nccl') as job:
         prefix = job.fresh_prefix()
         for rank in (0, 1):
@@ -361,7 +354,6 @@ def take_up_fake_group(job: Job) -> None:
 
 
 def test_groups_connect_on_the_training_threads_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads connect them, and a new thread is on the first GPU of the node."""
     current, seen = threading.local(), []
 
     class Communicator:

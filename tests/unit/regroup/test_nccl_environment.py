@@ -15,7 +15,6 @@ from moevement_ext.regroup.nccl_environment import SETTINGS, prepare
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Without any of it, and put back afterwards."""
     monkeypatch.setattr(os, 'environ', dict(os.environ))
     for name in (*SETTINGS, 'LOCAL_RANK'):
         os.environ.pop(name, None)
@@ -55,7 +54,6 @@ def test_torch_never_ends_waits_itself() -> None:
 
 
 def test_torchruns_agent_sets_no_other_variable(caplog: pytest.LogCaptureFixture) -> None:
-    """Its value is no choice of the user: a warning would have no remedy."""
     agent = inspect.getsource(local_elastic_agent.LocalElasticAgent._start_workers)
     set_by_it = {name for name in SETTINGS if name in agent}
     os.environ |= dict.fromkeys(set_by_it, '1')
@@ -70,7 +68,6 @@ def test_one_process_of_a_node_warns(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_torch_creates_the_backend_that_can_reconnect() -> None:
-    """Of the two that this torch has."""
     prepare()
     from torch.distributed import distributed_c10d as c10d
 

@@ -30,7 +30,6 @@ def error_of(rank: Rank) -> str:
 
 
 def test_wait_for_a_live_peer_ends() -> None:
-    """The peer is well, but has left for recovery and never enters the operation."""
     with cluster(2) as job:
         for operation in ('recv', 'all_reduce', 'barrier', 'all_gather'):
             job.ranks[0].call(ranks.end_by_unblocking, operation, 1)
@@ -112,7 +111,6 @@ def test_missing_member_is_an_error_in_time() -> None:
 
 
 def test_peer_of_a_member_that_gave_up_does_not_wait() -> None:
-    """One renews all its groups and misses a rank; the other found all it wanted, and uses it."""
     with cluster(3) as job:
         prefix = job.fresh_prefix()
         job.ranks[0].start(renew_until_told, prefix)
@@ -163,7 +161,6 @@ def renew_through_interrupted_store(job: Job, prefix: str) -> None:
 
 
 def renew_until_told(job: Job, prefix: str) -> None:
-    """Renew, and give up once the test says so."""
     interrupted = threading.Event()
     store = job.store.clone()  # the other connection is busy while it waits
 
@@ -200,7 +197,6 @@ def renew_and_unblock(job: Job, prefix: str) -> None:
 
 
 def assert_no_use(rank: Rank) -> None:
-    """Its renewal failed, or what it got raises."""
     try:
         rank.result()
     except Failed as error:
@@ -280,7 +276,6 @@ def test_groups_of_ranks_that_are_connected_stay_as_they_are(backend: str) -> No
 
 @pytest.mark.parametrize('backend', ['gloo', 'nccl'])
 def test_replay_continues_while_other_ranks_reconnect(backend: str) -> None:
-    """Ranks 0 and 1 replay, the others wait for them; then 3 is lost, which does not concern 0."""
     with cluster(4, backend) as job:
         job.all(ranks.unblock)
         if backend == 'gloo':
@@ -300,7 +295,6 @@ def test_replay_continues_while_other_ranks_reconnect(backend: str) -> None:
 
 
 def connect_in_parts(job: ranks.Cluster, *parts: list[int]) -> None:
-    """Each part by itself, at the same time."""
     prefix = job.fresh_prefix()
     for part in parts:
         for rank in part:
@@ -311,7 +305,6 @@ def connect_in_parts(job: ranks.Cluster, *parts: list[int]) -> None:
 
 
 def connect_the_rest(job: ranks.Cluster, *parts: list[int]) -> None:
-    """All with all, but within each part."""
     prefix = job.fresh_prefix()
     for part in parts:
         for rank in part:

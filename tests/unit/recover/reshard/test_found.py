@@ -61,7 +61,6 @@ def test_missing_ranks_are_counted() -> None:
     ('own', 'refused'), [(-1, True), (3, True), (4, False), (5, False), (6, False)]
 )
 def test_remains_of_a_replaced_layout_are_not_waited_for(own: int, refused: bool) -> None:
-    """Two of its windows: those of iterations 4 and 5, of which the newer was never whole."""
     torn = [Candidate('run', Window(WindowName(at, 'plan'), 1), Layout(4)) for at in (5, 4)]
     with pytest.raises(NodesMissing) if refused else nullcontext():
         require_parts(Elsewhere([], [], torn), own)
@@ -70,7 +69,6 @@ def test_remains_of_a_replaced_layout_are_not_waited_for(own: int, refused: bool
 def test_newer_window_without_all_parts_is_not_passed_over_in_silence(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The nodes with the other parts may be back later; the job goes on from an older window."""
     held = [(4, 0), (4, 1), (5, 0)]
     seen = [
         _Seen(Part('run.a', Window(WindowName(start, 'plan'), 1), owner, False), PLACED, [])
@@ -110,7 +108,6 @@ def test_disk_only_strategy_ignores_host_memory(
 
 @pytest.mark.parametrize('damaged', [False, True])
 def test_only_unreadable_windows_are_deleted_unread(damaged: bool) -> None:
-    """A window of another release is none."""
     with tmpfs_directory() as shm:
         other = NodeStore(shm, f'{RUN}.11111111', 'node0')
         path = commit(OwnerWindows(other, 0, 0, capacity()), 30).path

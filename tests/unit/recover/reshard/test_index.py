@@ -89,7 +89,6 @@ def test_owners_that_contradict_each_other_are_named() -> None:
 def test_shards_are_redivided_for_another_number_of_ranks(
     old: list[int], before: int, after: int
 ) -> None:
-    """Each of 4 rows of 10 elements is divided; shards are cut as a sharded optimizer does."""
     columns = 10
     whole = [range(columns * row, columns * (row + 1)) for row in range(4)]
 

@@ -60,8 +60,7 @@ WEIGHTS = [['two'], []]
 class Resharding:
     """Names tensors as they are, without the number of their rank."""
 
-    def refuse(self, was: Layout) -> None:
-        """Any layout will do."""
+    def refuse(self, was: Layout) -> None: ...
 
     def name_of(self, operator: str, tensor: str, seat: Seat) -> str:
         return tensor.partition('.')[2]
@@ -96,7 +95,6 @@ def slices(operator: str, rank: int, of: int) -> OperatorSlices:
 
 
 def captured(windows: OwnerWindows, owner: int) -> WindowFile:
-    """A window of an owner of the old layout."""
     file = windows.begin(NAME)
     assert file is not None
     for slot in range(WINDOW):
@@ -311,7 +309,6 @@ def obtained(
 def test_a_whole_window_that_this_start_cannot_take_is_not_given_up(
     failure: Exception, job: Callable[..., Job], shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A job that starts over would delete it."""
     monkeypatch.setattr(directory, 'READ_AGAIN_S', 0.0)
 
     def fail() -> None:
@@ -349,7 +346,6 @@ def test_damaged_copy_does_not_speak_for_one_that_cannot_be_read() -> None:
 def test_copy_that_cannot_be_opened_now_is_not_damaged(
     passes: bool, node: str, job: Callable[..., Job], shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 0 itself cannot open it, or rank 1, which it asks."""
     monkeypatch.setattr(directory, 'READ_AGAIN_S', 0.0)
     made, really, failures = job(), os.open, iter(range(1 if passes else 10**6))
 
