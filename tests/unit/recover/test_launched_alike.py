@@ -110,9 +110,9 @@ def test_windows_of_a_launch_with_other_protection_are_usable() -> None:
 def test_settings_that_differ_between_nodes_are_accepted() -> None:
     one = SparseCheckpointConfig(window=3, dir='/a', disk='/b', events='/c', metrics=9000)
     other = SparseCheckpointConfig(window=3, dir='/d', disk='/e', topology='/f', strict=True)
-    assert one.groups_of_all_ranks() == other.groups_of_all_ranks()
+    assert one.of_all_ranks() == other.of_all_ranks()
     without = SparseCheckpointConfig(window=4, dir='/a')
-    differing = dict(one.groups_of_all_ranks().items() ^ without.groups_of_all_ranks().items())
+    differing = dict(one.of_all_ranks().items() ^ without.of_all_ranks().items())
     assert differing.keys() == {'--sparse-ckpt-window', '--sparse-ckpt-disk'}
 
 
