@@ -2,20 +2,27 @@
 """Where parts of windows are not there a job refuses to start, rather than forget the others."""
 
 import errno
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from moevement_ext.config import SparseCheckpointConfig, node_name
 from moevement_ext.errors import UserError
 from moevement_ext.memory.disk import DiskWindows
+from moevement_ext.memory.holder_lock import HolderLock
 from moevement_ext.memory.ledger import Ledger
 from moevement_ext.memory.node_store import NodeStore
+from moevement_ext.memory.window.directory import committed_name
+from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.memory.window.name import HeldWindow, RankIdentity, Window
-from moevement_ext.recover.absence import DISK, MEMORY, Traces, refuse_to_forget
+from moevement_ext.memory.window.settings import RunSettings, encode
+from moevement_ext.recover.absence import DISK, MEMORY, Traces, name_other_runs, refuse_to_forget
 from moevement_ext.recover.inventory import take_stock
 from tests.unit.memory.samples import (
     RUN,
@@ -24,6 +31,7 @@ from tests.unit.memory.samples import (
     capacity,
     commit,
     make_file,
+    make_header,
     named,
     tmpfs_directory,
     write_window,
@@ -62,19 +70,14 @@ def test_refusal_names_ranks_without_windows_and_the_windows_of_others() -> None
 
 def test_first_window_counts() -> None:
     assert 'had window 0' in refusal(held(0, 0), traces(0, -1), -1, CONFIG)
-    renamed = [Traces('pod-7', -1, [], {'pod-1': 0})]
-    assert 'has window 0' in refusal([], renamed, -1, CONFIG)
+    assert 'has window 0' in refusal([], [Traces('pod-7', -1, [], {'pod-1': 0})], -1, CONFIG)
 
 
-def test_rank_with_only_outdated_windows_is_named() -> None:
+def test_ranks_with_only_outdated_windows_are_named_and_many_are_not_all_listed() -> None:
     parts = [*held(24, 0, 2), *held(27, 0, 2), *held(3, 1)]
     refuse_to_forget(parts, traces(27, 3, 27, files=(0, 1, 2)), -1, CONFIG)  # it is damaged there
     assert 'rank 1' in refusal(parts, traces(27, 3, 27, files=(0, 2)), -1, CONFIG)
-
-
-def test_many_ranks_are_not_all_listed() -> None:
-    ranks = range(100)
-    said = refusal(held(27, *ranks[:50]), traces(*[27] * 50, *[-1] * 50), 27, CONFIG)
+    said = refusal(held(27, *range(50)), traces(*[27] * 50, *[-1] * 50), 27, CONFIG)
     assert 'ranks 50, 51, 52, 53, 54, 55, 56, 57 and 42 more' in said
     assert 'from the dense checkpoint of iteration 27' in said
 
@@ -225,3 +228,93 @@ def test_complete_window_is_recorded_on_disk(store: NodeStore, tmp_path: Path) -
     disk.set_aside_after(3, IDENTITY)
     assert disk.newest_complete() == 3
     disk.close()
+
+
+# Other runs, one of which was probably meant
+
+FLAGS = {f'--flag-{n}': '1' for n in range(9)}
+
+
+@pytest.fixture
+def root() -> Iterator[Path]:
+    with tmpfs_directory() as shm:
+        yield with_window(shm)
+
+
+def with_window(shm: Path) -> Path:
+    before = NodeStore(shm, 'run-before', 'node0')
+    before.lock(0)
+    folder = before.holder_path(0) / '0'
+    folder.mkdir(mode=0o700)
+    file = WindowFile.create(folder / committed_name(named(6)), capacity())
+    file.begin(named(6))
+    settings = encode(RunSettings({'--sparse-ckpt-run-id': 'run-before', '--lr': '0.1', **FLAGS}))
+    for slot in range(WINDOW):
+        header = make_header(slot, start=6)
+        file.reserve_slot(slot, header.payload_bytes)
+        file.seal_slot(msgspec.structs.replace(header, settings=b'' if slot else settings))
+    before.close()
+    # As in a container that was started again.
+    (before.holder_path(0) / 'lock').write_text(f'{os.getpid()} on node0')
+    return shm
+
+
+def said(
+    root: Path,
+    caplog: pytest.LogCaptureFixture,
+    run_id: str | None = None,
+    strict: bool = False,
+    **flags: str,
+) -> str:
+    settings = RunSettings({'--sparse-ckpt-run-id': 'run-now', '--lr': '0.1', **FLAGS, **flags})
+    rank = SimpleNamespace(
+        run_id='run-now',
+        number=0,
+        exchange=lambda name, own: [own],
+        config=SparseCheckpointConfig(run_id=run_id, strict=strict),
+        identity=RankIdentity('now', TOPOLOGY, 0, settings),
+    )
+    with caplog.at_level(logging.WARNING):
+        name_other_runs(NodeStore(root, 'run-now', 'node0'), rank)  # type: ignore[arg-type]
+    return caplog.text
+
+
+def test_a_flag_that_was_mistyped_is_named(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    text = said(root, caplog, **{'--lr': '0.2'})
+    assert 'windows of run-before, from iteration 6 on' in text
+    assert 'differs in --lr: was 0.1, is 0.2. To go on from them launch as that was.' in text
+
+
+def test_the_same_run_under_another_id_is_named(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert 'as that was, with --sparse-ckpt-run-id run-before.' in said(root, caplog)
+
+
+@pytest.mark.parametrize('flags', [{}, {'--lr': '0.2'}])
+def test_a_run_that_differs_in_its_id_alone_stops_a_strict_start(
+    root: Path, caplog: pytest.LogCaptureFixture, flags: dict[str, str]
+) -> None:
+    if flags:
+        assert 'run-before' in said(root, caplog, strict=True, **flags)
+        return
+    with pytest.raises(UserError, match='-strict: .*with --sparse-ckpt-run-id run-before'):
+        said(root, caplog, strict=True)
+    assert said(root, caplog, run_id='run-now', strict=True) == caplog.text
+
+
+def test_other_job_and_named_run_are_ignored(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert said(root, caplog, **dict.fromkeys(FLAGS, '2')) == ''
+    assert said(root, caplog, run_id='run-now') == ''
+
+
+def test_live_job_is_ignored(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    lock = HolderLock(root / 'run-before' / 'node0' / '0' / 'lock')
+    assert said(root, caplog) == ''
+    lock.release()
+
+
+def test_foreign_directory_is_skipped(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (root / 'a file').write_text('')
+    (root / 'run-broken' / 'node0' / '0' / '0').mkdir(parents=True, mode=0o700)
+    assert 'run-before' in said(root, caplog)

@@ -2,66 +2,78 @@
 """Collectives that a failure ends without an error, as NCCL's: no state from them is whole."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, NoReturn
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, Mock
 
 import pytest
 import torch
 from torch.distributed import DistNetworkError
 
+from moevement_ext.config import SparseCheckpointConfig
 from moevement_ext.job import ending
 from moevement_ext.job.job import Job
 from moevement_ext.membership.rendezvous import RoundEnded
-from moevement_ext.membership.report import NOWHERE, Report
+from moevement_ext.membership.report import NOWHERE, Report, encode
+from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.directory import TRIES
-from moevement_ext.memory.window.name import Window, WindowName
+from moevement_ext.memory.window.name import History, RankIdentity, Window, WindowName
+from moevement_ext.plan.replanning import PlanParameters
+from moevement_ext.recover import localized
 from moevement_ext.recover.localized import LocalizedRecovery
 from moevement_ext.recover.outage import Phases
+from moevement_ext.recover.own_report import handovers
 from moevement_ext.recover.rank_state import RankState
-from moevement_ext.recover.stage_replay import SourceLost, StageReplay
+from moevement_ext.recover.stage_replay import SourceLost
 from moevement_ext.recover.trainer import Start
 from moevement_ext.recover.verdict import Localized
 from moevement_ext.system import leaving
+from tests.unit.memory.samples import tmpfs_directory
 
 
 class AbortedOnTheDevice:
     """A membership whose round ends while the GPU carries out what is queued."""
 
     broken = waits_returned = False
-    not_updating: threading.Event
+    reports: Sequence[Report] = ()
     store = SimpleNamespace(get=lambda key: b's', set=lambda key, value: None)
+
+    def __init__(self) -> None:
+        self.not_updating = threading.Event()
 
     def synchronize(self) -> None:
         self.broken = self.waits_returned = True
 
 
-def recovery_of(**parts: object) -> Any:
-    recovery = object.__new__(LocalizedRecovery)
-    vars(recovery).update(parts)
-    return recovery
+def recovery_of(position: RankState, membership: Any = None, number: int = 1) -> Any:
+    config = SparseCheckpointConfig(dir='/nowhere')
+    rank = Mock(number=number, world_size=2, config=config, run_id='run')
+    rank.identity = RankIdentity('run', 'pp1', number)
+    membership = membership or AbortedOnTheDevice()
+    return LocalizedRecovery(rank, membership, MagicMock(), MagicMock(), position)
+
+
+def running_after(iteration: int) -> RankState:
+    position = RankState(iteration, Start(iteration, b''))
+    position.begins(Start(iteration, b''))
+    return position
 
 
 def test_update_does_not_begin_after_an_aborted_reduction() -> None:
     """Else survivors would update with any bytes as the norm."""
-    position = RankState(9, Start(9, b''))
-    position.begins(Start(9, b''))
-    recovery = recovery_of(_membership=AbortedOnTheDevice(), _position=position)
+    position = running_after(9)
     with pytest.raises(RoundEnded):
-        recovery.updating()
+        recovery_of(position).updating()
     assert position.clean_at == 9
 
 
 def test_update_that_has_begun_is_completed() -> None:
-    position = RankState(9, Start(9, b''))
-    position.begins(Start(9, b''))
+    """All gradients were reduced before the first optimizer wrote: the others do not wait."""
+    position, membership = running_after(9), AbortedOnTheDevice()
     position.updating()
-    membership = AbortedOnTheDevice()
-    membership.not_updating = threading.Event()
-    recovery = recovery_of(_membership=membership, _position=position)
-    recovery.updating()
+    recovery_of(position, membership).updating()
     assert position.torn and not membership.broken
     position.stepped(Start(10, b''))
     assert not position.torn and position.clean_at == 10
@@ -69,46 +81,38 @@ def test_update_that_has_begun_is_completed() -> None:
 
 def test_iteration_does_not_begin_in_a_round_that_has_ended() -> None:
     """Else it would count as one that can be rolled back to."""
-    membership = SimpleNamespace(broken=True)
     position = RankState(9, Start(9, b''))
-    recovery = recovery_of(_membership=membership, _position=position)
     before = position.position
     with pytest.raises(RoundEnded):
-        recovery.begin(Start(9, b''))
+        recovery_of(position, SimpleNamespace(broken=True)).begin(Start(9, b''))
     assert position.position is before
 
 
+COPIED = Localized(9, frozenset(), frozenset(), frozenset({1}), None, {1: 0})
+
+
 def test_state_of_an_aborted_copy_is_not_whole() -> None:
-    protection = MagicMock()
-    protection.planner.replicas = [[1], [0]]
-    recovery = recovery_of(
-        _rank=SimpleNamespace(number=1), _membership=AbortedOnTheDevice(), _trainer=MagicMock(),
-        _protection=protection, _phases=Phases(), _position=RankState(NOWHERE),
-    )  # fmt: skip
-    verdict = Localized(9, frozenset(), frozenset(), frozenset({1}), None, {1: 0})
-    recovery._position.decided(verdict, 1)
+    recovery = recovery_of(RankState(NOWHERE))
+    recovery._protection.planner.replicas = [[1], [0]]
+    recovery._position.decided(COPIED, 1)
     with pytest.raises(RoundEnded):
-        recovery._copy(verdict)
+        recovery._copy(COPIED)
     assert recovery._position.clean_at == NOWHERE
 
 
 def test_state_of_an_aborted_conversion_is_not_whole() -> None:
-    recovery = recovery_of(_membership=AbortedOnTheDevice(), _position=RankState(9))
+    recovery = recovery_of(RankState(9))
     with pytest.raises(RoundEnded):
         recovery.converted(Start(9, b''))
     assert recovery._position.clean_at == NOWHERE
 
 
 def test_state_of_a_stage_with_an_aborted_conversion_is_not_whole() -> None:
-    def broken() -> NoReturn:
-        raise RoundEnded('another rank is gone')
-
-    rank = SimpleNamespace(config=SimpleNamespace(lossy=False))
-    replay = StageReplay(rank, MagicMock(), MagicMock(), lambda phase: None, broken)  # type: ignore[arg-type]
+    recovery = recovery_of(RankState(9))
     conversion, position = MagicMock(), MagicMock()
     conversion.window = WindowName(7, 'plan')
     with pytest.raises(RoundEnded):
-        replay._replay(
+        recovery._replay._replay(
             conversion, MagicMock(together=True), lambda iteration: None, position, Phases()
         )
     conversion.run.assert_called_once()
@@ -139,22 +143,49 @@ def test_windows_stay_if_the_last_barrier_was_ended(
     assert not closed and len(acts) == isinstance(lost, DistNetworkError)
 
 
-def test_deaths_of_sources_refuse_no_window() -> None:
-    class Lost:
-        def run(self, *_: object) -> NoReturn:
-            raise SourceLost('the neighbour died')
-
+def test_deaths_of_sources_refuse_no_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only processes that live and do not answer count."""
     reports = [Report(False, 'node', 1, []), Report(True, 'node', 2, [])]
-    recovery = recovery_of(
-        _refused=[], _lost_sources=0, _position=None, _phases=None, _replay=Lost(),
-        _fruitless=SimpleNamespace(progressed=lambda: None, met=lambda reports, found: found),
-        _follows_from=lambda reports: verdict, _membership=SimpleNamespace(reports=reports),
-        _protection=MagicMock(),
-    )  # fmt: skip
+    membership = AbortedOnTheDevice()
+    membership.reports = reports
+    recovery = recovery_of(RankState(9), membership)
     window = Window(WindowName(7, 'plan'), 3)
     verdict = Localized(9, frozenset({1}), frozenset({1}), frozenset({0}), window)
+    recovery._replay.run = Mock(side_effect=SourceLost('the neighbour died'))
+    monkeypatch.setattr(localized, 'decide_recovery', lambda *given, **layout: verdict)
     for _ in range(2 * TRIES):
         with pytest.raises(RoundEnded):
             recovery._replay_window(verdict, lambda iteration: None)
         assert not recovery._refused
         recovery._decide()
+
+
+# Reports of a rank
+
+VERSION, ORIGIN = 2**31, 2**40
+
+
+@pytest.mark.parametrize('experts', [1, 4096])
+def test_a_report_is_no_longer_for_more_experts(experts: int) -> None:
+    """Plans have a share for each; the store has them once, under their version."""
+    shares = {f'layer1.expert{expert}': 1 / experts for expert in range(experts)}
+    recovery = recovery_of(RankState(ORIGIN, Start(ORIGIN, b'')), SimpleNamespace(origin=0), 0)
+    recovery._trainer.loop.hand_over.return_value = b''
+    checkpointer = recovery._protection.checkpointer
+    checkpointer.schedule = PlanParameters(version=VERSION, origin=ORIGIN, window=4, shares=shares)
+    checkpointer.history = History()
+    with tmpfs_directory() as folder:
+        memory = recovery._protection.memory
+        memory.log, memory.store = None, NodeStore(folder, 'run', 'node')
+        memory.addresses, memory.mark = [('127.0.0.1', 1)], b'mark'
+        report = recovery._report.now([])
+    (handover,) = handovers([report])
+    assert (handover.version, handover.origin) == (VERSION, ORIGIN)
+    assert len(report.details) < 100 and len(encode(report)) < 500
+
+
+def test_rank_with_a_copied_state_knows_its_iteration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If an exit is due, the process trains none before it, but the windows have to agree."""
+    recovery = recovery_of(MagicMock(), MagicMock())
+    recovery._resume(COPIED)
+    assert recovery._rank.events.iteration == 9

@@ -8,16 +8,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from torch.distributed import PrefixStore, Store, TCPStore
+import torch
+from torch.distributed import DistBackendError, PrefixStore, Store, TCPStore
 
+from moevement_ext.launch.launcher_events import JobEnded, JobRecovered
 from moevement_ext.membership import mailbox
 from moevement_ext.membership.mailbox import of_launch
 from moevement_ext.membership.report import Report
 from moevement_ext.memory.node_store import Death, forget_deaths, noted_deaths
 from moevement_ext.memory.window.name import Window, WindowName
-from moevement_ext.recover.outage import Outage, Summary, of_the_whole_job
+from moevement_ext.recover.fruitless import in_words
+from moevement_ext.recover.outage import Gone, Outage, Summary, deaths, of_the_whole_job, together
 from moevement_ext.recover.verdict import Localized
 from moevement_ext.recover.verification import Verified
+from moevement_ext.regroup.process_groups import RegroupError
 
 
 @pytest.fixture
@@ -126,19 +130,19 @@ def test_launcher_learns_the_cause_of_a_restart(
     assert '| rank 3 (pid 77) was killed by SIGKILL at ' in out and ' s | goes on' in out
 
 
-def test_a_clock_that_is_a_little_ahead_does_not_hide_the_time(
-    launcher: Store, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ('ago_s', 'away'),
+    [
+        (60, 'away: 6'),
+        (-0.5, 'away: 0.0 s'),  # a clock that is a little ahead
+        (-7200, 'away: since a time that nothing here has seen'),
+    ],
+)
+def test_else_the_process_that_ended_first_is_named(
+    ago_s: float, away: str, launcher: Store, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = whole_job(Death(time.time() + 0.5, 2, 99), capsys)
-    assert '(pid 99) was the first to end, at ' in out and '| away: 0.0 s' in out
-
-
-def test_no_job_was_away_for_less_than_no_time(
-    launcher: Store, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = whole_job(Death(time.time() + 7200, 2, 99), capsys)
-    assert '(pid 99) was the first to end' in out
-    assert 'away: since a time that nothing here has seen' in out
+    out = whole_job(Death(time.time() - ago_s, 1, 5599), capsys)
+    assert '| rank 1 (pid 5599) was the first to end' in out and f'| {away}' in out
 
 
 def test_the_reason_of_another_start_is_not_believed(
@@ -150,13 +154,6 @@ def test_the_reason_of_another_start_is_not_believed(
     assert '| the job was launched again | ' in whole_job(None, capsys)
 
 
-def test_else_the_process_that_ended_first_is_named(
-    launcher: Store, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = whole_job(Death(time.time() - 60, 1, 5599), capsys)
-    assert '| rank 1 (pid 5599) was the first to end, at ' in out and '| away: 6' in out
-
-
 def test_newest_death_of_each_rank_is_read(tmp_path: Path) -> None:
     assert noted_deaths(tmp_path) == []
     lines = ['{"time": 2.0, "rank": 1, "pid": 5}', '{"time": 9.0, "rank": 0, "pid": 4}']
@@ -166,3 +163,125 @@ def test_newest_death_of_each_rank_is_read(tmp_path: Path) -> None:
     forget_deaths(tmp_path)
     assert os.listdir(tmp_path) == []
     forget_deaths(tmp_path)
+
+
+# The line
+
+NO_MEMORY = "NCCL error, NCCL version 2.28.9\nLast error:\nCuda failure 2 'out of memory'"
+NOW = time.mktime((2026, 1, 31, 4, 32, 52, 0, 0, -1))
+SECONDS = {'noticing it': 0.12, 'starting processes': 7.9, 'connecting': 0.0}
+
+
+def summary(**changed: object) -> Summary:
+    values = {
+        'iteration': 37,
+        'cause': deaths([Gone(1, 'node1', 'was killed by SIGKILL', NOW - 11.2)]),
+        'lost': 0,
+        'replayed': 6,
+        'away_s': 11.2,
+        'seconds': SECONDS,
+        'source': 'window 31',
+        'verified': Verified(13, 36, ()),
+        'spares': '0 hot',
+    }
+    return Summary(**(values | changed))  # type: ignore[arg-type]
+
+
+def test_one_line_answers_an_operators_questions() -> None:
+    assert summary().line(NOW) == (
+        ' sparse ckpt | 2026-01-31 04:32:52 | RECOVERED at iteration 37 | rank 1 on node1 was '
+        'killed by SIGKILL at 04:32:40 | lost iterations: 0 | computed again: 6 | away: 11.2 s '
+        '(noticing it 0.1, starting processes 7.9, the rest 3.2) | goes on from: window 31 | '
+        'verified: 13 operators at iteration 36, differing: 0 | spares left: 0 hot |'
+    )
+
+
+def test_unknown_facts_do_not_read_like_a_defect() -> None:
+    line = summary(lost=None, away_s=None, spares='', verified=Verified(0, -1, ())).line(NOW)
+    assert 'verified: checksums of the window (it is the newest that was captured)' in line
+    assert 'lost iterations: unknown' in line and 'since a time that nothing here has seen' in line
+    assert 'spares' not in line
+
+
+@pytest.mark.parametrize(
+    ('changed', 'exact'),
+    [
+        *(({'verified': one}, True) for one in (Verified(13, 36, ()), Verified(0, -1, ()), None)),
+        *(({'lost': lost}, False) for lost in (3, None)),
+        ({'verified': Verified(1, 36, ('experts.0 from iteration 36',))}, False),
+    ],
+)
+def test_launcher_colours_the_same_lines_as_a_worker(changed: dict, exact: bool) -> None:
+    found = summary(**changed)
+    assert found.is_exact is exact
+    assert JobRecovered(found.line(NOW), '1 hot').nothing_lost is exact
+
+
+def test_launcher_prints_the_line_with_its_own_time_and_spares() -> None:
+    said = str(JobRecovered(summary().line(NOW), '1 hot'))
+    assert said.startswith('RECOVERED at iteration 37 | rank 1 on node1')
+    assert said.endswith('| spares left: 1 hot') and said.count('spares left') == 1
+
+
+def test_ranks_that_died_together_are_listed_together() -> None:
+    killed = [Gone(rank, 'n2', 'was killed by SIGKILL', 1.0 + rank) for rank in (8, 9, 10, 12)]
+    said = deaths([*killed, Gone(3, 'n1', '')])
+    first = time.strftime('%H:%M:%S', time.localtime(9.0))
+    assert said == f'rank 3 on n1 died, ranks 8-10, 12 on n2 were killed by SIGKILL at {first}'
+    many = deaths([Gone(rank, f'n{rank}', 'was lost') for rank in range(100)])
+    assert many.endswith(' and 96 more') and many.count(' was lost') == 4
+
+
+def test_verifications_of_ranks_are_summed_up() -> None:
+    found = together([Verified(2, 5, ()), Verified(3, 7, ('b',)), Verified(0, -1, ())])
+    assert found == Verified(5, 7, ('b',))
+
+
+@pytest.mark.parametrize(
+    ('error', 'said'),
+    [
+        (
+            RuntimeError(
+                '[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:545] Read error '
+                '[127.0.1.1]:3456: Connection reset by peer. This may be caused by a remote peer '
+                'that crashed. GLHF! \U000f0000'
+            ),
+            'the connection to another rank is lost (gloo: Read error [127.0.1.1]:3456: Connection '
+            'reset by peer.)',
+        ),
+        (
+            RuntimeError('[../third_party/gloo/gloo/transport/tcp/pair.cc:1] Read error GLHF!\n x'),
+            'the connection to another rank is lost (gloo: Read error)',
+        ),
+        (ConnectionError(), 'ConnectionError: no reason given'),
+        (RuntimeError('mine\nmore'), 'RuntimeError: mine'),
+        (
+            RegroupError(f'The process group of ranks 0, 1 could not be connected: {NO_MEMORY}'),
+            "RegroupError: no GPU memory for a communicator: Cuda failure 2 'out of memory'",
+        ),
+        (
+            DistBackendError('NCCL error\nLast error:\nFailed to CUDA calloc async 4194304 bytes'),
+            'DistBackendError: no GPU memory for a communicator: Failed to CUDA calloc async '
+            '4194304 bytes',
+        ),
+        (
+            torch.OutOfMemoryError('CUDA out of memory.\nTried to allocate'),
+            'OutOfMemoryError: CUDA out of memory.',
+        ),
+    ],
+)
+def test_messages_of_libraries_are_no_headline(error: Exception, said: str) -> None:
+    assert in_words(error) == said
+
+
+@pytest.mark.parametrize(
+    ('ended', 'said'),
+    [
+        (JobEnded(0, 7384.0, 2, 2), 'the job ended well after 2 h 03 min | workers lost: 2'),
+        (JobEnded(143, 12.4, 0, 0), 'the job ended with exit status 143 after 12 s | workers lost'),
+        (JobEnded(1, 75.0, 3, 2), 'the job ended with exit status 1 after 1 min 15 s'),
+    ],
+)
+def test_a_launcher_has_a_last_line(ended: JobEnded, said: str) -> None:
+    assert str(ended).startswith(said)
+    assert str(ended).endswith(f'recoveries: {ended.recoveries}')
