@@ -57,19 +57,17 @@ def test_different_seed_of_a_rank_is_refused(strict: bool) -> None:
         check(OWN, OTHER_SEED, OTHER_SEED, strict=strict)
 
 
-def test_different_environment_of_a_rank_is_reported(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        assert check(OWN, OWN, OTHER_RINGS) == []
-    assert 'NCCL_ALGO: rank 0 Ring, rank 2 absent' in caplog.text
-    with pytest.raises(UserError, match='--sparse-ckpt-strict: .*NCCL_ALGO: rank 0 Ring, rank 2'):
-        check(OWN, OWN, OTHER_RINGS, strict=True)
-
-
-def test_windows_of_another_launch_are_reported(caplog: pytest.LogCaptureFixture) -> None:
+def test_other_environment_and_windows_of_another_launch_are_reported(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     found = {'refused': ['--lr: was 1, is 2'], 'doubtful': ['torch: was 2, is 3']}
     with caplog.at_level(logging.WARNING):
+        assert check(OWN, OWN, OTHER_RINGS) == []
         assert check(OWN, OWN, **found) == ['--lr: was 1, is 2']
+    assert 'NCCL_ALGO: rank 0 Ring, rank 2 absent' in caplog.text
     assert 'another launch: torch: was 2, is 3' in caplog.text
+    with pytest.raises(UserError, match='--sparse-ckpt-strict: .*NCCL_ALGO: rank 0 Ring, rank 2'):
+        check(OWN, OWN, OTHER_RINGS, strict=True)
     with pytest.raises(UserError, match='--lr: was 1, is 2; torch: was 2, is 3. Launch the job as'):
         check(OWN, OWN, strict=True, **found)
 
@@ -92,19 +90,14 @@ def started(*windows: str) -> list[str]:
         return list(ranks.map(said, identities))
 
 
-def test_ranks_with_equal_protection_get_no_message() -> None:
-    assert started('3', '3', '3') == ['', '', '']
-
-
 def test_all_ranks_learn_of_a_rank_with_other_protection() -> None:
+    assert started('3', '3', '3') == ['', '', '']
     assert started('3', 'auto', 'auto') == 3 * [
         'ranks of this job have other settings than rank 0: --sparse-ckpt-window: rank 0 3, '
         'rank 1 auto. Launch all with the same flags.'
     ]
-
-
-def test_windows_of_a_launch_with_other_protection_are_usable() -> None:
-    assert not differences(OWN, replace(OWN, protection={'--sparse-ckpt-window': '3'}))
+    other = replace(OWN, protection={'--sparse-ckpt-window': '3'})
+    assert not differences(OWN, other), 'windows of such a launch are usable'
 
 
 def test_settings_that_differ_between_nodes_are_accepted() -> None:
@@ -116,51 +109,39 @@ def test_settings_that_differ_between_nodes_are_accepted() -> None:
     assert differing.keys() == {'--sparse-ckpt-window', '--sparse-ckpt-disk'}
 
 
-def joined_by(*joining: RunSettings, run: str = 'run', strict: bool = False) -> list[str | None]:
-    """What is said to each new process of a job that `OWN` launched."""
-    store = HashStore()
-    first = RankIdentity('run', 'layout', 0, OWN)
-    launched_alike.leave(store, first)
-    reports = [Report(True, 'a', 1, [], launched=launch_of(first)), Report(False, 'b', 2, [])]
-    identities = [RankIdentity(run, 'layout', 1, one) for one in joining]
-    return [launched_alike.why_not(store, reports, one, strict) for one in identities]
+OTHER_RECOVERY = replace(OWN, protection={'--sparse-ckpt-recovery': 'global'})
 
 
-def test_process_with_equal_settings_may_join() -> None:
-    assert joined_by(OWN) == [None]
-
-
-def test_joining_process_with_other_flags_is_refused_by_name() -> None:
-    assert joined_by(OTHER_SEED) == [
-        'rank 1 has other settings than the job it joins: --seed: the job 1, rank 1 2'
-    ]
-
-
-def test_joining_process_with_other_protection_is_refused_by_name() -> None:
-    other = replace(OWN, protection={'--sparse-ckpt-recovery': 'global'})
-    assert joined_by(other) == [
-        'rank 1 has other settings than the job it joins: --sparse-ckpt-recovery: the job '
-        'absent, rank 1 global'
-    ]
-
-
-def test_loop_that_passes_only_digests_is_refused_by_digest() -> None:
-    assert joined_by(OWN, run='other') == [
-        'rank 1 has other settings than the job it joins: digest of the run: the job run, '
-        'rank 1 other'
-    ]
-
-
-def test_joining_process_in_another_environment_is_reported(
+@pytest.mark.parametrize(
+    ('joining', 'run', 'strict', 'said'),
+    [
+        (OWN, 'run', False, None),
+        (OTHER_SEED, 'run', False, '--seed: the job 1, rank 1 2'),
+        (OTHER_RECOVERY, 'run', False, '--sparse-ckpt-recovery: the job absent, rank 1 global'),
+        # A loop may pass digests only.
+        (OWN, 'other', False, 'digest of the run: the job run, rank 1 other'),
+        (OTHER_RINGS, 'run', False, None),
+        (OTHER_RINGS, 'run', True, 'NCCL_ALGO: the job Ring, rank 1 absent'),
+    ],
+)
+def test_joining_process_with_other_settings_is_refused_by_name(
+    joining: RunSettings,
+    run: str,
+    strict: bool,
+    said: str | None,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    store, first = HashStore(), RankIdentity('run', 'layout', 0, OWN)
+    launched_alike.leave(store, first)
+    reports = [Report(True, 'a', 1, [], launched=launch_of(first)), Report(False, 'b', 2, [])]
+    identity = RankIdentity(run, 'layout', 1, joining)
     with caplog.at_level(logging.WARNING):
-        assert joined_by(OTHER_RINGS) == [None]
-    assert 'NCCL_ALGO: the job Ring, rank 1 absent' in caplog.text
-    assert joined_by(OTHER_RINGS, strict=True) == [
-        '--sparse-ckpt-strict: rank 1 has other settings than the job it joins: NCCL_ALGO: the '
-        'job Ring, rank 1 absent'
-    ]
+        reason = launched_alike.why_not(store, reports, identity, strict)
+    flag = '--sparse-ckpt-strict: ' * strict
+    words = f'{flag}rank 1 has other settings than the job it joins: {said}'
+    assert reason == (None if said is None else words)
+    doubtful = joining is OTHER_RINGS and not strict
+    assert ('NCCL_ALGO: the job Ring, rank 1 absent' in caplog.text) is doubtful
 
 
 def test_joining_process_is_refused_without_recorded_settings() -> None:

@@ -77,27 +77,26 @@ def test_the_same_bits_verify(tmp_path: Path, state: dict[str, torch.Tensor]) ->
     assert str(result) == 'verified: 2 operators at iteration 7, differing: 0'
 
 
-@pytest.mark.parametrize('tensor', ['expert.0.master', 'expert.1.weight'])
+@pytest.mark.parametrize(
+    ('slot', 'tensor', 'differs'),
+    [
+        (0, 'expert.0.master', True),
+        (0, 'expert.1.weight', True),
+        (1, 'expert.0.master', False),  # which that slot has nothing of
+    ],
+)
 def test_one_wrong_bit_is_reported_by_name(
-    tensor: str, tmp_path: Path, state: dict[str, torch.Tensor]
+    slot: int, tensor: str, differs: bool, tmp_path: Path, state: dict[str, torch.Tensor]
 ) -> None:
-    headers = [captured(tmp_path, slices_of(state), 0)]
+    headers = [captured(tmp_path, slices_of(state), slot)]
     state[tensor].view(torch.uint8)[5] ^= 1
     verification = Verification(headers, slices_of(state))
-    verification.check(6)
-    operator = tensor.rpartition('.')[0]
-    assert verification.result().differing == (f'{operator} from iteration 6',)
-    assert f'differing: 1 ({operator} from iteration 6)' in str(verification.result())
-
-
-def test_tensor_outside_the_slot_is_not_judged(
-    tmp_path: Path, state: dict[str, torch.Tensor]
-) -> None:
-    headers = [captured(tmp_path, slices_of(state), 1)]
-    state['expert.0.master'].view(torch.uint8)[5] ^= 1
-    verification = Verification(headers, slices_of(state))
-    verification.check(7)
-    assert verification.result()[:2] == (1, 7) and verification.result().differing == ()
+    verification.check(6 + slot)
+    result = verification.result()
+    assert result[:2] == (2 - slot, 6 + slot)
+    named = f'{tensor.rpartition(".")[0]} from iteration 6'
+    assert result.differing == ((named,) if differs else ())
+    assert not differs or f'differing: 1 ({named})' in str(result)
 
 
 def test_remains_of_an_evaluation_are_no_difference(
@@ -144,14 +143,22 @@ def test_scalars_of_replayed_iterations_are_compared_bit_for_bit() -> None:
 
 
 @pytest.mark.parametrize(
-    'recorded', [[], [LedgerEntry(7, [0.25], [], 2, 56)]], ids=['lost', 'of another rank']
+    ('recorded', 'differing'),
+    [
+        ([], ('loss from iteration 7',)),
+        ([LedgerEntry(7, [0.25], [], 2, 56)], ('loss from iteration 7',)),  # of another rank
+        ([LedgerEntry(7, [], [], 2, 56, loss=5.0)], ()),  # it precedes the slot
+    ],
 )
-def test_slots_provide_the_losses_without_a_ledger(recorded: list[LedgerEntry]) -> None:
-    verification = Verification((), NOTHING, recorded)
-    verification.replayed(6, 5.5, captured=5.5)
-    verification.replayed(7, 5.0, captured=5.25)
-    result = verification.result()
-    assert (result.iterations, result.differing) == (2, ('loss from iteration 7',))
+def test_slots_provide_the_losses_without_a_ledger(
+    recorded: list[LedgerEntry], differing: tuple[str, ...]
+) -> None:
+    verification, nothing = Verification((), NOTHING, recorded), Verification.of_nothing()
+    for one in (verification, nothing):
+        one.replayed(6, 5.5, captured=5.5)
+        one.replayed(7, 5.0, captured=5.25)
+    assert (verification.result().iterations, verification.result().differing) == (2, differing)
+    assert nothing.result() == Verification.of_nothing().result()
 
 
 def test_newer_slot_provides_the_loss_of_a_caught_up_iteration(
@@ -165,15 +172,6 @@ def test_newer_slot_provides_the_loss_of_a_caught_up_iteration(
     verification.check(at, LedgerEntry(at, [0.5], [], 2, 8, loss=5.0))
     result = verification.result()
     assert (result.iterations, result.differing) == (1, (f'loss from iteration {at}',))
-
-
-def test_ledger_precedes_slots_and_disabled_checks_compare_nothing() -> None:
-    verification = Verification((), NOTHING, [LedgerEntry(7, [], [], 2, 56, loss=5.25)])
-    verification.replayed(7, 5.25, captured=5.0)
-    assert verification.result().differing == ()
-    nothing = Verification.of_nothing()
-    nothing.replayed(7, 5.0, captured=5.25)
-    assert nothing.result() == Verification.of_nothing().result()
 
 
 @pytest.mark.parametrize(
