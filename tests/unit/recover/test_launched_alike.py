@@ -124,7 +124,7 @@ OTHER_RECOVERY = replace(OWN, protection={'--sparse-ckpt-recovery': 'global'})
         (OTHER_RINGS, 'run', True, 'NCCL_ALGO: the job Ring, rank 1 absent'),
     ],
 )
-def test_joining_process_with_other_settings_is_refused_by_name(
+def test_joining_process_with_other_flags_is_refused_by_name(
     joining: RunSettings,
     run: str,
     strict: bool,

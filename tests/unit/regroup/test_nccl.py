@@ -5,6 +5,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -13,8 +14,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore
 
-from moevement_ext.errors import SparseCheckpointError
-from moevement_ext.membership.membership import Membership
 from moevement_ext.membership.rendezvous import RoundEnded
 from moevement_ext.recover.fruitless import in_words
 from moevement_ext.recover.localized import LocalizedRecovery
@@ -74,11 +73,12 @@ def test_nothing_is_committed_once_waits_have_returned() -> None:
 
 
 def commits(job: Job) -> bool:
-    """Of the engine, what looks at the process groups when an update is over."""
-    recovery, membership = object.__new__(LocalizedRecovery), object.__new__(Membership)
-    recovery._membership, membership._groups = membership, job.process_groups
+    groups = job.process_groups
+    membership = SimpleNamespace(
+        synchronize=groups.synchronize, waits_returned=groups.waits_returned
+    )
     try:
-        recovery.committing()
+        LocalizedRecovery.committing(SimpleNamespace(_membership=membership))  # type: ignore[arg-type]
     except RoundEnded:
         return False
     return True
@@ -333,10 +333,13 @@ class ProcessGroupNCCL2(dist.ProcessGroupGloo):
 
 
 def test_backend_of_another_design_is_refused_with_the_remedy() -> None:
-    groups = object.__new__(ProcessGroups)
+    with cluster(1) as job, pytest.raises(Failed, match='SparseCheckpoint.*DIST_USE_NCCL2=0'):
+        job.ranks[0].call(kind_of_another_design)
+
+
+def kind_of_another_design(job: Job) -> None:
     backend = ProcessGroupNCCL2(dist.HashStore(), 0, 1, DEADLINE)
-    with pytest.raises(SparseCheckpointError, match='TORCH_DIST_USE_NCCL2=0'):
-        groups._kind_name((0,), [backend])
+    job.process_groups._kind_name((0,), [backend])
 
 
 def test_fake_groups_on_devices_that_the_backend_cannot_serve_are_refused() -> None:

@@ -40,13 +40,17 @@ def test_wait_for_a_live_peer_ends() -> None:
         job.all(ranks.collectives)
 
 
-def test_unblock_ends_groups_made_later() -> None:
+def test_unblock_and_renew_take_up_groups_made_later() -> None:
     with cluster(2) as job:
         job.all(make_group)
         job.ranks[0].call(ranks.end_by_unblocking, 'recv', 1)
         job.ranks[0].call(ranks.errors_of_operations)
         job.renew()
         job.all(ranks.all_reduce, 'later')
+        job.all(make_group)
+        assert job.all(ranks.all_reduce, 'later') == [3, 3]
+        job.renew()
+        assert job.all(ranks.all_reduce, 'later') == [3, 3]
 
 
 def make_group(job: Job) -> None:
@@ -123,6 +127,8 @@ def test_peer_of_a_member_that_gave_up_does_not_wait() -> None:
 
 def test_unblock_during_renew_ends_it() -> None:
     with cluster(2) as job:
+        job.ranks[0].start(renew_and_unblock, job.fresh_prefix())  # the other rank does not come
+        assert 'unblock() was called' in error_of(job.ranks[0])
         prefix = job.fresh_prefix()
         job.ranks[0].start(renew_and_unblock, prefix)
         job.store.wait([f'{prefix}/unblocked'], ranks.DEADLINE)
@@ -132,12 +138,6 @@ def test_unblock_during_renew_ends_it() -> None:
         assert_no_use(job.ranks[1])
         job.renew()
         job.all(ranks.collectives)
-
-
-def test_unblock_during_renew_ends_all_waits_for_members() -> None:
-    with cluster(2) as job:
-        job.ranks[0].start(renew_and_unblock, job.fresh_prefix())  # the other rank does not come
-        assert 'unblock() was called' in error_of(job.ranks[0])
 
 
 def test_interrupted_store_ends_renew() -> None:
@@ -229,15 +229,6 @@ def coalesced_sums(job: Job) -> list[float]:
     return [tensor.item() for tensor in tensors]
 
 
-def test_groups_can_be_made_after_a_renewal() -> None:
-    with cluster(2) as job:
-        job.renew()
-        job.all(make_group)
-        assert job.all(ranks.all_reduce, 'later') == [3, 3]
-        job.renew()
-        assert job.all(ranks.all_reduce, 'later') == [3, 3]
-
-
 def test_repeated_renewals_leak_nothing() -> None:
     with cluster(2) as job:
         before = job.all(ranks.cycles, 'warm-up', 10)
@@ -249,29 +240,6 @@ def test_repeated_renewals_leak_nothing() -> None:
             assert last['threads'] < first['threads'] + 25
             assert last['memory'] - first['memory'] < 4 * MIB
         assert job.store.num_keys() == keys
-
-
-@pytest.mark.parametrize('backend', ['gloo', 'nccl'])
-def test_groups_of_ranks_that_are_connected_stay_as_they_are(backend: str) -> None:
-    with cluster(3, backend) as job:
-        job.renew([0, 1])
-        job.renew([2])
-        job.all(keep_backend, '0,1', ranks=(0, 1))
-        prefix = job.fresh_prefix()
-        for rank, kept in enumerate(([0, 1], [0, 1], [2])):
-            job.ranks[rank].start(ranks.renew, prefix, None, 45, kept)
-        for rank in job.ranks:
-            rank.result()
-        assert job.all(is_kept, '0,1', ranks=(0, 1)) == [True, True]
-        job.all(ranks.collectives)
-        assert job.all(ranks.all_reduce, '0,1', ranks=(0, 1)) == [3, 3]
-        # They end with the others.
-        job.all(ranks.unblock)
-        if backend == 'gloo':
-            assert job.all(ranks.errors_of_operations)
-        job.renew()
-        assert job.all(is_kept, '0,1', ranks=(0, 1)) == [False, False]
-        job.all(ranks.collectives)
 
 
 @pytest.mark.parametrize('backend', ['gloo', 'nccl'])
@@ -289,28 +257,28 @@ def test_replay_continues_while_other_ranks_reconnect(backend: str) -> None:
         job.replace(3)
         connect_in_parts(job, [2], [3])
         assert job.all(ranks.all_reduce, '0,1', ranks=(0, 1)) == [3, 3]
-        connect_the_rest(job, [0, 1], [2], [3])
+        connect_in_parts(job, [0, 1], [2], [3], rest=True)
         assert job.all(is_kept, '0,1', ranks=(0, 1)) == [True, True]
+        job.all(ranks.collectives)
+        # They end with the others.
+        job.all(ranks.unblock)
+        if backend == 'gloo':
+            assert job.all(ranks.errors_of_operations)
+        job.renew()
+        assert job.all(is_kept, '0,1', ranks=(0, 1)) == [False, False]
         job.all(ranks.collectives)
 
 
-def connect_in_parts(job: ranks.Cluster, *parts: list[int]) -> None:
+def connect_in_parts(job: ranks.Cluster, *parts: list[int], rest: bool = False) -> None:
+    """Each part by itself, at the same time; or all with all, but within each part."""
     prefix = job.fresh_prefix()
     for part in parts:
         for rank in part:
-            job.ranks[rank].start(ranks.renew, f'{prefix}/{part[0]}', part)
+            given = (prefix, None, 45, part) if rest else (f'{prefix}/{part[0]}', part)
+            job.ranks[rank].start(ranks.renew, *given)
     for part in parts:
         for rank in part:
             job.ranks[rank].result()
-
-
-def connect_the_rest(job: ranks.Cluster, *parts: list[int]) -> None:
-    prefix = job.fresh_prefix()
-    for part in parts:
-        for rank in part:
-            job.ranks[rank].start(ranks.renew, prefix, None, 45, part)
-    for rank in job.ranks:
-        rank.result()
 
 
 _kept: dict[str, Any] = {}

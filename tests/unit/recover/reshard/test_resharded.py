@@ -3,7 +3,7 @@
 
 import errno
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,7 +41,7 @@ from moevement_ext.recover.reshard.assembly import Assembly
 from moevement_ext.recover.reshard.found import Candidate, Elsewhere, merged
 from moevement_ext.recover.reshard.index import Division
 from moevement_ext.recover.reshard.resharded import Fetcher, ReshardedWindow, resharded
-from moevement_ext.recover.reshard.stock import Stock, _Seen
+from moevement_ext.recover.reshard.stock import Stock, take_stock
 from moevement_ext.replicate.client import PeerLost, PeerRefused, ReplicaClient
 from moevement_ext.replicate.replica_server import ReplicaServer
 from tests.unit.memory.samples import SECRET, tmpfs_directory
@@ -162,13 +162,15 @@ class Job:
 
 
 def stock(shelf: Shelf) -> Stock:
-    seen = [
-        _Seen(part, header.placed, sorted({record.operator for record in header.records}))
-        for run in shelf.runs()
-        for part, header in shelf.look(run)
-        if isinstance(header.placed, Placed)
-    ]
-    return Stock(seen, shelf.runs())
+    identity = RankIdentity('new', 'new', 0, placed=placed(0, Layout(2, data=2)))
+    return take_stock(identity, SparseCheckpointConfig(), shelf)
+
+
+def damage(paths: Iterable[Path]) -> None:
+    for path in paths:
+        content = bytearray(path.read_bytes())
+        content[2**16 + 5] ^= 1
+        path.write_bytes(content)
 
 
 @pytest.fixture
@@ -224,10 +226,7 @@ def test_damaged_record_is_read_from_a_replica(
     job: Callable[..., Job], shm: Path, tmp_path: Path
 ) -> None:
     made = job()
-    (own,) = (shm / OLD / 'a' / '0' / '0').glob('window-*')
-    content = bytearray(own.read_bytes())
-    content[2**16 + 5] ^= 1
-    own.write_bytes(content)
+    damage((shm / OLD / 'a' / '0' / '0').glob('window-*'))
     window, fetcher = made.window()
     written(window, tmp_path / 'w')
     assert fetcher.remote
@@ -237,13 +236,11 @@ def test_a_record_that_is_damaged_everywhere_is_named(
     job: Callable[..., Job], shm: Path, tmp_path: Path
 ) -> None:
     made = job()
-    for path in shm.glob(f'{OLD}/*/*/0/window-*'):
-        content = bytearray(path.read_bytes())
-        content[2**16 + 5] ^= 1
-        path.write_bytes(content)
+    damage(shm.glob(f'{OLD}/*/*/0/window-*'))
     window, _ = made.window()
     with pytest.raises(RefusedWindow, match='slot 0 of rank 0 cannot be read anywhere'):
         written(window, tmp_path / 'w')
+    assert obtained(made, shm) is None, 'no reason to stop'
 
 
 def obtained(
@@ -314,19 +311,16 @@ def test_a_whole_window_that_this_start_cannot_take_is_not_given_up(
     def fail() -> None:
         raise failure
 
-    made = job()
+    made, failures = job(), [PeerLost('no answer')] * 2
     with pytest.raises(UserError, match=rf'{failure}\. Remove that cause.*--sparse-ckpt-forget'):
         obtained(made, shm, fail)
     assert obtained(made, shm, fail, forget=True) is None
 
+    def pass_soon() -> None:
+        if failures:
+            raise failures.pop()
 
-def test_damaged_window_is_no_reason_to_stop(job: Callable[..., Job], shm: Path) -> None:
-    made = job()
-    for path in shm.glob(f'{OLD}/*/*/0/window-*'):
-        content = bytearray(path.read_bytes())
-        content[2**16 + 5] ^= 1
-        path.write_bytes(content)
-    assert obtained(made, shm) is None
+    assert obtained(made, shm, pass_soon) is not None, 'a lost connection is tried again'
 
 
 def test_damaged_copy_does_not_speak_for_one_that_cannot_be_read() -> None:
@@ -363,19 +357,6 @@ def test_copy_that_cannot_be_opened_now_is_not_damaged(
             assert obtained(made, shm, elsewhere=elsewhere) is not None
 
 
-def test_lost_connection_is_tried_again(
-    job: Callable[..., Job], shm: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(directory, 'READ_AGAIN_S', 0.0)
-    failures = [PeerLost('no answer')] * 2
-
-    def fail() -> None:
-        if failures:
-            raise failures.pop()
-
-    assert obtained(job(), shm, fail) is not None
-
-
 @pytest.mark.parametrize('why', [None, 'its own is here, too', 'another training', 'one layout'])
 def test_windows_of_another_layout_under_another_name_are_noticed(
     why: str | None, shm: Path
@@ -398,12 +379,6 @@ def test_a_file_that_is_too_small_is_not_begun(job: Callable[..., Job], tmp_path
     assert not file.slots()
 
 
-def test_missing_owners_are_listed(job: Callable[..., Job]) -> None:
-    found = job({'a': [(0, 0)], 'b': [(3, 3)]}).found()
-    assert found.missing
-    assert found.missing == [1, 2]
-
-
 def test_only_other_layouts_of_the_run_are_served(job: Callable[..., Job], shm: Path) -> None:
     made = job()
     leave(shm, {'b': [(0, 0)]}, run='other')
@@ -417,27 +392,16 @@ def test_only_other_layouts_of_the_run_are_served(job: Callable[..., Job], shm: 
             made.client(1).fetch_ranges(part, 0, [wrong], [memoryview(bytearray(1))])
 
 
-def test_a_live_job_of_another_layout_is_not_read(
+def test_a_live_job_of_another_layout_is_not_read_and_a_killed_one_may_take_its_time(
     shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The kernel frees the memory of its processes first, as in the same layout."""
     leave(shm, SPREAD)
     monkeypatch.setattr('moevement_ext.memory.holder_lock.LOCK_S', 0.0)
     live = NodeStore(shm, OLD, 'a')
     live.lock(0)
     with pytest.raises(StoreInUseError, match='a job of another layout'):
         stock(Shelf(NodeStore(shm, NEW, 'a'), None))
-    live.close()
-    assert stock(Shelf(NodeStore(shm, NEW, 'a'), None)).seen
-
-
-def test_a_killed_job_of_another_layout_may_take_its_time(
-    shm: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The kernel frees the memory of its processes first, as in the same layout."""
-    leave(shm, SPREAD)
-    live = NodeStore(shm, OLD, 'a')
-    live.lock(0)
-    monkeypatch.setattr('moevement_ext.memory.holder_lock.LOCK_S', 0.0)
     monkeypatch.setattr('moevement_ext.memory.holder_lock._dies', lambda holder: True)
     monkeypatch.setattr('time.sleep', lambda seconds: live.close())
     assert stock(Shelf(NodeStore(shm, NEW, 'a'), None)).seen
