@@ -81,7 +81,6 @@ def dense_bytes(history: History, ranks: Sequence[int]) -> int:
 
 
 def result(plain: Trained, disturbed: Trained) -> Result:
-    """Compare two runs, of which one lost a node at `hurt_at`."""
     history, log, killed_at = History(disturbed.events), disturbed.log, disturbed.hurt_at
     assert killed_at is not None
     wrong = verdict.problems(disturbed.events, WORLD_SIZE, 1, [])
@@ -137,7 +136,6 @@ def story(disturbed: Trained, new: Iteration) -> Failure:
 
 
 def run_demo(args: argparse.Namespace, console: Console) -> Result:
-    """Run the demo, print the recovery and draw the picture."""
     output = args.output.resolve()
     for stale in (_PLAIN, _DISTURBED):
         shutil.rmtree(output / stale, ignore_errors=True)
@@ -153,7 +151,6 @@ def run_demo(args: argparse.Namespace, console: Console) -> Result:
         )  # fmt: skip
 
     def follow(job: Job, kill_after: int | None = None) -> float | None:
-        """Show progress until the job is over; returns the time of the kill, if any."""
         killed_at = None
         columns = (BarColumn(), MofNCompleteColumn(), TextColumn('iterations'), TimeElapsedColumn())
         with Progress(TextColumn('  {task.description}'), *columns, console=console) as progress:

@@ -184,7 +184,6 @@ def _names(flags: Sequence[str]) -> set[str]:
 
 
 def _run(command: Sequence[str]) -> int:
-    """Run the launcher; returns its exit status. It ends with this process."""
     launcher = subprocess.Popen(command)
     try:
         return launcher.wait()

@@ -91,7 +91,6 @@ class LocalSlurm:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Environment in which Slurm's commands use this cluster."""
         return {**os.environ, 'SLURM_CONF': str(self.configuration)}
 
     def start(self) -> None:
@@ -139,7 +138,6 @@ class LocalSlurm:
         return len(daemon) + len(doomed)
 
     def states(self) -> list[str]:
-        """State of each node that responds."""
         return self.query('sinfo', '--noheader', '--Node', '--format=%T').stdout.split()
 
     def query(self, *command: str) -> subprocess.CompletedProcess[str]:
@@ -167,7 +165,6 @@ class LocalSlurm:
         return found
 
     def check(self) -> None:
-        """Check that a cluster can start."""
         if os.geteuid() != 0:
             raise LabError('a Slurm cluster on this machine needs root: its daemons start jobs')
         if None in map(shutil.which, _PROGRAMS):

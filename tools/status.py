@@ -58,7 +58,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _follow(follower: Follower, every_s: float, console: Console) -> None:
-    """Refresh the screen until all ranks have finished."""
     history: History | None = None
     with Live('no events yet', console=console, auto_refresh=False) as live:
         while history is None or not history.finished:
@@ -91,7 +90,6 @@ class Stage(NamedTuple):
 
 
 def show(history: History, now: float) -> Group:
-    """Compose the whole screen."""
     parts: list[Text | Table] = [_headline(history, now), _figures(history), _stages(history)]
     if history.episodes:
         parts.append(_recoveries(history, now))
@@ -106,7 +104,6 @@ def show(history: History, now: float) -> Group:
 
 
 def stages(history: History) -> list[Stage]:
-    """Present activity of each stage's ranks."""
     newest = {rank: events[-1].iteration for rank, events in history.by_rank.items()}
     return [
         Stage(
@@ -134,7 +131,6 @@ def _between_windows(history: History) -> float:
 
 
 def missing(history: History) -> list[int]:
-    """Ranks without any event."""
     places = (history.places[rank] for rank in history.members if rank in history.places)
     size = max((place.world_size for place in places), default=0)
     return sorted(set(range(size)) - history.by_rank.keys())

@@ -180,7 +180,6 @@ def measure(args: argparse.Namespace, console: Console) -> RegroupReport:
 
 
 def run_ranks(args: argparse.Namespace) -> list[RankReport]:
-    """Run all processes to their end."""
     store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context('forkserver')
     context.set_forkserver_preload(['torch.distributed'])

@@ -113,7 +113,6 @@ def _begin_agent(host: str, address: Address) -> Step:
 
 
 def lose_a_node(folder: Path, launch: Launch, way: str, reference: StateDigest) -> Loss:
-    """Run a job that loses its first node."""
     events = folder / 'events'
     flags = [*launch.program()[1:], '--sparse-ckpt-events', str(events)]
     config = LaunchConfig(

@@ -70,7 +70,6 @@ class Campaign:
         return min(self.args.faults, self.args.faults_per_job)
 
     def run(self) -> None:
-        """Run all jobs."""
         most_jobs = _MORE_JOBS * -(-self.args.faults // self.faults_per_job) + _MORE_JOBS
         while len(self.results.jobs) < most_jobs and self._left():
             job = self._job(len(self.results.jobs) + 1)
@@ -79,7 +78,6 @@ class Campaign:
                 raise LabError(f'job {job.number}: {job.failed}')
 
     def _left(self) -> int:
-        """Number of faults still to inject."""
         return max(0, self.args.faults - len(self.results.faults))
 
     def _job(self, number: int) -> JobDone:

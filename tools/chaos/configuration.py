@@ -222,7 +222,6 @@ class Configuration(NamedTuple):
         return precisions.program(stand_ins=not self.share_gpu) if narrow else PROGRAM
 
     def kinds(self) -> list[Kind]:
-        """Kinds of faults that are possible in this job."""
         agents = self.launcher is Launcher.TORCHRUN
         return [kind for kind in Kind if agents or kind is not Kind.AGENT]
 
@@ -239,7 +238,6 @@ class Configuration(NamedTuple):
         )
 
     def training_flags(self, data: Path, iterations: int, folder: Path) -> list[str]:
-        """Flags of a run without faults."""
         features = [
             (_ON[feature] if feature in self.features else _OFF.get(feature, '')).format(run=folder)
             for feature in Feature
@@ -255,7 +253,6 @@ class Configuration(NamedTuple):
         ]
 
     def sparse_flags(self, memory: Path, events: Path) -> list[str]:
-        """Additional flags of a run with faults."""
         flags = models.sparse_flags(memory, RUN_ID, self.window, events)
         flags += ['--sparse-ckpt-replicas', str(self.replicas)]
         flags += ['--sparse-ckpt-hang-timeout', str(self.hang_timeout_s)]

@@ -106,7 +106,6 @@ Run = Callable[[Start], int]
 
 
 def draw_lives(seed: int, restarts: int) -> list[Life]:
-    """Draw the lives of a job: layouts, numbers of nodes and moments of the kills."""
     rng = random.Random(f'{seed} elastic')
     lives: list[Life] = []
     for _ in range(restarts):

@@ -159,7 +159,6 @@ class FaultInjector:
         return found[0]
 
     def _protected(self) -> bool:
-        """True if every present worker saw a persisted window since the last recovery."""
         return persisted(self._job.events(), self._job.pids(), self._back_at)
 
     def _iterations(self) -> list[Iteration]:

@@ -76,7 +76,6 @@ def landed(events: Sequence[Event], first: float | None, at: float, pid: int) ->
 
 
 def landing_table(cells: Iterable[Cell]) -> Table:
-    """Phase x kind, with the number of faults."""
     counts = Counter(cells)
     columns = ('phase', *(f'>{kind}' for kind in Kind))
     rows = ((phase, *(str(counts[Cell(phase, kind)] or '') for kind in Kind)) for phase in Phase)
@@ -169,11 +168,6 @@ class Results:
             file.write(msgspec.json.encode(line) + b'\n')
 
     def begun(self) -> Begun:
-        """Arguments of the campaign.
-
-        Raises:
-            ResultError: the file does not begin with them.
-        """
         if not self._lines or not isinstance(self._lines[0], Begun):
             raise ResultError(f'{self._path}: there is no campaign to resume')
         return self._lines[0]

@@ -94,7 +94,6 @@ def exit_on_sigterm() -> None:
 
 
 def print_failure(console: Console, tool: str, error: LabError) -> None:
-    """Print an error, and the end of the log."""
     if error.tail:
         console.print(error.tail, markup=False, highlight=False, soft_wrap=True)
     console.print(f'{tool}: {error}', style='bold red', markup=False, soft_wrap=True)

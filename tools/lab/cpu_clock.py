@@ -30,7 +30,6 @@ class Spent(NamedTuple):
 
 
 def spent(pids: Sequence[int]) -> Spent:
-    """CPU seconds of running processes, so far."""
     training_s = total_s = 0.0
     for pid in pids:
         with contextlib.suppress(OSError, psutil.NoSuchProcess):

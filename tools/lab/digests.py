@@ -37,11 +37,6 @@ class Difference(NamedTuple):
 
 
 def read_digest(path: Path) -> StateDigest:
-    """Read one file.
-
-    Raises:
-        DigestFileError: the file cannot be read, or is not a digest file.
-    """
     try:
         state = msgspec.json.decode(path.read_bytes(), type=StateDigest)
     except OSError as error:

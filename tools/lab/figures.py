@@ -26,7 +26,6 @@ class Spread(msgspec.Struct, frozen=True):
         return cls(min(values), statistics.median(values), max(values))
 
     def text(self, digits: int = 2) -> str:
-        """Median, and the range if values differ."""
         if self.min == self.max:
             return f'{self.median:.{digits}f}'
         return f'{self.median:.{digits}f}  ({self.min:.{digits}f} to {self.max:.{digits}f})'

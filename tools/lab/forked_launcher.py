@@ -46,7 +46,6 @@ def start(
 
 
 def close() -> None:
-    """End all processes that import."""
     while _importers:
         _importers.popitem()[1].close()
 

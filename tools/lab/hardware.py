@@ -28,7 +28,6 @@ class Hardware(msgspec.Struct, frozen=True):
 
     @classmethod
     def here(cls, gpu: bool) -> 'Hardware':
-        """Hardware and software of this machine at present."""
         return cls(
             processor=_processor(),
             cores=len(os.sched_getaffinity(0)),
@@ -56,7 +55,6 @@ def _processor() -> str:
 
 
 def installed(package: str) -> str:
-    """Version of an installed package, in words."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -110,7 +110,6 @@ class Episode:
 
     @property
     def stages(self) -> list[int]:
-        """Pipeline stages that rolled back in a localized recovery."""
         return sorted({stage for event in self.recovered for stage in event.stages})
 
     @property
@@ -120,7 +119,6 @@ class Episode:
 
     @property
     def verified(self) -> int:
-        """Number of operators compared with captures, over all ranks."""
         return sum(event.verified for event in self.recovered)
 
     @property
@@ -175,7 +173,6 @@ class History:
 
     @property
     def finished(self) -> bool:
-        """True if all ranks of the present layout ended normally."""
         return all(isinstance(self.by_rank[rank][-1], Finished) for rank in self.members)
 
     @cached_property
@@ -184,7 +181,6 @@ class History:
 
     @property
     def about(self) -> JobDescribed | None:
-        """Description of the job; None before rank 0 has begun."""
         return next(reversed(kind_of(self.events, JobDescribed)), None)
 
     @cached_property
@@ -304,12 +300,10 @@ class History:
 
     @cached_property
     def progress(self) -> dict[int, list[Progress]]:
-        """Undisturbed iterations of each rank."""
         return {rank: list(_progress(events)) for rank, events in self.by_rank.items()}
 
     @cached_property
     def pace(self) -> Pace | None:
-        """Pace over all ranks; None if the events do not have it."""
         return Pace.of([piece for pieces in self.progress.values() for piece in pieces])
 
     @cached_property
@@ -440,7 +434,6 @@ def _piece(before: WindowCommitted, after: WindowCommitted) -> Iterator[Progress
 
 
 def read_history(folder: Path) -> History:
-    """Read the history from a folder of events."""
     events = Follower(folder).look()
     if not events:
         raise LabError(

@@ -142,7 +142,6 @@ class Job:
         return code is None
 
     def wait(self) -> None:
-        """Wait until all processes of the job have ended, for whatever reason."""
         while self._launcher.exit_status() is None:
             time.sleep(_POLL_S)
 
@@ -176,12 +175,10 @@ class Job:
         return log.read_text('utf-8', errors='replace') if log.exists() else ''
 
     def read_log(self) -> RunLog:
-        """Parsed log of the last rank, over all its processes."""
         return parse_log(self.text())
 
     @property
     def events_folder(self) -> Path:
-        """Folder of the workers' events, if their flags name one."""
         return self.folder / 'events'
 
     def events(self) -> list[Event]:
@@ -190,7 +187,6 @@ class Job:
         return self._events.events
 
     def tail(self) -> str:
-        """End of the log with the most detail on a failure."""
         return self._launcher.tail()
 
     # Its processes
@@ -302,7 +298,6 @@ class Job:
         return killed_at
 
     def _stick(self, pid: int) -> float:
-        """Block the data loader of a worker forever; returns the time."""
         self._faulted.add(pid)
         stuck_at = time.time()
         self._stall.with_name(f'{_STALL}.{pid}').touch()
@@ -338,7 +333,6 @@ class Trained(NamedTuple):
     """The recovery from the last fault."""
 
     def different(self, reference: 'Trained') -> list[str]:
-        """Kinds of state that differ from another job's."""
         return kinds_of_difference(reference.state, self.state)
 
 

@@ -86,7 +86,6 @@ class Launch(NamedTuple):
         return {**inherited, **ENVIRONMENT, **checkout, **device, **self.variables}
 
     def program(self) -> list[str]:
-        """Command line of the program, with all flags."""
         program = str(self.checkout / self.program_file)
         if not self.share_gpu:
             return [program, *self.flags]
@@ -132,7 +131,6 @@ def family(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
 
 
 def kill_groups(pids: Sequence[int]) -> None:
-    """SIGKILL the process groups of processes, if they exist."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(os.getpgid(pid), signal.SIGKILL)

@@ -72,7 +72,6 @@ class LocalCluster:
 
     @property
     def given_up(self) -> str:
-        """The launcher's reason to end the job; empty if none."""
         self._note_events()
         return self._given_up
 
@@ -88,12 +87,10 @@ class LocalCluster:
         return '\n'.join(lines)
 
     def kill(self) -> None:
-        """SIGKILL the launcher; its workers end with it."""
         self._process.signal(signal.SIGKILL)
         self._reap()
 
     def end(self) -> None:
-        """End all processes of the job, first by SIGTERM."""
         self._process.signal(signal.SIGTERM)
         if self._wait(GRACE_S) is None:
             self._process.signal(signal.SIGKILL)
@@ -114,7 +111,6 @@ class LocalCluster:
         return self._code
 
     def _note_events(self) -> None:
-        """Read the launcher's events since the last call."""
         for event in self._events.look():
             match event:
                 case WorkerLaunched(rank, pid):

@@ -133,7 +133,6 @@ def _mark_end(axes: Any, log: RunLog, color: str, place: int) -> None:
 
 
 def _origin(log: RunLog) -> float:
-    """Time at which the first iteration began."""
     first = log.iterations[0]
     return first.time - first.elapsed_ms / 1000
 

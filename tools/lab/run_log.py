@@ -121,7 +121,6 @@ def parse_log(text: str) -> RunLog:
 
 
 def read_log(path: Path) -> RunLog:
-    """Read a log file."""
     try:
         log = parse_log(path.read_text('utf-8', errors='replace'))
     except OSError as error:

@@ -36,6 +36,5 @@ def table(
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table for a document."""
     lines = (head, ['---'] * len(head), *rows)
     return ''.join(f'| {" | ".join(line)} |\n' for line in lines)

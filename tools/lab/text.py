@@ -36,7 +36,6 @@ def tick(seconds: float) -> str:
 
 
 def size(nbytes: float) -> str:
-    """Format bytes with three digits and a binary unit."""
     if nbytes < 1024:
         return f'{nbytes:.0f} bytes'
     power = min(int(math.log(nbytes, 1024)), len(_UNITS))

@@ -99,7 +99,6 @@ class Agents:
 
     @property
     def given_up(self) -> str:
-        """Reason why the job ended, if an agent gave up."""
         for node, agent in self._agents.items():
             if agent.poll():
                 return f'the job failed on {node_name(node)} (exit status {agent.returncode})'
@@ -120,7 +119,6 @@ class Agents:
         return '\n'.join(lines[-_TAIL_LINES:])
 
     def kill(self) -> None:
-        """SIGKILL all agents and their workers."""
         for node in self._agents:
             self.kill_agent(node)
 
@@ -153,7 +151,6 @@ class Agents:
 
 
 def _workers(agent: int) -> dict[int, int]:
-    """Process ids by rank of the workers that an agent has started."""
     try:
         children = psutil.Process(agent).children()
     except psutil.NoSuchProcess:

@@ -21,8 +21,7 @@ from ..lab.arguments import Parser
 from ..lab.errors import LabError
 from ..lab.figures import replacing
 from ..lab.history import read_history
-from .forecast import read_plan
-from .page import render
+from .page import read_plan, render
 
 
 def main(argv: Sequence[str] | None = None) -> int:

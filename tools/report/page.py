@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page: fills the template from a history."""
+"""The page: fills the template from a history, and from a plan that it is compared with."""
 
 import shlex
 import statistics
@@ -8,12 +8,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from ..lab.history import PROCESS_START, Episode, History, shares
+from ..lab.errors import LabError
+from ..lab.history import PROCESS_START, Episode, History, Shares, shares
 from ..lab.text import duration, loss, readable, size
-from . import lanes, protection
-from .forecast import Plan, compare
+from . import charts
 
 _DETAILED = 40  # limit of drawn recoveries; the table has all
 # Colour in the template, by phase of a localized recovery or of a whole-job one.
@@ -35,8 +36,24 @@ class Part(NamedTuple):
     """CSS class in the template."""
 
 
-def render(history: History, title: str, plan: Plan | None) -> str:
-    """HTML of the whole page."""
+class Plan(msgspec.Struct):
+    """The used part of the JSON of `tools.plan`; seconds and bytes."""
+
+    iteration_s: float
+    window: int
+    overhead_s: float
+    host_memory_bytes_per_node: dict[str, int]
+    mtbf_s: float | None
+    """None: no failures."""
+    expected_recovery_s: float
+
+    def ettr(self, mtbf_s: float | None) -> float:
+        """Effective training time ratio at another MTBF, by first order (None: no failures)."""
+        ratio = self.iteration_s / (self.iteration_s + self.overhead_s)
+        return ratio if mtbf_s is None else ratio / (1 + self.expected_recovery_s / mtbf_s)
+
+
+def render(history: History, title: str, plan: 'Plan | None') -> str:
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -46,22 +63,22 @@ def render(history: History, title: str, plan: Plan | None) -> str:
     )
     environment.filters |= {'duration': duration, 'size': size, 'moment': _moment}
     time = shares(history)
-    drawn = lanes.of_run(history)
+    drawn = charts.of_run(history)
     return environment.get_template('page.html.j2').render(
         title=title,
         history=history,
         verdict=_verdict(history),
         tiles=_tiles(history),
         time=None if time is None else _time_parts(history),
-        timeline=lanes.timeline(drawn, history.begun, history.end),
-        failures=lanes.marks(history),
+        timeline=charts.timeline(drawn, history.begun, history.end),
+        failures=charts.marks(history),
         recoveries=[
             _recovery(n, episode, history, drawn) for n, episode in enumerate(history.episodes, 1)
         ],
-        pace=protection.pace_chart(history),
-        slots=protection.slot_bars(history),
-        memory=protection.memory_rows(history),
-        protection=protection.figures(history),
+        pace=charts.pace_chart(history),
+        slots=charts.slot_bars(history),
+        memory=charts.memory_rows(history),
+        protection=charts.figures(history),
         about=_about(history),
         notes=_notes(history),
         forecast=[] if plan is None else compare(plan, history, time),
@@ -108,7 +125,6 @@ def _verdict(history: History) -> str:
 
 
 def _tiles(history: History) -> list[tuple[str, str, str]]:
-    """Name, value and remark of each figure at the top of the page."""
     time, pace, found = shares(history), history.pace, history.episodes
     downs = [episode.end - episode.start for episode in found if episode.end is not None]
     return [
@@ -144,7 +160,7 @@ def _time_parts(history: History) -> list[Part]:
 
 
 def _recovery(
-    number: int, episode: Episode, history: History, drawn: lanes.Lanes
+    number: int, episode: Episode, history: History, drawn: charts.Lanes
 ) -> dict[str, object]:
     """A row of the table of recoveries, and its drawing."""
     end = episode.end or history.end
@@ -171,7 +187,7 @@ def _recovery(
                  f'phase{_PHASES[name]}' if name in _PHASES else 'other')
             for name, seconds in episode.phases.items()
         ],
-        'timeline': lanes.timeline(drawn, episode.start - margin, end + margin)
+        'timeline': charts.timeline(drawn, episode.start - margin, end + margin)
         if detailed else None,
     }  # fmt: skip
 
@@ -201,3 +217,40 @@ def _notes(history: History) -> list[str]:
     counts = Counter(reasons)
     found = [reason if n == 1 else f'{reason} ({n} times)' for reason, n in counts.items()]
     return found[-_NOTES:]
+
+
+def read_plan(path: Path) -> Plan:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Plan)
+    except OSError as error:
+        raise LabError(f'--plan {path}: {error.strerror}') from error
+    except msgspec.MsgspecError as error:
+        raise LabError(
+            f'--plan {path}: {error}; give what `moevement plan --json` printed'
+        ) from error
+
+
+def compare(plan: Plan, history: History, shares: Shares | None) -> list[tuple[str, str, str]]:
+    """Name of each figure, planned, measured; a dash where the run has none yet."""
+    pace = history.pace
+    downs = [episode.end - episode.start for episode in history.episodes if episode.end]
+    nodes: Counter[str] = Counter()
+    for place in history.places.values():
+        nodes[place.node] += sum(place.host_memory.values())
+    planned_memory = plan.host_memory_bytes_per_node.get('total', 0)
+    return [
+        ('window', str(plan.window), str(history.window or '–')),
+        ('iteration', duration(plan.iteration_s),
+         duration(pace.iteration_s - pace.exposed_s) if pace else '–'),
+        ('held up per iteration', duration(plan.overhead_s),
+         duration(pace.exposed_s) if pace else '–'),
+        ('host memory of the fullest node', size(planned_memory),
+         size(max(nodes.values())) if nodes else '–'),
+        ('time between failures', duration(plan.mtbf_s) if plan.mtbf_s else 'no failures',
+         duration(history.mtbf_s) if history.mtbf_s else 'no failures'),
+        ('time lost by a failure', duration(plan.expected_recovery_s),
+         duration(statistics.mean(downs)) if downs else '–'),
+        ('ETTR at the planned failure rate', f'{plan.ettr(plan.mtbf_s):.4f}', '–'),
+        ('ETTR at the failure rate of the run', f'{plan.ettr(history.mtbf_s):.4f}',
+         f'{shares.ettr:.4f}' if shares else '–'),
+    ]  # fmt: skip

@@ -16,9 +16,8 @@ from tests.unit.tools.samples import event
 from tools.lab.history import Episode, History
 from tools.plan import __main__ as plan
 from tools.report.__main__ import main
-from tools.report.lanes import of_run
+from tools.report.charts import of_run, pace_chart
 from tools.report.page import _headline
-from tools.report.protection import pace_chart
 
 
 class Page(HTMLParser):
