@@ -1,14 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
+
 import os
 import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
-from moevement_ext.errors import EXIT_USER_ERROR
+from moevement_ext.errors import EXIT_USER_ERROR, EXIT_WHOLE_JOB
+from moevement_ext.events import Event
 from moevement_ext.launch import link, messages
 from moevement_ext.launch.agent import Agent, Devices
+from moevement_ext.launch.hosts import SlurmStarter
 from moevement_ext.launch.launch_config import LaunchConfig
+from moevement_ext.launch.launcher_events import (
+    DevicesFailing,
+    NodeLost,
+    NodeReady,
+    WorkerLaunched,
+)
+from moevement_ext.launch.node import Node
 from tests.support.readable import dies
 from tests.unit.launch.conftest import failure
 from tests.unit.launch.on_hosts import SlurmJob, connected
@@ -112,3 +127,86 @@ def test_directory_has_the_name_by_which_the_user_knows_it(
     assert (sent.directory, sent.log_dir) == (f'{tmp_path}/home', f'{tmp_path}/home/logs')
     monkeypatch.setenv('PWD', '/')  # of another shell
     assert messages.program(config, {}).directory == f'{tmp_path.resolve()}/lustre'
+
+
+class Arrivals:
+    """A supervisor with the host `a` only; its agents arrive one by one."""
+
+    def __init__(self) -> None:
+        self.reported: list[Event] = []
+        loop, config = MagicMock(), MagicMock(nodes=1)
+        self.starter: Any = SlurmStarter(['a'], MagicMock(), config, loop, self.reported.append)
+
+    def arrive(self, host: str) -> MagicMock:
+        link = MagicMock()
+        arrived = [(messages.Here(host), link)]
+        self.starter._listener = SimpleNamespace(take=lambda: arrived)
+        self.starter._arrivals()
+        return link
+
+
+@pytest.fixture
+def arrivals(monkeypatch: pytest.MonkeyPatch) -> Iterator[Arrivals]:
+    monkeypatch.setattr(messages, 'program', lambda *given: 'the program')
+    monkeypatch.setattr('moevement_ext.launch.hosts.default_variables', lambda config: {})
+    yield Arrivals()
+
+
+def test_new_agent_of_a_host_ends_the_earlier_one(arrivals: Arrivals) -> None:
+    """Else workers of the earlier agent would live on beside the new ones."""
+    before, after = arrivals.arrive('a'), arrivals.arrive('a')
+    before.close.assert_called_once()
+    after.close.assert_not_called()
+    assert [type(event) for event in arrivals.reported] == [NodeReady, NodeLost, NodeReady]
+
+
+def test_agent_of_an_unknown_host_is_turned_away(arrivals: Arrivals) -> None:
+    stranger = arrivals.arrive('b')
+    stranger.close.assert_called_once()
+    stranger.send.assert_not_called()
+    assert arrivals.reported == []
+
+
+@pytest.mark.parametrize(('minutes', 'missed'), [(10, 0), (16, 1)])
+def test_agent_may_come_after_the_import_of_a_large_image(minutes: int, missed: int) -> None:
+    """Reports name up to seven minutes for 20 GB; cancelled, the import would begin anew."""
+    on_missed, step = MagicMock(), MagicMock(since=time.monotonic() - 60 * minutes)
+    step.ended.return_value = None
+    node = Node('a', MagicMock(), MagicMock(), MagicMock(), on_missed)
+    node.begin(step)
+    node.look()
+    assert (on_missed.call_count, step.cancel.call_count) == (missed, missed)
+    assert not missed or 'within 15 minutes' in node.why
+
+
+def failing(job: SlurmJob) -> list[tuple[str, str]]:
+    return [(event.host, event.trouble) for event in job.seen(DevicesFailing)]
+
+
+def test_spare_host_replaces_a_host_with_a_lost_device(job: SlurmJob) -> None:
+    """The worker there hangs, as in a collective, and the launcher does not wait for it."""
+    devices = job.devices('b')
+
+    job.on(WorkerLaunched, lambda event: devices.set('GPU-0', lost=True), rank=1, restarts=0)
+    job.finish_when = lambda: len(job.started(1)) == 2
+    assert job.on_hosts('abc', nodes=2).run() == 0
+    assert job.seated() == [('a', 0), ('b', 1), ('c', 1)]
+    assert failing(job) == [('b', 'GPU GPU-0: the driver does not reach it')]
+    assert dies(job.started(1)[0].pid)
+    assert job.attempt(1, 1)['env']['MOEVEMENT_NODE'] == 'c'
+    assert len(job.steps['b']) == 1  # the host is not tried again
+
+
+def test_host_with_a_lost_device_gets_no_rank(job: SlurmJob) -> None:
+    job.devices('a').set('GPU-0', action=1)
+    job.finish_when = lambda: len(job.started()) == 2
+    assert job.on_hosts('abc', nodes=2).run() == 0
+    assert job.seated() == [('b', 0), ('c', 1)]
+    trouble = 'GPU GPU-0: the driver asks for a reset of the GPU'
+    assert failing(job) == [('a', trouble)]
+
+
+def test_job_without_a_usable_host_ends(job: SlurmJob) -> None:
+    job.devices('b').set('GPU-0', lost=True)
+    assert job.on_hosts('ab', nodes=2).run() == EXIT_WHOLE_JOB
+    assert '(b: GPU GPU-0: the driver does not reach it)' in failure(job)

@@ -82,14 +82,6 @@ def test_restart_of_all_workers_uses_the_new_store(job: SlurmJob) -> None:
     assert len(ports) == 2 and job.running.store.port in ports
 
 
-def test_dead_worker_is_replaced_on_its_host(job: SlurmJob) -> None:
-    job.finish_when = lambda: len(job.started(1)) == 2
-    assert job.on_hosts('ab', '1.0=kill', nodes=2).run() == 0
-    assert (ended(job)[0], ended(job)[1]) == ([0], [-9, 0])
-    assert job.attempt(1, 1)['env']['MOEVEMENT_NODE'] == 'b'
-    assert job.lost() == []
-
-
 @pytest.mark.parametrize('forks', [True, False])
 def test_spare_host_takes_the_seat_of_a_lost_host(job: SlurmJob, forks: bool) -> None:
     there: list[int] = []
@@ -308,19 +300,6 @@ def test_unreachable_host_is_replaced_by_a_spare_at_the_start(job: SlurmJob) -> 
     job.finish_when = lambda: len(job.started()) == 2
     assert job.on_hosts('abc', nodes=2).run() == 0
     assert job.seated() == [('b', 0), ('c', 1)]
-
-
-def test_job_without_a_reachable_host_fails(job: SlurmJob) -> None:
-    job.dead |= {'a', 'b'}
-    assert job.on_hosts('ab', nodes=1).run() == 1
-    assert 'a: its step ended with status 1' in failure(job)
-
-
-def test_stop_reaches_the_workers(job: SlurmJob) -> None:
-    job.finish_when = lambda: False
-    job.on(WorkerLaunched, lambda event: job.running.stop(143))
-    assert job.on_hosts('a', nodes=1).run() == 143
-    assert ended(job)[0] == [-15]
 
 
 def test_stop_reaches_a_worker_without_a_node(job: SlurmJob) -> None:

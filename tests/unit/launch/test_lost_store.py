@@ -1,13 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loss of a store outside the launcher."""
 
-import os
-import re
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -22,49 +16,32 @@ from moevement_ext.launch.launcher_events import (
     WorkerEnded,
     WorkerLaunched,
 )
-from tests.distributed.harness.ports import free_port
 from tests.unit.launch.conftest import Job, failure
+from tests.unit.store.processes import Server
 
 pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
 
 
 class OutsideStore:
-    """`python -m moevement_ext.store`, at the same port in all its attempts."""
+    """A server at the same port in all its attempts."""
 
     def __init__(self) -> None:
-        self.port = free_port()
+        self.server = Server()
+        self.port = self.server.port
         self.flag = f'--sparse-ckpt-store=127.0.0.1:{self.port}'
-        self._process: subprocess.Popen[str] | None = None
 
     def start(self) -> None:
-        command = [sys.executable, '-m', 'moevement_ext.store', '--host', '127.0.0.1']
-        command += ['--port', str(self.port)]
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert self._process.stdout is not None
-        found = re.match(r'\[store\] process (\d+) serves at', self._process.stdout.readline())
-        assert found
-        self._serves = int(found[1])
-
-    def stand_still(self) -> None:
-        os.kill(self._serves, signal.SIGSTOP)
-
-    def go_on(self) -> None:
-        os.kill(self._serves, signal.SIGCONT)
+        self.server = Server(self.port)
 
     def end(self) -> None:
-        if self._process is not None:
-            self._process.send_signal(signal.SIGTERM)
-            self._process.communicate()
-            self._process = None
+        self.server.close()
 
 
 @pytest.fixture
 def store() -> Iterator[OutsideStore]:
     one = OutsideStore()
-    with ExitStack() as stack:
-        stack.callback(one.end)
-        one.start()
-        yield one
+    yield one
+    one.end()
 
 
 def test_dead_worker_waits_for_the_store(job: Job, store: OutsideStore) -> None:
@@ -119,9 +96,9 @@ def test_stopped_store_is_lost_until_it_continues(
 
     def note(event: Event) -> None:
         if isinstance(event, WorkerLaunched) and event.rank == 1:
-            store.stand_still()
+            store.server.stand_still()
         if isinstance(event, StoreGone):
-            store.go_on()
+            store.server.go_on()
 
     job.on_event = note
     job.finish_when = lambda: bool(job.seen(StoreFound))

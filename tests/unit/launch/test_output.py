@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+
 import os
 import subprocess
 import sys
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from moevement_ext.launch.child import FdLoop
 from moevement_ext.launch.launcher_events import StoreFound
 from moevement_ext.launch.output import LogTail, Relay, last_lines
 from moevement_ext.launch.supervisor import print_event
@@ -47,19 +49,11 @@ def test_tail_reads_only_new_lines(tmp_path: Path) -> None:
     assert lines == ['one', 'two']
 
 
-def test_tail_waits_for_its_file(tmp_path: Path) -> None:
-    lines: list[str] = []
-    tail = LogTail(tmp_path / 'log', lines.append)
-    tail.pump()
-    (tmp_path / 'log').write_text('one\n')
-    tail.pump()
-    assert lines == ['one']
-
-
 def test_tail_goes_on_once_its_file_is_readable_again(tmp_path: Path) -> None:
     path, away = tmp_path / 'log', tmp_path / 'away'
     lines: list[str] = []
     tail = LogTail(path, lines.append)
+    tail.pump()
     path.write_text('one\n')
     tail.pump()
     path.rename(away)
@@ -135,3 +129,42 @@ def test_relay_survives_unwritable_output(monkeypatch: pytest.MonkeyPatch) -> No
     assert lines == ['one', 'two']
     os.close(reader)
     os.close(writer)
+
+
+def test_descriptor_closed_in_the_same_turn_gets_no_call() -> None:
+    """The first of two callbacks closes the other's file and opens another with its number."""
+    loop = FdLoop()
+    ends = [os.pipe(), os.pipe()]
+    calls: list[str] = []
+
+    def call(index: int) -> None:
+        calls.append('first')
+        other = ends[1 - index][0]
+        loop.forget(other)
+        loop.watch(other, lambda: calls.append('reused'))
+
+    for index, (reader, writer) in enumerate(ends):
+        os.write(writer, b'.')
+        loop.watch(reader, lambda index=index: call(index))
+    loop.turn(0)
+    assert calls == ['first']
+    for end in sum(ends, ()):
+        os.close(end)
+    loop.close()
+
+
+def test_watching_again_replaces_the_callback() -> None:
+    loop = FdLoop()
+    reader, writer = os.pipe()
+    calls: list[str] = []
+    loop.watch(reader, lambda: calls.append('old'))
+    loop.watch(reader, lambda: calls.append('new'))
+    os.write(writer, b'.')
+    loop.turn(0)
+    loop.forget(reader)
+    loop.forget(reader)
+    loop.turn(0)
+    assert calls == ['new']
+    os.close(reader)
+    os.close(writer)
+    loop.close()

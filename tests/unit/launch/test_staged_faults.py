@@ -33,14 +33,9 @@ def test_iterations_are_read_from_the_log(line: str, iteration: int | None) -> N
 def test_fault_is_due_once() -> None:
     faults = StagedFaults(LaunchConfig(__file__, nodes=2, faults=(KILL, STOP)))
     assert faults.due(7) == []
-    assert faults.due(8) == [KILL, STOP]
+    assert faults.due(9) == [KILL, STOP], 'the log may skip an iteration'
     assert faults.pending == []
-    assert faults.due(8) == []  # the iteration is logged again after the recovery
-
-
-def test_fault_is_due_when_the_log_skips_its_iteration() -> None:
-    faults = StagedFaults(LaunchConfig(__file__, faults=(KILL,)))
-    assert faults.due(10) == [KILL]
+    assert faults.due(9) == []  # the iteration is logged again after the recovery
 
 
 @pytest.mark.parametrize('logged', [True, False])

@@ -10,8 +10,8 @@ from datetime import timedelta
 import pytest
 from torch.distributed import DistNetworkError, Store, TCPStore
 
-from moevement_ext.errors import EXIT_STUCK
-from moevement_ext.membership import counters, membership, round_groups
+from moevement_ext.errors import EXIT_STUCK, EXIT_WHOLE_JOB
+from moevement_ext.membership import counters, exchange, membership, round_groups
 from moevement_ext.membership.membership import Membership
 from moevement_ext.membership.rendezvous import (
     FencedOut,
@@ -21,7 +21,7 @@ from moevement_ext.membership.rendezvous import (
     present_round,
     why_broken,
 )
-from moevement_ext.membership.report import Report
+from moevement_ext.membership.report import Report, encode
 from moevement_ext.membership.round_groups import RoundGroups
 from moevement_ext.membership.store_loss import StoreLoss
 from tests.support.forks import Forked
@@ -43,6 +43,7 @@ class Job:
         self.way = Way(self.store.port)
         self.threads = threads
         self.members: list[Membership] = []
+        self.details = b''
 
     def start(self, rank: int) -> 'Future[Membership]':
         """Start a new process of a rank."""
@@ -62,25 +63,30 @@ class Job:
 
     def _move_on(self, member: Membership) -> list[Report]:
         member.leave('another rank died')
-        return member.meet(lambda: survivor(member.origin))
+        return member.meet(lambda: survivor(member.origin, self.details))
+
+    def waits(self, rank: int, round: int) -> None:
+        self.store.wait([counters.place_in(round, rank)], TIMEOUT)
 
 
 def replacement() -> Report:
     return Report(survivor=False, node='a', process=1, windows=[])
 
 
-def survivor(origin: int) -> Report:
-    return Report(survivor=True, node='a', process=2, windows=[], origin=origin)
+def survivor(origin: int, details: bytes = b'') -> Report:
+    return Report(survivor=True, node='a', process=2, windows=[], origin=origin, details=details)
 
 
 @pytest.fixture
 def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
     monkeypatch.setattr(membership, '_CLOSING', timedelta(seconds=0.1))  # members close one by one
-    with ThreadPoolExecutor(WORLD) as threads:
+    with ThreadPoolExecutor(WORLD + 2) as threads:
         made = Job(threads)
         yield made
         for member in made.members:
-            member.close()
+            member.have_met()
+            if member._lost is None:
+                member.close()
         end_round(made.store, present_round(made.store), 'the test is over')
         made.way.close()
 
@@ -194,22 +200,6 @@ def test_process_replaced_during_its_set_up_is_fenced_out(
         new.settle()
 
 
-def test_joining_process_reads_values_left_at_the_start(
-    job: Job, joined: tuple[list[Membership], Membership]
-) -> None:
-    survivors, before = joined
-    before.settle()
-    survivors[1].archive.set('exchange/plan/1/0', 'of the start')
-    survivors[0].close()
-    end_round(job.store, present_round(job.store), 'rank 0 died')
-    coming = job.start(0)
-    moving = [job.move_on(survivors[1]), job.move_on(before)]
-    new = coming.result()
-    assert [len(future.result()) for future in moving] == [WORLD, WORLD]
-    assert new.joining
-    assert new.archive.get('exchange/plan/1/0') == b'of the start'
-
-
 def test_new_process_reconnects_during_a_rendezvous(
     job: Job, joined: tuple[list[Membership], Membership]
 ) -> None:
@@ -241,6 +231,93 @@ def test_survivor_reconnects_during_a_rendezvous(
     found = [future.result(TIMEOUT.total_seconds()) for future in moving]
     assert [len(reports) for reports in found] == [WORLD] * WORLD
     assert len({member._result.round for member in (new, *survivors)}) == 1
+
+
+# A new process joins during its set-up, once a survivor waits for it
+
+
+@pytest.fixture
+def lost_one(job: Job) -> list[Membership]:
+    """Survivors of three members; a report of theirs suffices for the set-up of a new process."""
+    members = [future.result() for future in [job.start(rank) for rank in range(WORLD)]]
+    for member in members:
+        assert not member.joining
+        member.settle()
+    members[2].close()
+    job.details = b'handed over'
+    end_round(job.store, 0, 'rank 2 died')
+    return members[:2]
+
+
+def test_new_process_sets_up_before_all_ranks_have_arrived(
+    job: Job, lost_one: list[Membership]
+) -> None:
+    """It has the report of the waiting survivor, and the values left for it in the store."""
+    lost_one[1].archive.set('exchange/plan/1/0', 'of the start')
+    first = job.move_on(lost_one[0])
+    job.waits(0, 1)
+    new = job.start(2).result(LIMIT_S)
+    assert new.joining and [report.details for report in new.reports] == [b'handed over']
+    assert new.archive.get('exchange/plan/1/0') == b'of the start'
+    job.waits(2, 1)  # it has arrived, on its other thread
+    second = job.move_on(lost_one[1])
+    new.have_met()
+    new.settle()
+    assert [report.survivor for report in new.reports] == [True, True, False]
+    assert first.result(LIMIT_S) == second.result(LIMIT_S) == new.reports
+    assert {member.taken.round for member in (new, *lost_one)} == {1}
+
+
+def test_new_process_waits_if_no_survivor_waits(job: Job, lost_one: list[Membership]) -> None:
+    coming = job.start(2)
+    job.waits(2, 1)
+    for moving in [job.move_on(member) for member in lost_one]:
+        assert len(moving.result(LIMIT_S)) == WORLD
+    assert len(coming.result(LIMIT_S).reports) == WORLD
+
+
+def test_job_of_new_processes_starts_together(job: Job, lost_one: list[Membership]) -> None:
+    """None has state to hand over, even if one arrived earlier."""
+    for member in lost_one:
+        member.close()
+    again = [job.start(rank) for rank in range(WORLD)]
+    assert [future.result(LIMIT_S).joining for future in again] == [False] * WORLD
+
+
+def test_new_process_joins_again_after_another_failure(
+    job: Job, lost_one: list[Membership]
+) -> None:
+    job.move_on(lost_one[0]).add_done_callback(lambda done: done.exception())
+    job.waits(0, 1)
+    new = job.start(2).result(LIMIT_S)
+    job.waits(2, 1)
+    end_round(job.store, 1, 'rank 1 died')
+    second = job.move_on(lost_one[1])
+    assert len(second.result(LIMIT_S)) == WORLD
+    new.settle()
+    assert new.taken.round == 2 and [report.midway for report in new.reports][2]
+
+
+def test_new_process_ends_if_all_survivors_are_lost(
+    job: Job, lost_one: list[Membership], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was set up to join lost_one, so it cannot start together with the others."""
+    ended: list[int] = []
+    monkeypatch.setattr(membership, 'end_at_once', ended.append)
+    brought = exchange.packed(encode(survivor(lost_one[0].origin, job.details)))
+    counters.sign(job.store, 'here/1', 0, WORLD)
+    job.store.set(counters.place_in(1, 0), brought)  # type: ignore[arg-type]
+    for member in lost_one:
+        member.close()
+    new = job.start(2).result(LIMIT_S)
+    assert new.joining
+    job.waits(2, 1)
+    end_round(job.store, 1, 'rank 0 died')
+    others = [job.start(rank) for rank in range(2)]
+    new.have_met()
+    assert ended == [EXIT_WHOLE_JOB]
+    job.start(2).result(LIMIT_S)  # the others wait for its replacement
+    assert [future.result(LIMIT_S).joining for future in others] == [False, False]
 
 
 # Waits of the training thread

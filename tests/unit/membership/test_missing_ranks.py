@@ -152,24 +152,6 @@ def test_search_for_absent_ranks_reconnects(
     way.close()
 
 
-def test_search_goes_on_after_an_error_of_this_process(
-    store: TCPStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rendezvous_runner, 'HEARTBEAT_SECONDS', 0.01)
-    tried, connected = threading.Event(), threading.Event()
-
-    def connect() -> TCPStore:
-        if not tried.is_set():
-            tried.set()
-            raise RuntimeError("can't start new thread")
-        connected.set()
-        return store.clone()
-
-    found = MissingRanks(connect, 4, HANG_S, lambda: True)
-    assert connected.wait(DUE_S)
-    found.close()
-
-
 def test_time_of_a_pause_of_the_searching_rank_does_not_count(
     store: TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,7 +21,6 @@ from moevement_ext.membership.rendezvous import (
     announce_failure,
     end_round,
     how_broken,
-    launcher_store,
     present_round,
     why_broken,
 )
@@ -74,11 +73,6 @@ def test_every_rank_receives_all_reports(connections: list[TCPStore]) -> None:
             attempts_of(connections),
         )
         assert [result.reports for result in results] == [brought] * WORLD
-
-
-def test_new_attempt_of_all_ranks_has_a_new_round(connections: list[TCPStore]) -> None:
-    assert assert_one_new_round(meet_all(attempts_of(connections))) == 0
-    assert assert_one_new_round(meet_all(attempts_of(connections))) > 0
 
 
 def test_new_process_of_one_rank_moves_all_to_a_new_round(
@@ -281,52 +275,6 @@ def test_no_keys_are_deleted_in_the_store_of_the_next_attempt(launcher: TCPStore
 # After a failure
 
 
-def test_survivors_and_the_new_process_meet_in_the_next_round(
-    launcher: TCPStore, connections: list[TCPStore], threads: ThreadPoolExecutor
-) -> None:
-    attempts = attempts_of(connections)
-    round = assert_one_new_round(meet_all(attempts))
-    end_round(launcher, round, 'worker of rank 2 died')
-    survivors = [
-        threads.submit(attempts[rank].meet, report_of(rank), TIMEOUT, after=round)
-        for rank in (0, 1, 3)
-    ]
-    replacement = Rendezvous(connections[2], 2, WORLD)
-    results = [replacement.meet(report_of(2), TIMEOUT), *(one.result() for one in survivors)]
-    assert assert_one_new_round(results) == round + 1
-    assert why_broken(launcher, round) == 'worker of rank 2 died'
-    assert why_broken(launcher, round + 1) is None
-
-
-def test_first_rank_to_leave_ends_the_round(
-    launcher: TCPStore, connections: list[TCPStore], threads: ThreadPoolExecutor
-) -> None:
-    """It has lost a peer, which no other rank has noticed."""
-    attempts = attempts_of(connections)
-    round = assert_one_new_round(meet_all(attempts))
-    first = threads.submit(attempts[3].meet, report_of(3), TIMEOUT, after=round)
-    launcher.wait([f'join/{round + 1}/3'], TIMEOUT)
-    assert why_broken(launcher, round) == 'rank 3 left'
-    results = [*meet_all(attempts[:3], after=round), first.result()]
-    assert assert_one_new_round(results) == round + 1
-
-
-def test_survivors_meet_after_two_more_broken_rounds(
-    launcher: TCPStore, connections: list[TCPStore], threads: ThreadPoolExecutor
-) -> None:
-    attempts = attempts_of(connections)
-    round = assert_one_new_round(meet_all(attempts))
-    early = [
-        threads.submit(attempts[rank].meet, report_of(rank), TIMEOUT, after=round)
-        for rank in (0, 1)
-    ]
-    for broken in (round + 1, round + 2):
-        launcher.wait([f'join/{broken}/0', f'join/{broken}/1'], TIMEOUT)
-        end_round(launcher, broken, 'another failure')
-    results = [*meet_all(attempts[2:], after=round), *(one.result() for one in early)]
-    assert assert_one_new_round(results) == round + 3
-
-
 def test_replaced_process_is_fenced_out(
     launcher: TCPStore, connections: list[TCPStore], threads: ThreadPoolExecutor
 ) -> None:
@@ -418,11 +366,6 @@ def test_end_time_of_a_round_is_kept(launcher: TCPStore) -> None:
     assert found.reason == why_broken(launcher, 0) == 'rank 1 of a b died'
 
 
-def test_round_can_be_broken_without_a_reason(launcher: TCPStore) -> None:
-    end_round(launcher, 0, '')
-    assert why_broken(launcher, 0) == 'unknown'
-
-
 # Barrier
 
 
@@ -471,20 +414,6 @@ def test_wait_at_a_barrier_is_bounded(connections: list[TCPStore]) -> None:
 
 
 # The launcher
-
-
-def test_launcher_store_is_found_by_the_environment(
-    launcher: TCPStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv('TORCHELASTIC_USE_AGENT_STORE', raising=False)
-    assert launcher_store(TIMEOUT) is None
-    monkeypatch.setenv('TORCHELASTIC_USE_AGENT_STORE', 'True')
-    monkeypatch.setenv('MASTER_ADDR', '127.0.0.1')
-    monkeypatch.setenv('MASTER_PORT', str(launcher.port))
-    launcher.set('from', 'launcher')
-    store = launcher_store(TIMEOUT)
-    assert store is not None
-    assert store.get('from') == b'launcher'
 
 
 def test_round_whose_breaker_died_halfway_is_left() -> None:

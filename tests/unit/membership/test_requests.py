@@ -16,7 +16,6 @@ from moevement_ext.membership import rendezvous, round_watch
 from moevement_ext.membership.counters import hear
 from moevement_ext.membership.exchange import hand_out, handed_out
 from moevement_ext.membership.rendezvous import Rendezvous, end_round, present_round
-from moevement_ext.membership.rendezvous_runner import MissingRanks
 from moevement_ext.membership.round_watch import Connections, RoundWatch
 from tests.unit.membership.counted_store import CountedStore, Tally
 from tests.unit.membership.large_job import LargeJob
@@ -77,22 +76,6 @@ def test_waiting_ranks_send_no_requests(job: Job, threads: ThreadPoolExecutor) -
     come_to_rest(job)
     job.ranks[0].barrier(results[0], 'ready', TIMEOUT)
     assert [future.result() for future in waiting] == [None] * 3
-
-
-def test_common_parts_of_reports_are_sent_once(job: Job, threads: ThreadPoolExecutor) -> None:
-    common = random.Random(1).randbytes(20_000)  # like a report with random number states
-    results = list(
-        threads.map(lambda rank: rank.meet(lambda: common + b'%d' % rank.rank, TIMEOUT), job.ranks)
-    )
-    expected = [common + b'%d' % rank for rank in range(WORLD)]
-    assert [result.reports for result in results] == [expected] * WORLD
-    brought = (
-        2 * WORLD * len(common)
-    )  # these are new processes, which send their report in advance, too
-    gathered = WORLD * len(common)
-    opened = 2 * len(common)
-    passed = WORLD * len(common)
-    assert job.tally.read().nbytes < 1.1 * (brought + gathered + opened + passed)
 
 
 def test_no_value_exceeds_a_mebibyte(job: Job, threads: ThreadPoolExecutor) -> None:
@@ -172,38 +155,6 @@ def test_rank_keeps_its_connections_across_rounds(job: Job) -> None:
         watching.stop()
         watching.join()
     assert len(opened) <= 2
-
-
-def test_survivor_joins_with_two_requests(job: Job, threads: ThreadPoolExecutor) -> None:
-    """The second, for its report, needs no answer of the store; many are sent together."""
-    list(threads.map(lambda rank: rank.meet(lambda: b'', TIMEOUT), job.ranks))
-    end_round(job.store, 0, 'rank 3 died')
-    for rank in job.ranks:
-        if rank._forgetting is not None:  # deletes former rounds concurrently
-            rank._forgetting.join()
-    before = job.tally.read().requests
-    for rank in job.ranks[1:]:
-        assert rank._join(1, b'', True)
-    assert (
-        job.tally.read().requests - before == 2 * 3 + 1
-    )  # the first arrival also counts its counter
-
-
-def test_survivors_leave_a_round_whose_breaker_died_halfway(
-    job: Job, threads: ThreadPoolExecutor
-) -> None:
-    """During the rendezvous: no watch runs yet, and the barriers are not closed."""
-    rank = job.ranks[1]
-    looking = MissingRanks(job.connect, WORLD, 600.0, lambda: rank.looks_for_others)
-    end_round(job.store, present_round(job.store), 'rank 0 died')
-    waiting = threads.submit(rank.meet, lambda: b'', TIMEOUT, 0)
-    job.store.wait(['join/1/1'], TIMEOUT)
-    job.store.compare_set('broken/1', '', '12.5 the launcher of node 3 was killed')
-    job.store.wait(['join/2/1'], timedelta(seconds=30))
-    end_round(job.store, 2, 'the test is over')
-    looking.close()
-    others = [threads.submit(one.meet, lambda: b'', TIMEOUT) for one in job.ranks if one != rank]
-    assert {future.result().round for future in [waiting, *others]} == {3}
 
 
 def test_reports_of_a_large_job_are_sent_as_differences() -> None:

@@ -181,12 +181,6 @@ def test_rank_that_stops_its_heartbeat_is_evicted(
     assert present_round(job.store) == 1
 
 
-def test_rank_that_never_sends_a_heartbeat_is_evicted(job: Job, fast_heartbeats: None) -> None:
-    job.watch(2, [100, 101, 102], hang_timeout_s=0.3)
-    assert job.next_woken() == (2, 'rank 0 has sent no heartbeat for 0.3 s')
-    assert job.store.get('evict/0') == b'100'
-
-
 def test_silent_rank_is_not_evicted_before_judging_starts(job: Job, fast_heartbeats: None) -> None:
     """As during its set-up, which may take several times the hang timeout."""
     watch = job.watch(0, [100, 101], hang_timeout_s=0.3, judges=False)

@@ -164,25 +164,6 @@ def test_another_store_at_the_same_port_is_refused(loss_of: Lose) -> None:
     assert not next_attempt.lost.is_set()
 
 
-def test_lost_connection_is_retried(loss_of: Lose) -> None:
-    store = serve()
-    loss = loss_of(client(store.port), WAIT_S)
-    hung = loss._store.clone
-    attempts: list[object] = []
-
-    def failing() -> TCPStore:
-        attempts.append(1)
-        if len(attempts) == 1:
-            raise DistError('once')
-        return hung()
-
-    loss._store = type('Flaky', (), {'clone': staticmethod(failing)})()
-    with pytest.raises(DistError, match='once'):
-        loss.connect()
-    assert loss.reconnect().add('counter', 1) == 1
-    assert not loss.lost.is_set()
-
-
 def test_rank_without_a_store_leaves_only_if_others_do_not_arrive() -> None:
     """A long wait before the loss of the store does not count, nor do many short waits."""
     port, iterations = free_port(), 10

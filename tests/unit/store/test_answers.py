@@ -10,13 +10,20 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from torch.distributed import DistError
+from torch.distributed import DistError, HashStore, PrefixStore, Store, TCPStore
 
 from moevement_ext.config import ConfigurationError
-from moevement_ext.membership.store_loss import StoreLoss, StoreLost
 from moevement_ext.store import answers
-from moevement_ext.store.answers import AnswerWatch, addresses_of, cut_connections, in_time
+from moevement_ext.store.answers import (
+    AnswerWatch,
+    addresses_of,
+    cut_connections,
+    in_time,
+    peek,
+    read_in_parts,
+)
 from moevement_ext.store.server import connect
+from tests.unit.membership.counted_store import CountedStore, Tally
 from tests.unit.store.processes import WAIT_S, Server, until
 
 pytestmark = pytest.mark.timed
@@ -152,19 +159,40 @@ def test_in_time_passes_on_results_and_errors() -> None:
         in_time(lambda: {}['none'], WAIT_S)
 
 
-def test_stopped_store_counts_as_lost(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr('moevement_ext.membership.store_loss._LEAST_TO_ANSWER_S', 0.5)
-    called = threading.Event()
-    loss = StoreLoss(server.connect(), 2.0, called.set)
-    store = loss.connect()
-    server.stand_still()
-    assert isinstance(Asking(lambda: store.add('count', 1)).ends_with(), DistError)
-    assert isinstance(Asking(loss.reconnect).ends_with(), StoreLost)
-    assert called.wait(WAIT_S)
-    loss.close()
-
-
 def test_connecting_to_a_stopped_store_times_out(server: Server) -> None:
     server.stand_still()
     connecting = Asking(lambda: connect('127.0.0.1', server.port, timedelta(seconds=1)))
     assert isinstance(connecting.ends_with(), ConfigurationError)
+
+
+def served() -> TCPStore:
+    return TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
+
+
+@pytest.mark.parametrize(
+    'store', [served(), PrefixStore('job/0', served()), HashStore()], ids=['tcp', 'prefix', 'hash']
+)
+def test_peek_returns_the_value_or_none(store: Store) -> None:
+    assert peek(store, 'key') is None
+    assert not store.check(['key']), 'a look leaves nothing'
+    for value in (b'a value', b'', b'\0\xff'):
+        store.set('key', value)  # type: ignore[arg-type]
+        assert peek(store, 'key') == value == store.get('key')
+
+
+def test_peek_is_one_request() -> None:
+    tally = Tally()
+    store = CountedStore(served(), tally)
+    peek(store, 'key')
+    assert tally.read().requests == 1
+
+
+def test_many_values_are_read_some_at_a_time() -> None:
+    """The store serves others in between."""
+    tally, server = Tally(), served()
+    keys = [f'key/{index}' for index in range(1000)]
+    for key in keys:
+        server.set(key, key)
+    found = list(read_in_parts(CountedStore(server, tally), keys))
+    assert found == [key.encode() for key in keys]
+    assert tally.read().requests == 2 * 4

@@ -5,8 +5,11 @@ As in containers, where process ids start at 1, all workers have the same proces
 """
 
 import os
+from datetime import timedelta
+from pathlib import Path
 
 import pytest
+from torch.distributed import HashStore, TCPStore
 
 from moevement_ext.events import Event
 from moevement_ext.launch.launcher_events import JobRecovered, WorkerEvicted, WorkerLaunched
@@ -14,10 +17,16 @@ from moevement_ext.launch.remote import RemoteChild
 from moevement_ext.membership import mailbox
 from moevement_ext.membership.mailbox import (
     evict,
+    evictions,
     of_launch,
     own_process,
+    read_files,
+    read_memory,
+    take_eviction,
+    write_files,
     write_finished,
     write_joining,
+    write_memory,
     write_survivors,
 )
 from tests.unit.launch.conftest import Job
@@ -92,3 +101,43 @@ def test_each_launch_passes_a_unique_name_to_its_workers(job: Job) -> None:
         names.append(job.attempt(0)['env']['MOEVEMENT_LAUNCH'])
         assert names[-1] == job.running.config.launch
     assert len(set(names)) == 2
+
+
+def test_memory_directory_may_have_any_bytes() -> None:
+    store = HashStore()
+    assert read_memory(store) is None
+    directory = Path(os.fsdecode(b'/dev/shm/m\xfcller'))
+    write_memory(store, directory)
+    assert read_memory(store) == directory
+
+
+def test_second_file_report_of_a_rank_replaces_the_first() -> None:
+    """A worker may be replaced before the other ranks have reported."""
+    store = HashStore()
+    store.set_timeout(timedelta(seconds=1))
+    for files in (b'first', b'again'):
+        write_files(store, 0, files)
+        assert read_files(store, world_size=2) is None
+    write_files(store, 1, b'other')
+    assert read_files(store, world_size=2) == [b'again', b'other']
+
+
+def test_no_two_processes_have_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv('MOEVEMENT_PROCESS', '')
+    monkeypatch.delenv('MOEVEMENT_PROCESS')
+    number = own_process()
+    assert own_process() == number
+    monkeypatch.delenv('MOEVEMENT_PROCESS')  # in another process
+    assert own_process() != number
+    monkeypatch.setenv('MOEVEMENT_PROCESS', '5')  # a launcher has drawn it
+    assert own_process() == 5
+
+
+def test_each_eviction_is_counted_and_taken_once() -> None:
+    store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
+    assert (evictions(store), take_eviction(store, 1)) == (0, None)
+    evict(store, 1, 100)
+    evict(store, 1, 101)  # its replacement hangs, too
+    assert evictions(store) == 2
+    assert (take_eviction(store, 0), take_eviction(store, 1)) == (None, 101)
+    assert (evictions(store), take_eviction(store, 1)) == (2, None)

@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Forked children must not keep their parent's connections or collect its garbage."""
 
+import ctypes
+import importlib
 import os
 import signal
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from moevement_ext.system import process_setup
+from moevement_ext.system.process_setup import ask_again_soon
 from tests.support.readable import readable
 
 pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
@@ -130,3 +134,74 @@ def test_descriptors_of_connections_are_not_reused() -> None:
             )
             os._exit(0 if kept else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+ADDRESS = '0000:1b:00.0'
+NODE = set(range(16))
+
+
+@pytest.mark.parametrize(
+    ('listed', 'allowed', 'bound'),
+    [
+        ('0-3,8-11\n', NODE, {0, 1, 2, 3, 8, 9, 10, 11}),
+        ('4', NODE, {4}),
+        ('0-7', {2, 3, 9}, {2, 3}),
+        ('0-7', {2, 3}, None),  # already bound by the launcher
+        ('0-7', {8, 9}, None),  # the container has none of the listed CPUs
+        ('0-15', NODE, None),
+        ('\n', NODE, None),  # a virtual machine
+        ('near', NODE, None),
+        (None, NODE, None),
+    ],
+)
+def test_process_is_bound_to_the_allowed_cpus_near_its_gpu(
+    listed: str | None,
+    allowed: set[int],
+    bound: set[int] | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if listed is not None:
+        (tmp_path / ADDRESS).mkdir()
+        (tmp_path / ADDRESS / 'local_cpulist').write_text(listed)
+    chosen: list[tuple[int, set[int]]] = []
+    monkeypatch.setattr(os, 'sched_getaffinity', lambda process: allowed)
+    monkeypatch.setattr(os, 'sched_setaffinity', lambda *given: chosen.append(given))
+    assert process_setup.bind(ADDRESS, tmp_path) == bound
+    assert chosen == ([] if bound is None else [(0, bound)])
+
+
+def test_cpu_list_of_this_kernel_is_parsed() -> None:
+    assert 0 in process_setup.cpus_in(Path('/sys/devices/system/cpu/present').read_text('ascii'))
+
+
+@pytest.mark.parametrize(
+    ('given', 'expected'), [(None, 'timeout:1 attempts:5'), ('ndots:1', 'ndots:1')]
+)
+def test_resolver_options_of_the_user_are_kept(
+    given: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv('RES_OPTIONS', given or '')
+    if given is None:
+        monkeypatch.delenv('RES_OPTIONS')
+    ask_again_soon()
+    getenv = ctypes.CDLL(None).getenv
+    getenv.restype = ctypes.c_char_p
+    assert getenv(b'RES_OPTIONS') == expected.encode()
+
+
+@pytest.mark.parametrize(
+    'program',
+    [
+        'moevement_ext.launch.command_line',
+        'moevement_ext.launch.slurm',
+        'moevement_ext.store.__main__',
+        'moevement_ext.launch.torchrun',
+    ],
+)
+def test_launchers_set_the_resolver_options(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv('RES_OPTIONS', '')
+    monkeypatch.delenv('RES_OPTIONS')
+    with suppress(SystemExit):  # torch's agent does not exit with SystemExit
+        importlib.import_module(program).main(['--help'])
+    assert os.environ['RES_OPTIONS'] == 'timeout:1 attempts:5'
