@@ -41,9 +41,7 @@ PIECE_BYTES = MIB
 TEXT_SUFFIXES = frozenset({'.txt', '.md', '.rst', '.py'})
 JSON_LINES_SUFFIXES = frozenset({'.jsonl', '.ndjson'})
 STDLIB_SKIPPED = frozenset({'site-packages', 'dist-packages', 'test', 'tests', 'idle_test'})
-SUPPORTED_BY_TRAINER_ONLY = frozenset(
-    {'MultimodalTokenizer', 'NullMultimodalTokenizer', 'SFTTokenizer'}
-)
+NOT_OF_TEXT = frozenset({'MultimodalTokenizer', 'NullMultimodalTokenizer', 'SFTTokenizer'})
 
 
 # ---- tokenizers
@@ -71,11 +69,9 @@ class UpstreamTokenizer:
         from megatron.training.argument_utils import ArgumentGroupFactory
         from megatron.training.config import TokenizerConfig
 
-        if tokenizer_type in SUPPORTED_BY_TRAINER_ONLY:
+        if tokenizer_type in NOT_OF_TEXT:
             raise LabError(f'--tokenizer {tokenizer_type}: not a tokenizer of plain text')
-        parser = Parser(
-            prog=f'moevement prepare-data --tokenizer {tokenizer_type}', allow_abbrev=False
-        )
+        parser = Parser(f'moevement prepare-data --tokenizer {tokenizer_type}', allow_abbrev=False)
         ArgumentGroupFactory(TokenizerConfig).build_group(parser, 'tokenizer')
         args = parser.parse_args(flags)
         args.tokenizer_type = tokenizer_type
@@ -204,13 +200,15 @@ class Writer:
             if not ids.size:
                 continue
             if ready is not None:
-                self._add_sequence(ready)
+                self._builder.add_item(torch.from_numpy(ready))
             ready = ids
+            self.tokens += ids.size
         if ready is None:
             return
         if self._append_eod:
             ready = self._typed(np.append(ready, self._tokenizer.eod), name)
-        self._add_sequence(ready)
+            self.tokens += 1
+        self._builder.add_item(torch.from_numpy(ready))
         self._builder.end_document()
         self.documents += 1
 
@@ -223,10 +221,6 @@ class Writer:
                 f'{self._tokenizer.vocab_size} tokens; correct --vocab-size or the tokenizer'
             )
         return typed
-
-    def _add_sequence(self, ids: np.ndarray) -> None:
-        self._builder.add_item(torch.from_numpy(ids))
-        self.tokens += ids.size
 
     def publish(self, prefix: Path) -> None:
         """Moves the finished dataset to prefix.bin and prefix.idx, replacing an older one.
@@ -279,18 +273,16 @@ def write_dataset(files: Sequence[Path], args: argparse.Namespace, tokenizer: To
         ) from error
     with workplace as folder:
         writer = Writer(Path(folder), tokenizer, args.append_eod)
-        write_documents(writer, files, args.json_key, args.limit_mb)
+        write_documents(writer, files, args)
         if not writer.documents:
             raise LabError('the inputs hold no text: every file or record is empty')
         writer.publish(prefix)
     return writer
 
 
-def write_documents(
-    writer: Writer, files: Sequence[Path], json_key: str, limit_mb: float | None
-) -> None:
+def write_documents(writer: Writer, files: Sequence[Path], args: argparse.Namespace) -> None:
     """Writes files in order and shows progress; ends after the piece that reaches the limit."""
-    limit = math.inf if limit_mb is None else int(limit_mb * MIB)
+    limit = math.inf if args.limit_mb is None else int(args.limit_mb * MIB)
     total = min(limit, sum(path.stat().st_size for path in files))
     with tqdm(total=total, unit='B', unit_scale=True, desc='tokenizing', disable=None) as progress:
 
@@ -302,7 +294,7 @@ def write_documents(
                 yield piece
 
         for path in files:
-            for pieces in read_documents(path, json_key):
+            for pieces in read_documents(path, args.json_key):
                 if writer.bytes_read >= limit:
                     return
                 writer.add(str(path), counted(pieces))
@@ -313,41 +305,21 @@ def write_documents(
 
 def parse_arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     """This tool's arguments, and flags for the tokenizer."""
-    parser = Parser(
-        prog='moevement prepare-data',
-        description=__doc__,
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        '--input',
-        nargs='+',
-        default=[STDLIB],
-        metavar='PATH',
-        help='text files, JSON lines files or folders of them; "stdlib" (default) stands for the '
-        "sources of this Python's standard library",
-    )
-    parser.add_argument(
-        '--output-prefix', required=True, metavar='P', help='writes P.bin and P.idx'
-    )
-    parser.add_argument(
-        '--tokenizer',
-        default=BYTES,
-        metavar='TYPE',
-        help=f'"{BYTES}" (default) or a --tokenizer-type of Megatron, followed by its own flags '
-        '(--tokenizer-model, --vocab-file, --merge-file, ...)',
-    )
-    parser.add_argument(
+    parser = Parser('moevement prepare-data', description=__doc__, allow_abbrev=False)
+    add = parser.add_argument
+    add('--input', nargs='+', default=[STDLIB], metavar='PATH', help='text files, JSON lines files '
+        'or folders of them; "stdlib" (default) stands for the sources of this Python\'s standard '
+        'library')  # fmt: skip
+    add('--output-prefix', required=True, metavar='P', help='writes P.bin and P.idx')
+    add('--tokenizer', default=BYTES, metavar='TYPE', help=f'"{BYTES}" (default) or a '
+        '--tokenizer-type of Megatron, followed by its own flags (--tokenizer-model, --vocab-file, '
+        '--merge-file, ...)')  # fmt: skip
+    add(
         '--append-eod', action='store_true', help='end each document with the end-of-document token'
     )
-    parser.add_argument(
-        '--json-key', default='text', metavar='KEY', help='key of the text in a JSON line'
-    )
-    parser.add_argument(
-        '--limit-mb',
-        type=float,
-        metavar='N',
-        help='stop once N MiB of text are read (the piece of up to 1 MiB that reaches it is kept)',
-    )
+    add('--json-key', default='text', metavar='KEY', help='key of the text in a JSON line')
+    add('--limit-mb', type=float, metavar='N', help='stop once N MiB of text are read (the piece '
+        'of up to 1 MiB that reaches it is kept)')  # fmt: skip
     args, tokenizer_flags = parser.parse_known_args(argv)
     if args.tokenizer == BYTES and tokenizer_flags:
         parser.error(f'--tokenizer {BYTES} takes no flags: {" ".join(tokenizer_flags)}')
@@ -360,11 +332,9 @@ def parse_arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, lis
 
 def run(args: argparse.Namespace, tokenizer_flags: Sequence[str]) -> None:
     files = find_files(args.input)
-    tokenizer: Tokenizer = (
-        ByteTokenizer()
-        if args.tokenizer == BYTES
-        else UpstreamTokenizer(args.tokenizer, tokenizer_flags)
-    )
+    tokenizer: Tokenizer = ByteTokenizer()
+    if args.tokenizer != BYTES:
+        tokenizer = UpstreamTokenizer(args.tokenizer, tokenizer_flags)
     writer = write_dataset(files, args, tokenizer)
     prefix = Path(args.output_prefix)
     print(
@@ -377,9 +347,8 @@ def run(args: argparse.Namespace, tokenizer_flags: Sequence[str]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     exit_on_sigterm()  # the unfinished dataset is removed
-    args, tokenizer_flags = parse_arguments(argv)
     try:
-        run(args, tokenizer_flags)
+        run(*parse_arguments(argv))
     except LabError as error:
         print(f'prepare_data: {error}', file=sys.stderr)
         return 1

@@ -48,32 +48,6 @@ def test_flags_for_whole_job_recovery_are_reported(
 
 
 @pytest.mark.parametrize(
-    'flags',
-    ['--sparse-ckpt-recovery global', '--sparse-ckpt-strategy gemini'],
-)
-def test_global_recovery_is_reported(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(['--', *JOB, *flags.split()]) == 0
-    (only,) = capsys.readouterr().out.splitlines()
-    assert only.startswith('protected: yes; localized: no: after a failure all stages roll back')
-
-
-@pytest.mark.parametrize(
-    ('flags', 'noted'),
-    [
-        ('', True),
-        ('--untie-embeddings-and-output-weights', False),
-        ('--sparse-ckpt-recovery global', False),
-        ('--sparse-ckpt-recovery whole-job', False),
-    ],
-)
-def test_tied_embeddings_of_two_stages_are_a_note(
-    flags: str, noted: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(['--', *JOB, '--pipeline-model-parallel-size', '2', *flags.split()]) == 0
-    assert ('a failure of one of them rolls back both' in capsys.readouterr().out) is noted
-
-
-@pytest.mark.parametrize(
     ('flags', 'said'),
     [
         ('--optimizer sgd', '--sparse-ckpt does not support --optimizer sgd: use --optimizer adam'),
@@ -197,14 +171,6 @@ def test_layout_that_a_start_would_take_is_checked(capsys: pytest.CaptureFixture
     assert last.endswith('; world size 4')
     assert main(['--nproc', '3', '--', *flags]) == 0
     assert 'note: 2 ranks (PP 2) train' in capsys.readouterr().out
-
-
-def test_a_variable_that_a_launcher_may_set_is_a_note(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.delenv('CUDA_DEVICE_MAX_CONNECTIONS', raising=False)
-    assert main(['--', *JOB, '--tensor-model-parallel-size', '2']) == 0
-    assert capsys.readouterr().out.startswith('note: CUDA_DEVICE_MAX_CONNECTIONS is not set here')
 
 
 def test_a_login_node_judges_grouped_experts_as_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:

@@ -54,21 +54,6 @@ def test_one_changed_entry_is_named_by_rank_and_kind(
     assert [cell.strip() for cell in row.strip('│').split('│')][:4] == ['1', kind, '1', '1']
 
 
-def test_rank_without_entries_is_a_difference(first: Path, tmp_path: Path) -> None:
-    more = state()
-    more['ranks']['2'] = {}
-    assert main([str(first), str(write(tmp_path / 'second.json', more))]) == 1
-
-
-def test_names_are_no_markup(
-    first: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    more = state()
-    more['ranks']['1']['exp_avg/[/x]'] = 'other'
-    assert main([str(first), str(write(tmp_path / 'second.json', more))]) == 1
-    assert '[/x]' in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(('other', 'said'), [('rng/torch', True), ('loss_scale', False)])
 def test_difference_of_generators_alone_is_explained(
     first: Path, tmp_path: Path, other: str, said: bool, capsys: pytest.CaptureFixture[str]
@@ -77,20 +62,6 @@ def test_difference_of_generators_alone_is_explained(
     changed['ranks']['0'] |= {'rng/torch': 'other', other: 'other'}
     assert main([str(first), str(write(tmp_path / 'second.json', changed))]) == 1
     assert ('Only states of random number generators' in capsys.readouterr().out) is said
-
-
-def test_entries_of_one_kind_are_one_row_with_their_number(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ours, theirs = state(), state()
-    for number in range(5):
-        ours['ranks']['0'][f'rng/{number}'] = 'a'
-        theirs['ranks']['0'][f'rng/{number}'] = 'b'
-    paths = [write(tmp_path / 'a', ours), write(tmp_path / 'b', theirs)]
-    assert main([str(path) for path in paths]) == 1
-    rows = [line for line in capsys.readouterr().out.splitlines() if 'rng' in line]
-    cells = [cell.strip() for cell in rows[0].strip('│').split('│')]
-    assert cells[:4] == ['0', 'rng', '5', '6']
 
 
 def remove_entry(content: dict[str, Any]) -> None:
@@ -140,10 +111,3 @@ def test_garbage_is_refused_by_name_even_against_itself(
     path.write_bytes(content)
     assert main([str(path), str(path)]) == 2
     assert str(path) in capsys.readouterr().err
-
-
-def test_missing_file_is_refused_by_name(
-    first: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([str(first), str(tmp_path / 'absent.json')]) == 2
-    assert 'absent.json: No such file' in capsys.readouterr().err

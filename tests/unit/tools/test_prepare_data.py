@@ -81,17 +81,6 @@ def test_folder_is_read_in_order_without_binary_files(tmp_path: Path, out: Path)
     assert texts(out) == [b'one', b'two', b'three', b'four']
 
 
-def test_binary_file_given_by_name_is_refused(
-    tmp_path: Path, out: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / 'photo.txt').write_bytes(b'\x89PNG\0\0')
-    assert main(['--input', str(tmp_path / 'photo.txt'), '--output-prefix', str(out)]) == 1
-    said = capsys.readouterr().err
-    assert said.count('\n') == 1
-    assert f'--input {tmp_path}/photo.txt: binary' in said and 'convert it' in said
-    assert not out.with_suffix('.bin').exists()
-
-
 def test_json_lines_give_a_document_each(tmp_path: Path, out: Path) -> None:
     source = tmp_path / 'x.jsonl'
     records = [{'id': 1, 'body': 'erste Zeile ü'}, {'body': ''}, {'body': 'two\nlines'}]
@@ -152,18 +141,6 @@ def test_upstream_trains_on_it_with_the_printed_flags(tmp_path: Path, out: Path)
     assert samples == [b'abcdefgh' * 2] * 4
 
 
-def test_new_data_drops_upstreams_shuffles_of_the_old(tmp_path: Path, out: Path) -> None:
-    (tmp_path / 'a.txt').write_bytes(b'old')
-    command = ['--input', str(tmp_path / 'a.txt'), '--output-prefix', str(out)]
-    assert main(command) == 0
-    shuffles = out / 'cache' / 'GPTDataset_indices'
-    shuffles.mkdir(parents=True)
-    (tmp_path / 'a.txt').write_bytes(b'newer')
-    assert main(command) == 0
-    assert texts(out) == [b'newer']
-    assert not shuffles.exists()
-
-
 def test_megatron_tokenizer_is_built_from_its_own_flags(
     tmp_path: Path, out: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -195,6 +172,7 @@ def test_token_that_the_type_cannot_hold_is_named(
         ('bad.jsonl', b'{"text": "good"}\n{"text": \n', '{path}:2: not a JSON object'),
         ('key.jsonl', b'{"body": "x", "id": 3}\n', "{path}:1: no text under 'text' (found: body"),
         ('list.jsonl', b'[1, 2]\n', "{path}:1: no text under 'text' (found: list)"),
+        ('photo.txt', b'\x89PNG\0\0', '--input {path}: binary, it has NUL bytes; convert it'),
     ],
 )
 def test_unusable_input_is_named_and_leaves_nothing(
@@ -213,13 +191,6 @@ def test_unusable_input_is_named_and_leaves_nothing(
     assert not out.parent.exists() or not files_in(out.parent)
 
 
-def test_folder_without_text_names_the_text_suffixes(
-    tmp_path: Path, out: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(['--input', str(tmp_path), '--output-prefix', str(out)]) == 1
-    assert '.jsonl .md .ndjson .py .rst .txt' in capsys.readouterr().err
-
-
 def test_failed_run_keeps_the_older_dataset(tmp_path: Path, out: Path) -> None:
     (tmp_path / 'good.txt').write_bytes(b'good')
     assert main(['--input', str(tmp_path / 'good.txt'), '--output-prefix', str(out)]) == 0
@@ -227,48 +198,6 @@ def test_failed_run_keeps_the_older_dataset(tmp_path: Path, out: Path) -> None:
     assert main(['--input', str(tmp_path / 'bad.jsonl'), '--output-prefix', str(out)]) == 1
     assert texts(out) == [b'good']
     assert files_in(out.parent) == {'data.bin', 'data.idx'}
-
-
-def test_unwritable_place_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / 'a.txt').write_bytes(b'x')
-    prefix = tmp_path / 'a.txt' / 'data'
-    assert main(['--input', str(tmp_path / 'a.txt'), '--output-prefix', str(prefix)]) == 1
-    message = f'--output-prefix {prefix}: cannot write in {tmp_path / "a.txt"} (not a folder)'
-    assert message in capsys.readouterr().err
-
-
-def test_text_tokenizer_refuses_other_encodings(
-    tmp_path: Path, out: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / 'latin1.txt').write_bytes('grün'.encode('latin-1'))
-    command = ['--input', str(tmp_path / 'latin1.txt'), '--output-prefix', str(out)]
-    assert main([*command, '--tokenizer', 'NullTokenizer', '--vocab-size', '9']) == 1
-    assert f'{tmp_path}/latin1.txt: not UTF-8' in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ('flags', 'message'),
-    [
-        (['--output-prefix', 'x', '--limit-mb', '0'], '--limit-mb 0.0: give a finite number'),
-        (['--output-prefix', 'x', '--limit-mb', 'inf'], '--limit-mb inf: give a finite number'),
-        (['--output-prefix', 'x', '--vocab-size', '9'], '--tokenizer bytes takes no flags'),
-        (['--output-prefix', 'folder/'], 'add a file name'),
-    ],
-)
-def test_wrong_flags_are_refused(
-    capsys: pytest.CaptureFixture[str], flags: list[str], message: str
-) -> None:
-    with pytest.raises(SystemExit, match='2'):
-        main(flags)
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize('tokenizer', ['SFTTokenizer', 'NoSuchTokenizer', 'SentencePieceTokenizer'])
-def test_tokenizer_that_cannot_be_built_is_named(
-    out: Path, capsys: pytest.CaptureFixture[str], tokenizer: str
-) -> None:
-    assert main(['--output-prefix', str(out), '--tokenizer', tokenizer]) == 1
-    assert f'--tokenizer {tokenizer}: ' in capsys.readouterr().err
 
 
 def test_no_loss_of_power_leaves_an_index_with_other_tokens(
@@ -310,7 +239,7 @@ def test_interrupted_run_leaves_no_dataset(tmp_path: Path, out: Path, sent: int)
     pipe = tmp_path / 'pipe'
     os.mkfifo(pipe)
     (tmp_path / 'a.txt').write_bytes(b'first document')
-    command = [sys.executable, prepare_data.__file__, '--output-prefix', str(out)]
+    command = [sys.executable, '-m', 'tools.prepare_data', '--output-prefix', str(out)]
     tool = subprocess.Popen(
         [*command, '--input', str(tmp_path / 'a.txt'), str(pipe)],
         stderr=subprocess.PIPE,

@@ -1,34 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """The comparison: its rows, its trace, its arithmetic, its table."""
 
-import itertools
 from pathlib import Path
 
 import msgspec
 import pytest
-from rich.console import Console
 
 from megatron.moevement.arguments import config_from_args
-from moevement_ext.config import SparseCheckpointConfig, unflagged
 from moevement_ext.events import Recovered, TokensLost, WindowPersisted
-from moevement_ext.plan.strategy.choice import lossy_strategy
-from tests.unit.tools.runs import localized_run, write
 from tests.unit.tools.samples import logged
-from tools.compare import measuring, program, report, running
-from tools.compare.__main__ import main
+from tools.compare import measuring, program, running
 from tools.compare.measuring import PHASES, Comeback, Curves
 from tools.compare.pictures import draw_all, goodput, split
 from tools.compare.prediction import predicted, restart_s
 from tools.compare.report import (
-    COLUMNS,
     Comparison,
     Conditions,
     RowResult,
-    cells,
     markdown,
     over_rounds,
 )
-from tools.compare.rows import ROWS, Keeps, chosen
+from tools.compare.rows import ROWS, Keeps
 from tools.compare.running import (
     Course,
     InjectedFault,
@@ -43,7 +35,7 @@ from tools.lab.figures import Spread
 from tools.lab.hardware import Hardware
 from tools.lab.job import Kind, Trained
 from tools.lab.launch import ROOT, Launch
-from tools.lab.run_log import Captured, RunLog, parse_log
+from tools.lab.run_log import Captured, RunLog
 from tools.lab.trainer_flags import trainer_parser
 
 VALUES = {'window': '3', 'mtbf_s': 60.0, 'network_gb_per_s': 0.02, 'disk': '/disk'}
@@ -65,44 +57,6 @@ def test_the_trainer_takes_the_flags_of_a_row(name: str) -> None:
     config_from_args(parsed)  # refuses what has no use
     assert ('--sparse-ckpt' in flags) == (ROWS[name].keeps is Keeps.MEMORY)
     assert not any('{' in flag for flag in flags)
-
-
-def test_a_row_of_the_default_way_has_the_default_recovery() -> None:
-    parsed, _ = trainer_parser().parse_known_args(flags_of('localized'))
-    config = {name.removeprefix('sparse_ckpt_'): value for name, value in vars(parsed).items()}
-    assert config['recovery'] == SparseCheckpointConfig().recovery == 'localized'
-    assert config['window'] == 3
-
-
-def test_each_row_of_the_ablation_adds_one_part() -> None:
-    """Of frozen operators, popularity and localized recovery; the last has the defaults."""
-
-    def parts(name: str) -> dict[str, str]:
-        parsed, _ = trainer_parser().parse_known_args(flags_of(name))
-        given = {part: vars(parsed)[f'sparse_ckpt_{part}'] for part in ('order', 'recovery')}
-        return {**given, 'freezes': unflagged(ROWS[name].settings).get('freezes', True)}
-
-    ways = [parts(name) for name in ('windows', 'windows-frozen', 'global', 'localized')]
-    for before, after in itertools.pairwise(ways):
-        assert sum(before[part] != after[part] for part in before) == 1
-    default = SparseCheckpointConfig()
-    assert ways[-1] == {part: getattr(default, part) for part in ways[-1]}
-
-
-def test_forked_workers_are_hot_spares_already() -> None:
-    assert set(chosen('all', forked=False)) - set(chosen('all', forked=True)) == {'localized-spare'}
-    assert set(ROWS) - set(chosen('all', forked=False)) == {'windows', 'windows-frozen'}
-    with pytest.raises(ValueError, match='starts as a hot spare does'):
-        chosen('localized-spare', forked=True)
-    with pytest.raises(ValueError, match='no row nothing'):
-        chosen('global,nothing', forked=False)
-
-
-def test_lossy_rows_take_a_checkpoint_in_each_iteration() -> None:
-    """As in the papers: a longer interval loses more tokens per failure."""
-    for name in ('moc', 'moc-dynamic', 'moetion'):
-        parsed, _ = trainer_parser().parse_known_args(flags_of(name))
-        assert lossy_strategy(config_from_args(parsed)).first().period == 1
 
 
 def test_gemini_is_told_the_rate_of_the_whole_trace(
@@ -219,12 +173,6 @@ def test_save_costs_the_additional_time_of_its_iteration() -> None:
     assert measuring.waited_ms(Keeps.MEMORY, captured, course) == 1.0, 'of twelve iterations'
 
 
-def test_job_without_a_new_iteration_is_an_error() -> None:
-    job = RESTARTED._replace(trained=Trained(logged((1, 1), (5, 5), (9, 4)), SAME, []))
-    with pytest.raises(LabError, match='never got beyond iteration 5'):
-        list(measuring.comebacks(job))
-
-
 def test_faults_before_the_first_checkpoint_are_counted() -> None:
     assert measuring.unprotected(Keeps.NOTHING, RESTARTED, 3) == 0
     assert measuring.unprotected(Keeps.DISK, RESTARTED, 3) == 0, 'iteration 4 was logged before'
@@ -252,15 +200,6 @@ def test_interval_is_that_of_most_iterations() -> None:
     assert measuring.period(Keeps.NOTHING, RESTARTED, 6) == 10
 
 
-def test_checkpoints_of_the_warm_up_are_not_measured() -> None:
-    """CheckFreq takes one in each iteration, until it knows its interval."""
-    first = [Captured(number, 1, 90, 600.0) for number in (1, 2)]
-    job = capturing(*first, *(Captured(number, 1, 3, 0.0, 30) for number in range(3, 11)))
-    course = Course(Path(), Path(), 10, 3, 4, 3, 'auto', 0.0, 0.0, 10.0, True)
-    found = report.figures(ROWS['checkfreq'], job, job, course)
-    assert (found.period, found.bytes, found.stall_ms.max) == ('30', 3, 0)
-
-
 def test_lost_tokens_follow_the_newest_recovery_of_each_rank() -> None:
     shares = [(0, 0.1), (1, 0.1), (0, 0.3)]
     events = [
@@ -280,13 +219,6 @@ def test_simulator_receives_the_same_faults() -> None:
     assert predicted(ROWS['localized'], RESTARTED, 1.0, 3, 0.0, 10.0) is None, 'there are no events'
 
 
-def test_a_prediction_is_for_the_pace_of_the_job_itself() -> None:
-    """Plain Megatron takes 0.8 s, and this job a second with a tenth in stalls."""
-    stalls = predicted(ROWS['torch-dist-sync'], RESTARTED, 0.8, 3, 100.0, 10.0)
-    # 0.9 s an iteration and 0.3 s a save, so 3 s of 4.5 keep 3 iterations; 6.5 s train 6.5.
-    assert stalls == pytest.approx((3 + 6.5) * 0.8 / 14)
-
-
 def test_without_checkpoints_the_warm_up_is_trained_again() -> None:
     log = logged((4, 4), (5, 5), (9, 1), (10, 2), (11, 3), (12, 4), (13, 5), (14, 6))
     job = RESTARTED._replace(
@@ -294,14 +226,6 @@ def test_without_checkpoints_the_warm_up_is_trained_again() -> None:
     )
     # From 8.5 s on it trains 4 iterations up to the first that counts; 1.5 s remain.
     assert predicted(ROWS['none'], job, 1.0, 6, 0.0, 10.0) == pytest.approx(1.5 / 10)
-
-
-@pytest.mark.parametrize('name', ['gemini', 'moc', 'moc-dynamic'])
-def test_events_of_a_job_without_a_disk_are_enough(name: str, tmp_path: Path) -> None:
-    write(tmp_path / 'events', localized_run())
-    found = predicted(ROWS[name], RESTARTED._replace(folder=tmp_path), 1.0, 3, 0.0, 10.0)
-    # As above, but an iteration later: until then the newest checkpoint is not complete.
-    assert found == pytest.approx((3 + 5.5) / 14)
 
 
 def recovery(restore_s: float, engine: dict[str, float]) -> Comeback:
@@ -344,33 +268,6 @@ def test_only_a_broken_promise_fails() -> None:
     assert not comparison(results(0.5, ['experts'])).exact
 
 
-def test_table_has_all_columns() -> None:
-    row = results(0.5, [])
-    assert len(cells(row)) == len(COLUMNS)
-    by_name = dict(zip(COLUMNS, cells(row), strict=True))
-    assert by_name['ETTR'] == '0.51  (0.50 to 0.52)'
-    assert (by_name['bits'], by_name['diff'], by_name['PLT']) == ('equal', '-0.19', '-')
-    lines = markdown(comparison(row, results(0.4, [], 'none'))).splitlines()
-    table = [line for line in lines if line.startswith('|')]
-    assert len({line.count('|') for line in table}) == 1
-    assert table[-1].startswith(r'| no checkpoints \* |'), 'no limit holds there'
-    assert all(len(line) <= 100 for line in lines if line not in table)
-    assert lines[-1] == 'none did not run: why'
-
-
-def test_report_states_its_conditions(capsys: pytest.CaptureFixture[str]) -> None:
-    broken = msgspec.structs.replace(results(0.5, ['experts']), unprotected=1, period='7')
-    report.print_report(comparison(broken), Console())
-    text = capsys.readouterr().out
-    assert 'load 1.0, 2.0 at the start of each round' in text
-    assert 'Copies to host memory are limited to 1 MB/s' in text
-    assert 'kill of rank 2 at 4.5 s' in text
-    assert 'none did not run: why' in text
-    assert '1 faults before its first checkpoint' in text
-    assert 'the final state differs in experts' in text
-    assert 'its interval exceeds the 6 measured iterations' in text
-
-
 # ---- pictures
 
 
@@ -396,14 +293,6 @@ def test_rows_with_the_same_losses_are_one_line(tmp_path: Path) -> None:
     assert all(path.stat().st_size > 5000 for path in draw_all(found, tmp_path))
 
 
-def test_repeated_validation_losses_replace_earlier_ones() -> None:
-    line = ' validation loss at iteration {} | lm loss value: {} | lm loss PPL: 8.1E+01 | '
-    end = ' validation loss at iteration 8 on test set | lm loss value: 9.0E+00 | lm loss PPL: 1 |'
-    text = '\n'.join([line.format(4, '4.0E+00'), line.format(8, '3.0E+00'),
-                      line.format(8, '2.5E+00'), end])  # fmt: skip
-    assert parse_log(text).validated == {4: 4.0, 8: 2.5}
-
-
 # ---- the program
 
 
@@ -420,24 +309,6 @@ def test_limited_copies_last_as_long_as_the_limit(monkeypatch: pytest.MonkeyPatc
     program.Copier._issue(None, Piece())  # type: ignore[arg-type]
     assert len(issued) == 1
     assert waited == [pytest.approx(0.5, abs=0.01)]
-
-
-@pytest.mark.parametrize(
-    ('flags', 'wrong'),
-    [
-        (['--faults', '0'], '--faults 0: must be at least 1'),
-        (['--rows', 'x'], 'no row x'),
-        (['--iterations', '47'], 'must be at least 48, 8 x --interval'),
-        (['--dense-copy', '0'], '--dense-copy 0: must be above 0'),
-        (['--window', 'x'], '--window x: must be a whole number'),
-    ],
-)
-def test_a_bad_flag_is_named(
-    flags: list[str], wrong: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit, match='2'):
-        main(flags)
-    assert wrong in capsys.readouterr().err
 
 
 def test_table_of_the_page_is_that_of_its_file() -> None:

@@ -8,18 +8,15 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from rich.console import Console
 
 from tests.unit.tools.samples import logged
 from tools.compare import peers
-from tools.compare.__main__ import main
 from tools.compare.peer_program import PEER
-from tools.compare.peer_rows import CANNOT, PEERS, RANKS, SITE, Elastic, InJob, Loose
-from tools.compare.peers import COLUMNS, PeerReport, cells, compared, markdown, over_rounds
+from tools.compare.peer_rows import PEERS, RANKS, SITE, Loose
+from tools.compare.peers import PeerReport, compared, markdown
 from tools.lab.cpu_clock import Spent, memory_bytes, spent
 from tools.lab.digests import StateDigest
 from tools.lab.errors import LabError
-from tools.lab.hardware import Hardware
 from tools.lab.job import Trained
 from tools.lab.launch import ROOT
 
@@ -35,22 +32,6 @@ def test_only_a_peer_sees_the_folder_of_peers(name: str, tmp_path: Path) -> None
     assert inside == (not row.ours)
     assert launch.environment().get(PEER, '') == row.peer
     assert ('--sparse-ckpt' in launch.flags) == row.ours
-
-
-def test_agent_of_the_in_job_restart_runs_the_same_program(tmp_path: Path) -> None:
-    launch = PEERS['nvrx-in-job'].launch(tmp_path, tmp_path, ['--flag'])
-    for agents in (InJob(launch), Elastic(launch)):
-        command = agents.command(0, 7)
-        assert command[1:3] == ['-m', agents.module]
-        assert command[-len(launch.program()) :] == launch.program()
-        assert '127.0.0.1:7' in command
-
-
-def test_torchrun_starts_each_attempt_with_a_new_store(tmp_path: Path) -> None:
-    """A shared one has addresses of dead workers, so that no attempt but the first connects."""
-    for name in ('lm-resiliency', 'torch-dist'):
-        environment = PEERS[name].launch(tmp_path, tmp_path, []).environment()
-        assert environment['TORCH_DISABLE_SHARE_RDZV_TCP_STORE'] == '1'
 
 
 def test_a_killed_worker_without_an_agent_is_no_failure(tmp_path: Path) -> None:
@@ -108,38 +89,9 @@ def test_figures_are_relative_to_plain_megatron() -> None:
                  ran(2, 2, 0, None), PLAIN, [])  # fmt: skip
 
 
-def test_table_lists_rows_that_could_not_run(capsys: pytest.CaptureFixture[str]) -> None:
-    plain = compared(ran(2, 2, 0, None), PLAIN, ran(2, 2, 0, None), PLAIN, [])
-    mine = msgspec.structs.replace(plain, back_s=2.5, different=['experts'])
-    rows = {
-        'plain': over_rounds(PEERS['plain'], [plain]),
-        'localized': over_rounds(PEERS['localized'], [mine, mine]),
-    }
-    report = PeerReport(Hardware.here(gpu=False), 2, rows, CANNOT)
-    assert not report.exact
-    assert all(len(cells(row)) == len(COLUMNS) for row in rows.values())
-    assert len({line.count('|') for line in markdown(report).splitlines()}) == 1
-    peers.print_report(report, Console())
-    text = capsys.readouterr().out
-    assert 'differ: experts' in text
-    assert all(name in text and shown in text for name, (_, shown) in CANNOT.items())
-
-
 def test_rows_that_are_compared_bring_their_plain_run() -> None:
     args = peers.parse_arguments(['--rows', 'torch-dist'])
     assert list(args.rows) == ['plain', 'torch-dist']
-
-
-def test_peers_that_are_not_installed_are_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    monkeypatch.setattr(peers, 'SITE', tmp_path / 'none')
-    with pytest.raises(SystemExit, match='2'):
-        main(['peers', '--rows', 'nvrx-in-job'])
-    assert 'is not installed: scripts/peers.sh' in capsys.readouterr().err
-    with pytest.raises(SystemExit, match='2'):
-        main(['peers', '--rows', 'x'])
-    assert 'no row x' in capsys.readouterr().err
 
 
 def test_table_of_the_page_is_that_of_its_file() -> None:

@@ -3,14 +3,12 @@
 
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.refusal import RefusedWindow
 from moevement_ext.memory.window.settings import Layout, Placed, Seat
 from tests.unit.memory.samples import capacity, content, make_header, named
-from tools.lab.errors import LabError
 from tools.windows.__main__ import main
 from tools.windows.copies import Copies
 from tools.windows.found import find
@@ -49,13 +47,6 @@ def test_the_newest_window_of_all_ranks_is_chosen_with_all_its_copies(tmp_path: 
     assert {one.path for one in window} == {file.path for file in files}
 
 
-def test_ranks_without_a_file_are_named(tmp_path: Path) -> None:
-    for file in commit(tmp_path, 4)[::2]:
-        file.path.unlink()
-    with pytest.raises(LabError, match=r'window 4-plan1 there is none of the ranks 0\. Bring'):
-        newest(find(tmp_path), tmp_path)
-
-
 def test_a_window_that_takes_a_replay_is_refused_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -65,12 +56,6 @@ def test_a_window_that_takes_a_replay_is_refused_in_one_line(
     said = capsys.readouterr().err
     assert 'window 4-plan1 has 3 slots, which only a replay puts together' in said
     assert 'export without --offline' in said and said.count('\n') == 1
-
-
-def test_window_without_a_layout_is_refused(tmp_path: Path) -> None:
-    commit(tmp_path, 4, placed=False)
-    with pytest.raises(LabError, match='does not record its layout'):
-        newest(find(tmp_path), tmp_path)
 
 
 def test_a_damaged_record_is_read_from_the_replica(tmp_path: Path) -> None:
@@ -99,9 +84,3 @@ def test_a_replica_of_other_bytes_does_not_stand_in(tmp_path: Path) -> None:
     first = [one for one in find(tmp_path) if one.path == own.path]
     with pytest.raises(RefusedWindow, match='checksum mismatch'):
         Copies([*first, *(one for one in find(tmp_path) if one.path != own.path)]).read(0, 2)
-
-
-def test_layouts_are_reported(tmp_path: Path) -> None:
-    commit(tmp_path, 4)
-    assert {str(one.layout) for one in find(tmp_path)} == {'2 ranks (DP 2)'}
-    assert all(msgspec.json.encode(one.layout) for one in find(tmp_path))

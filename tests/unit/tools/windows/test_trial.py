@@ -76,14 +76,6 @@ def tried(
     return status, capsys.readouterr().out.splitlines()
 
 
-def test_own_layout_continues_unchanged(
-    capture: Capture, capsys: pytest.CaptureFixture[str]
-) -> None:
-    capture(4)
-    found = tried(capsys, capture(5), *LAYOUT)
-    assert found == (0, [f'{RUN}, window {start}-plan1: goes on, as it is' for start in (5, 4)])
-
-
 @pytest.mark.parametrize(
     ('slots', 'flags', 'ranks', 'status', 'said'),
     [
@@ -135,18 +127,6 @@ def test_start_under_another_name_does_not_find_the_run(
         said := capsys.readouterr().out
     )
     assert said.endswith(f'give --sparse-ckpt-run-id {RUN}\n')
-
-
-def test_ranks_without_a_file_are_named(
-    capture: Capture, capsys: pytest.CaptureFixture[str]
-) -> None:
-    capture(4)
-    found, lines = tried(capsys, capture(5, owners=range(1, 3)), *LAYOUT)
-    assert found == 0  # from the older one
-    assert lines == [
-        f'{RUN}, window 5-plan1: no, there is none of the ranks 0, 3 here',
-        f'{RUN}, window 4-plan1: goes on, as it is',
-    ]
 
 
 def test_a_damaged_file_is_named(capture: Capture, capsys: pytest.CaptureFixture[str]) -> None:

@@ -101,16 +101,6 @@ def test_verify_reads_payloads_and_names_damage(
     assert found['complete'] == {'run1': [f'0-{PLAN}']}
 
 
-def test_printed_list_has_all_columns(
-    root: Path, run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv('COLUMNS', '200')
-    assert main(['list', str(root)]) == 0
-    output = capsys.readouterr().out
-    assert 'rank 1 on node0' in output and f'3-{PLAN}' in output
-    assert f'run1: whole on all 2 ranks seen here: 3-{PLAN}, 0-{PLAN}' in output
-
-
 def test_a_window_that_one_rank_lacks_or_has_in_part_is_not_complete(
     root: Path, run: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -199,12 +189,6 @@ def test_prune_keeps_all_where_no_window_is_complete(root: Path, run: Run) -> No
     assert run.files() == before
 
 
-def test_prune_of_everything_leaves_an_empty_directory(root: Path, run: Run) -> None:
-    run.store.close()
-    assert main(['prune', str(root), '--keep', '0', '--yes']) == 0
-    assert list(root.iterdir()) == []
-
-
 def test_files_whose_deletion_was_cut_off_are_no_windows(root: Path, run: Run) -> None:
     former = run.store.holder_path(1).rename(run.store.path / 'former-1-99')
     run.store.close()
@@ -259,11 +243,6 @@ def test_windows_of_a_live_process_on_disk_are_kept(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_missing_directory_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(['list', str(tmp_path / 'nowhere')]) == 2
-    assert 'nowhere is no directory' in capsys.readouterr().err
-
-
 @pytest.mark.parametrize('command', ['list', 'verify', 'prune'])
 def test_unreadable_directory_is_not_an_empty_one(
     command: str,
@@ -303,20 +282,6 @@ def test_file_that_others_may_read_is_not_called_damaged(
     assert file.path.exists()
 
 
-def test_nothing_to_verify_is_no_success(tmp_path: Path) -> None:
-    assert main(['verify', str(tmp_path)]) == 1
-
-
-def test_path_that_is_not_utf8_is_listed(
-    tmp_path: Path, capsysbinary: pytest.CaptureFixture[bytes]
-) -> None:
-    folder = tmp_path / os.fsdecode(b'caf\xe9') / 'rank0'
-    folder.mkdir(parents=True)
-    make_file(folder / f'window-0-{PLAN}.window', 0)
-    assert main(['list', str(tmp_path), '--json']) == 0
-    assert 'caf�'.encode() in capsysbinary.readouterr().out
-
-
 # Export; what it comes to: tests/distributed/test_export.py
 
 
@@ -329,13 +294,6 @@ def saved_in(directory: Path, iteration: int) -> Path:
     directory.mkdir()
     (directory / 'latest_checkpointed_iteration.txt').write_text(f'{iteration}\n')
     return directory
-
-
-def test_nothing_is_exported_of_a_run_that_lives(
-    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert exported(run.root, tmp_path / 'dense', 'false') == 1
-    assert 'run1: a process lives' in capsys.readouterr().err
 
 
 def test_one_run_is_exported(
@@ -429,40 +387,6 @@ def listed_newest(root: Path) -> int:
     found = max(find(root), key=lambda one: one.start)
     assert found.slots is not None
     return found.start + found.slots - 1
-
-
-def test_the_command_belongs_to_export_alone(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for remedy, argv in (
-        ('export: put --', ['export', str(root), '--to', 'torch_dist', '--output', 'dense']),
-        ('list: leave out --', ['list', str(root), '--', 'true']),
-    ):
-        with pytest.raises(SystemExit) as end:
-            main(argv)
-        assert end.value.code == 2
-        assert remedy in capsys.readouterr().err
-
-
-def test_at_80_columns_nothing_is_cut_off(
-    root: Path, run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv('COLUMNS', '80')
-    file = run.windows[0].file(named(0))
-    assert file is not None
-    file.path.rename(file.path.with_name(f'aside-0-{PLAN}.window'))
-    assert main(['list', str(root)]) == 0
-    output = capsys.readouterr().out
-    assert 'set aside' in output
-    assert f'3-{PLAN}' in output and 'headers right' in output and '…' not in output
-    assert max(len(line) for line in output.splitlines()) <= 80
-
-
-def test_folder_without_windows_is_reported(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(['list', str(tmp_path)]) == 0
-    assert capsys.readouterr().out == f'no windows in {tmp_path}\n'
 
 
 def test_stubs_of_a_twin_belong_to_the_owner(root: Path, run: Run) -> None:
