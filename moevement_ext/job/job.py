@@ -379,11 +379,12 @@ class Job:
         if self._restart is not None:
             self.trainer.auxiliary_state.set_counters(self._restart.conversion.last.state)
         self.trainer.loop.start()
-        iteration = self.trainer.iteration
+        origin = iteration = self.trainer.iteration
         if self._restart is not None and self.protection.stops:
             iteration = self._restart.catches_up_to  # what was recorded until then judges
+            origin = iteration + 1  # which is committed once all ranks have judged
         self.protection.memory.ledger.forget_after(iteration)  # entries of an abandoned history
-        plan = self.protection.first_plan(iteration)
+        plan = self.protection.first_plan(origin)
         self.protection.start(plan, store, self._on_disk, forget_former_places=not reads_memory())
         base = None if self._restart is None else self._restart.conversion.window
         self.protection.checkpointer.history = History(self._history, base)

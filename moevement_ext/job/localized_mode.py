@@ -85,6 +85,7 @@ class LocalizedMode(WholeJobMode):
             self.drop_conversion()
             if not self.recovery.carry_out(self.iterate):
                 return LOOP_ENDS
+            self.keep_judged()
             return self.iterate(iteration)
         return super().step(iteration)
 

@@ -109,6 +109,8 @@ class WholeJobMode:
         self._catch_up_to = NOWHERE if restart is None else restart.catches_up_to
         self._caught_up_from = 0.0
         self._running: int | None = None
+        # With `--sparse-ckpt-verify stop`: entries that this rank lacked, recomputed by this start.
+        self._unjudged: list[LedgerEntry] = []
         self._verification = Verification.of_nothing()
         if restart is not None:
             if rank.config.verify != OFF:
@@ -154,11 +156,13 @@ class WholeJobMode:
         state, entry = self.trainer.record(iteration, skipped)
         for verification in self.verifications():
             verification.check(iteration, entry)
+        if iteration > self._catch_up_to:  # which takes all ranks: each has judged itself
+            self.keep_judged()
         self._keep(entry)
         self.rank.events.iteration = iteration
         self.committed(Start(iteration, state))
         log = self.protection.memory.log
-        if log is not None and iteration < self._catch_up_to and self.protection.stops:
+        if log is not None and iteration <= self._catch_up_to and self.protection.stops:
             if not self.recovering:  # nothing is captured: another failure restarts all workers
                 log.drop_until(iteration)
         if iteration == self._catch_up_to:
@@ -176,9 +180,17 @@ class WholeJobMode:
     def _keep(self, entry: LedgerEntry) -> None:
         """Append to the ledger; what a recovery is judged by stays as it was recorded first."""
         ledger = self.protection.memory.ledger
-        if self.protection.stops:
-            entry = ledger.get(entry.iteration) or entry
-        ledger.append(entry)
+        recorded = ledger.get(entry.iteration) if self.protection.stops else None
+        if recorded is None and self.protection.stops and entry.iteration <= self._catch_up_to:
+            self._unjudged.append(entry)  # another rank may judge it wrong
+        else:
+            ledger.append(recorded or entry)
+
+    def keep_judged(self) -> None:
+        """Add what this start has recomputed to the ledger, once no rank objects."""
+        for entry in self._unjudged:
+            self.protection.memory.ledger.append(entry)
+        self._unjudged.clear()
 
     # For subclasses
 
@@ -202,6 +214,7 @@ class WholeJobMode:
         if self._converting:
             self._converting = False
             self._catch_up_to = NOWHERE
+            self._unjudged.clear()
 
     def iterate(self, iteration: int) -> Any:
         with self.protection.exposed():

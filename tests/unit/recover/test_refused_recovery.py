@@ -178,7 +178,9 @@ def test_refused_replay_is_not_continued(
     assert 'rank 1: window' in said and 'differing: 5 (1.a from iteration' in said
 
 
+@pytest.mark.parametrize('forgets', [False, True], ids=['', 'without the record of a rank'])
 def test_refused_start_of_the_whole_job_is_not_continued(
+    forgets: bool,
     stops: Callable[..., None],
     fault_free: Expected,
     monkeypatch: pytest.MonkeyPatch,
@@ -187,7 +189,8 @@ def test_refused_start_of_the_whole_job_is_not_continued(
     WrongChip(monkeypatch, rank=0, at=ALL_STRUCK - WINDOW + 1)
     with tmpfs_directory() as directory:
         # All have recorded the iteration before, and none has this one.
-        job = Launched(directory, ITERATIONS, [Fault(0, Phase.OPTIMIZER, ALL_STRUCK, all_die=True)])
+        fault = Fault(int(forgets), Phase.OPTIMIZER, ALL_STRUCK, node_lost=forgets, all_die=True)
+        job = Launched(directory, ITERATIONS, [fault])
         with pytest.raises(Ended):
             job.run()
         assert job.restarts == 1 and not job.recovered
