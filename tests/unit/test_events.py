@@ -93,101 +93,22 @@ def test_bytes_that_are_no_text_cost_no_event_and_no_training(tmp_path: Path) ->
     assert lost.reason == '/data/m?ller is gone' and committed.start == 4
 
 
-_LOCALIZED = {'scope': 'localized', 'target': 40, 'stages': [1], 'replacements': [2], 'copied': [3]}
-_VERIFIED = {'verified': 3, 'verified_at': 39, 'differing': ['layers.1.expert.0'], 'iterations': 5}
+EACH_KIND = Path(__file__).with_name('events.jsonl')
+"""Lines as programs outside the tree read them."""
 
 
-@pytest.mark.parametrize(
-    ('event', 'fields'),
-    [
-        (events.WorkerStarted(start_up_s=0.5), ',"start_up_s":0.5'),
-        (
-            events.Protected(
-                node='n0',
-                stage=1,
-                world_size=4,
-                copies=2,
-                replicas=1,
-                window=2,
-                host_memory={'ledger': 8},
-                operators={'layers.1.router': (12, 2)},
-                experts=[],
-                strategy='moevement',
-                interval=2,
-            ),
-            ',"node":"n0","stage":1,"world_size":4,"copies":2,"replicas":1,"window":2,'
-            '"host_memory":{"ledger":8},"operators":{"layers.1.router":[12,2]},"experts":[],'
-            '"strategy":"moevement","interval":2',
-        ),
-        (
-            events.WindowCommitted(start=4, plan='a', **_FIGURES),
-            ',"start":4,"plan":"a","slots":[7,8],"training_s":1.5,"exposed_s":0.25,'
-            '"copy_bytes_per_s":9.0,"send_bytes_per_s":null,"helpers_s":0.5',
-        ),
-        (events.WindowPersisted(start=4, plan='a'), ',"start":4,"plan":"a"'),
-        (events.WindowOnDisk(start=4, plan='a'), ',"start":4,"plan":"a"'),
-        (
-            events.Replanned(origin=8, window=2, version=1, shares={'a': 0.5}, interval=2),
-            ',"origin":8,"window":2,"version":1,"shares":{"a":0.5},"interval":2',
-        ),
-        (events.ProtectionReduced(reason='full'), ',"reason":"full"'),
-        (
-            events.FailureDetected(reason='rank 2'),
-            ',"reason":"rank 2","committed":null,"windows":null',
-        ),
-        (
-            events.FailureDetected(committed=40, windows=2),
-            ',"reason":null,"committed":40,"windows":2',
-        ),
-        (events.RecoveryPhase(phase='meet'), ',"phase":"meet"'),
-        (
-            events.RecoveryStarted(start=36, dense_at=39),
-            ',"start":36,"dense_at":39,"source":null',
-        ),
-        (
-            events.RecoveryStarted(start=36, dense_at=39, source='disk'),
-            ',"start":36,"dense_at":39,"source":"disk"',
-        ),
-        (
-            events.Recovered(replayed=4, **_VERIFIED, seconds={'find': 0.5}),
-            ',"scope":"whole-job","target":null,"stages":[],"replacements":[],"copied":[],'
-            '"replayed":4,"verified":3,"verified_at":39,"differing":["layers.1.expert.0"],'
-            '"seconds":{"find":0.5},"iterations":5,"went_on":0',
-        ),
-        (
-            events.Recovered(**_LOCALIZED, replayed=0, **_VERIFIED, seconds={'detect': 0.5}),
-            ',"scope":"localized","target":40,"stages":[1],"replacements":[2],"copied":[3],'
-            '"replayed":0,"verified":3,"verified_at":39,"differing":["layers.1.expert.0"],'
-            '"seconds":{"detect":0.5},"iterations":5,"went_on":0',
-        ),
-        (
-            events.NextTier(reason='no log', tier='the whole job'),
-            ',"reason":"no log","tier":"the whole job"',
-        ),
-        (
-            events.DeviceProblem(device='GPU-1', what='lost'),
-            ',"device":"GPU-1","harm":"device","what":"lost"',
-        ),
-        (events.Finished(removed=True), ',"removed":true'),
-    ],
-    ids=lambda value: value.name if isinstance(value, events.Event) else '',
-)
 def test_lines_of_each_kind_keep_their_format(
-    event: events.Event, fields: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Programs outside the tree read them."""
     monkeypatch.setattr(events.time, 'time', lambda: 1.5)
+    monkeypatch.setattr(events.os, 'getpid', lambda: 9)
     log = EventLog(str(tmp_path), 3)
     log.iteration = 7
-    log.emit(event)
+    for event in events.decode(EACH_KIND.read_bytes()):
+        assert (event.time, event.rank, event.pid, event.iteration) == (1.5, 3, 9, 7)
+        log.emit(event)
     log.close()
-    line = (tmp_path / 'rank3.jsonl').read_text()
-    own = f'"rank":3,"pid":{os.getpid()},"iteration":7{fields}'
-    assert line == f'{{"time":1.5,"event":"{event.name}",{own}}}\n'
-    [read] = events.decode(line.encode())
-    assert type(read) is type(event)
-    assert read.own_fields() == event.own_fields()
-    assert (read.time, read.rank, read.pid, read.iteration) == (1.5, 3, os.getpid(), 7)
+    assert (tmp_path / 'rank3.jsonl').read_text() == EACH_KIND.read_text()
 
 
 def test_every_name_has_one_kind() -> None:

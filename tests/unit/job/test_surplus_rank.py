@@ -12,7 +12,6 @@ from torch.distributed import TCPStore
 from moevement_ext.config import SparseCheckpointConfig, node_name
 from moevement_ext.job import surplus_rank
 from moevement_ext.job.surplus_rank import SurplusRank
-from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.name import RankIdentity
 from moevement_ext.memory.window.settings import Layout, Placed, Seat
 from moevement_ext.recover.reshard import surplus
@@ -104,22 +103,6 @@ def test_surplus_rank_frees_obsolete_windows(
     assert not old.exists()
 
 
-def test_windows_of_a_node_that_once_trained_are_freed_at_the_end(
-    store: TCPStore, tmp_path: Path, serve: Callable[..., Callable[[], int]]
-) -> None:
-    own = NodeStore(tmp_path, 'run.ffffffff', node_name())
-    own.lock(0)
-    own.close()
-    code = serve()
-    asked()
-    surplus.let_go()
-    asked()
-    assert own.path.exists(), 'a rank that trains here may be about to return'
-    surplus.dismiss(0, freed=True)
-    assert code() == 0
-    assert not own.path.exists()
-
-
 @pytest.mark.parametrize('message', [LetGo(), Dismissed(3, freed=True)])
 def test_messages_of_an_earlier_start_are_ignored(
     message: surplus.Message,
@@ -133,13 +116,6 @@ def test_messages_of_an_earlier_start_are_ignored(
     surplus.dismiss(0, freed=False)
     assert code() == 0
     assert old.exists()
-
-
-def test_surplus_rank_ends_if_the_job_has_already_ended(
-    store: TCPStore, serve: Callable[..., Callable[[], int]]
-) -> None:
-    surplus.dismiss(3, freed=True)
-    assert serve(timedelta(seconds=2))() == 0
 
 
 def test_surplus_rank_fails_when_its_launcher_is_gone(

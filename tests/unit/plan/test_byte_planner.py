@@ -135,18 +135,6 @@ def test_infeasible_plan_names_operator_rank_bytes_and_budget():
     assert (error.value.needed, error.value.budget) == (9, 8)
 
 
-def test_the_light_tail_alone_can_make_a_plan_infeasible():
-    operators = table(('first', (6,), (1,)), ('second', (6,), (3,)))
-    with pytest.raises(InfeasiblePlan, match="'first'"):
-        fewest_slots(operators, 8)
-    assert fewest_slots(operators, 9).window == 2
-
-
-def test_one_slot_suffices_if_all_operators_fit():
-    assert fewest_slots(one_size(8), 96).window == 1
-    assert fewest_slots(one_size(8), 95).window == 2
-
-
 @pytest.mark.parametrize('budget, window', [(3667, 5), (2500, 9)])
 def test_equal_operators_follow_the_closed_form(budget, window):
     """W = ceil(ln(b / (b - F)) / ln(A / (A - F))) for A = 12, F = 2 bytes per parameter."""

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moevement_ext.config import CAPACITY, DECAYED, FIXED, POPULARITY, SOFT
+from moevement_ext.config import CAPACITY, DECAYED, POPULARITY, SOFT
 from moevement_ext.plan.popularity import (
     Popularity,
     moved,
@@ -37,10 +37,6 @@ def test_layer_without_counted_tokens_has_no_popularity() -> None:
     seen = load({FIRST: 0, SECOND: 0, 'layer2.expert0': 5}, capacity=10)
     assert shares_of([seen]) == {'layer2.expert0': 1.0}
     assert Popularity(CAPACITY).of([seen], {}) == {'layer2.expert0': 0.5}
-
-
-def test_fixed_order_has_no_popularity() -> None:
-    assert Popularity(FIXED).of([load({FIRST: 1, SECOND: 3})], {FIRST: 1.0}) == {}
 
 
 def test_decayed_popularity_averages_over_windows() -> None:
@@ -82,10 +78,6 @@ def test_popular_experts_and_then_other_operators_come_last():
     popularity = {'expert0': 0.5, 'expert1': 0.2, 'expert2': 0.3}
     expected = ['expert1', 'expert2', 'expert0', 'embedding', 'router']
     assert order_by_popularity(names, popularity) == expected
-
-
-def test_ties_keep_the_given_order():
-    assert order_by_popularity(['b', 'a', 'c'], {'a': 0.5, 'b': 0.5, 'c': 0.1}) == ['c', 'b', 'a']
 
 
 @given(

@@ -11,7 +11,6 @@ import msgspec
 import psutil
 import pytest
 
-from moevement_ext.events import Event, WindowCommitted
 from moevement_ext.memory.window import format
 from moevement_ext.memory.window.name import WindowName
 from moevement_ext.memory.window.slot import SlotHeader, decode_context, decode_frame
@@ -55,22 +54,6 @@ def test_a_window_is_committed_every_w_iterations(training: Training) -> None:
     assert statistics.failures == statistics.skipped_windows == 0
 
 
-def test_committed_window_reports_its_cost(training: Training) -> None:
-    said: list[Event] = []
-    training.events.listeners.append(said.append)
-    training.checkpointer.statistics.training_s = 1.25
-    training.run_until(W + 1)
-    [committed] = [event for event in said if isinstance(event, WindowCommitted)]
-    _, headers = verified(training, 0)
-    assert committed.slots == [header.payload_bytes for header in headers]
-    assert (committed.start, committed.training_s) == (0, 1.25)
-    statistics = training.checkpointer.statistics
-    assert isinstance(committed.exposed_s, float)
-    assert 0 < committed.exposed_s <= statistics.exposed_s
-    assert isinstance(committed.copy_bytes_per_s, float) and committed.copy_bytes_per_s > 0
-    assert committed.send_bytes_per_s is None  # there is no holder
-
-
 def test_a_rank_decodes_no_header_of_its_own(
     training: Training, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,20 +68,6 @@ def test_a_rank_decodes_no_header_of_its_own(
     training.lifecycle.replicator.spreads = True
     training.run_until(3 * W + 1)
     assert len(training.heard) == 3 and not decoded
-
-
-def test_training_alone_without_draining_captures_the_same(training: Training) -> None:
-    for _ in range(W):
-        training.step()
-    assert training.reported.get(timeout=DEADLINE_S) == WindowName(0, PLAN)
-    assert_contents(training, 0)
-
-
-def test_nothing_is_captured_before_the_origin(shm: Path) -> None:
-    training = Training(shm, msgspec.structs.replace(SCHEDULE, origin=5))
-    training.run_until(5 + W)
-    assert training.committed() == [5]
-    training.stop()
 
 
 def test_another_plan_takes_over_at_its_origin(training: Training) -> None:
@@ -204,17 +173,6 @@ def test_many_windows_leak_nothing(training: Training) -> None:
     assert process.memory_info().rss - memory < 2**24
 
 
-def test_failed_captures_do_not_use_up_the_files(shm: Path) -> None:
-    training = Training(shm, max_wait_s=0)
-    for turn in range(4):
-        training.fail_copy_of(2 * turn * W + 1)
-        training.run_until(2 * (turn + 1) * W)
-    try:
-        assert training.committed()[-1] == 21
-    finally:
-        training.stop()
-
-
 def test_a_capture_that_cannot_even_be_started_does_not_use_up_a_file(shm: Path) -> None:
     training = Training(shm, max_wait_s=0)
     for start in range(0, 12 * W, 2 * W):
@@ -240,14 +198,6 @@ def remove_file_before_the_commit_of(training: Training, start: int) -> Callable
     writing.unlink()
     training.step()
     return gate.set
-
-
-def test_a_late_failure_does_not_drop_the_next_window(training: Training) -> None:
-    fail = remove_file_before_the_commit_of(training, 0)
-    training.step()  # window 3 has begun
-    fail()
-    training.run_until(2 * W)
-    assert training.committed() == [3]
 
 
 def test_a_failure_while_the_plan_changes_does_not_reach_training(training: Training) -> None:
@@ -372,15 +322,6 @@ def test_a_window_of_which_only_seals_are_missing_is_kept(training: Training) ->
     opening.join()
     assert training.committed() == [0]
     assert_contents(training, 0)
-    assert training.checkpointer.statistics.failures == 0
-
-
-def test_the_file_of_a_window_that_is_given_up_is_free_at_once(training: Training) -> None:
-    training.run_until(W + 2)
-    assert len([*training.windows.path.glob('writing-*')]) == 1
-    training.checkpointer.stop_capturing()
-    assert [*training.windows.path.glob('writing-*')] == []
-    assert training.committed() == [0]
     assert training.checkpointer.statistics.failures == 0
 
 

@@ -5,7 +5,6 @@ import errno
 import json
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -34,6 +33,7 @@ from tests.unit.memory.samples import (
     tmpfs_directory,
     write_window,
 )
+from tests.unit.replicate.peers import wait_for
 
 pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
 
@@ -41,13 +41,6 @@ FAST = 1e12
 """Bytes a second."""
 DEADLINE_S = 60.0
 """How long a test waits for something that comes at once."""
-
-
-def wait_for(true: Callable[[], object]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not true():
-        assert time.monotonic() < deadline, 'nothing came'
-        time.sleep(0.005)
 
 
 class Disk(DiskWindows):
@@ -230,26 +223,16 @@ def kept_last(job: Job, start: int) -> list[bool]:
         return [call.result() for call in calls]
 
 
-def test_last_window_is_copied_at_once_regardless_of_the_rate(make: Callable[..., Job]) -> None:
+def test_last_window_is_copied_at_once_regardless_of_limits(make: Callable[..., Job]) -> None:
     """The copy of another one, which would take hours, ends for it."""
     job = make(1.0, 1.0)
+    for rank in job.ranks:
+        rank.tier._settings = rank.settings._replace(every=7)
     job.persist(0)
     wait_for(lambda: all(rank.tier._pending is not None for rank in job.ranks))
     job.persist(3)
     assert kept_last(job, 3) == [True, True]
     assert [rank.starts() for rank in job.ranks] == [[3], [3]]
-
-
-def test_last_window_is_copied_regardless_of_the_interval(make: Callable[..., Job]) -> None:
-    job = make(FAST, FAST)
-    for rank in job.ranks:
-        rank.tier._settings = rank.settings._replace(every=7)
-    job.persist(0)
-    job.wait_for(0)
-    job.persist(3)
-    assert kept_last(job, 3) == [True, True]
-    assert kept_last(job, 0) == [True, True]  # an older state than that of window 3
-    assert [rank.starts() for rank in job.ranks] == [[3, 0], [3, 0]]
 
 
 def test_hung_disk_does_not_delay_the_end_of_a_job(
@@ -324,21 +307,6 @@ def test_rollback_ends_the_copy_of_a_withdrawn_window(make: Callable[..., Job]) 
     rank.tier._settings = rank.settings._replace(bytes_per_s=FAST)
     rank.persist(6)
     job.wait_for(6)
-
-
-def test_undeletable_file_does_not_stop_copies(make: Callable[..., Job]) -> None:
-    """A window that another rank gives up stays, as the file system refuses to delete it."""
-    job = make(FAST, FAST)
-    first, second = job.ranks
-    first.persist(0)
-    wait_for(lambda: first.starts() == [0])
-    (path,) = first.disk.path.glob('window-0-*')
-    path.unlink()
-    path.mkdir()
-    second.persist(3)  # and gives up the one before
-    wait_for(lambda: first.statistics.failures == 1)
-    first.persist(3)
-    job.wait_for(3)
 
 
 def test_failed_set_aside_is_retried_before_any_copy(make: Callable[..., Job]) -> None:

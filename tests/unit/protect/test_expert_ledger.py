@@ -240,27 +240,6 @@ def test_counts_continue_from_the_recovered_iteration(lossy: Callable[[int], Los
     assert (second.tokens, second.lost) == (gone, first.tokens + gone)
 
 
-def test_second_failure_before_the_next_copy_loses_the_tokens_between(
-    lossy: Callable[[int], Lossy],
-) -> None:
-    job = lossy(1)
-    job.run_until(7)
-    header, _, _ = job.newest()
-    assert versions(decode_context(header.context).copies)['expert0'] == 4
-    job.ledger.go_back(header, LAST)
-    checkpoint = job.ledger.checkpoint(
-        msgspec.structs.replace(CYCLE, origin=1),
-        7,
-        header.name,
-        job.training.windows.file(header.name),
-    )
-    assert {n: c.version for n, c in checkpoint.copies.experts.items()} == {
-        'expert0': 4,
-        'expert1': 7,
-    }
-    assert checkpoint.copies.experts['expert0'].learned == routed_by(6)['expert0']
-
-
 def test_a_base_that_is_damaged_is_not_passed_on(lossy: Callable[[int], Lossy]) -> None:
     """Its bytes would get a right checksum in the next window."""
     job = lossy(1)

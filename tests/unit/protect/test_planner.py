@@ -207,12 +207,6 @@ def test_windows_of_an_earlier_version_keep_their_names(
     assert tuple(found) == DIGESTS[window]
 
 
-def test_a_plan_with_idle_iterations_is_another_plan(planners: list[Planner]) -> None:
-    dense = planners[0].plan(PlanParameters(version=1, window=1, idle=4))
-    assert dense.digest not in DIGESTS[1]
-    assert [len(dense.plan.slots), dense.idle, dense.period] == [1, 4, 5]
-
-
 def test_stages_may_save_different_numbers_of_experts(planners: list[Planner]) -> None:
     parameters = PlanParameters(version=1, window=1, experts=1, by_stage={0: 3})
     first, second = (planners[rank].plan(parameters) for rank in (0, 2))

@@ -73,11 +73,6 @@ def find(shm: Path) -> Callable[..., int]:
     return find
 
 
-def test_plentiful_memory_allows_the_longest_window(find: Callable[..., int]) -> None:
-    assert find() == MOST
-    assert find(max_window=3, elsewhere=3) == 3
-
-
 @pytest.mark.parametrize('window', [1, 2, 5, 7])
 def test_window_length_fits_memory_to_the_byte(window: int, find: Callable[..., int]) -> None:
     assert find(host_memory_gb=needed(window) / GIB) == window
@@ -127,10 +122,6 @@ def test_too_little_memory_is_refused_with_the_shortest_window(find: Callable[..
     assert find(host_memory_gb=(needed(1) - 1) / GIB) == 1
 
 
-def test_fixed_window_is_kept_unchanged(find: Callable[..., int]) -> None:
-    assert find(window=6, host_memory_gb=needed(1) / GIB) == 6
-
-
 def test_running_job_of_the_same_name_keeps_its_secret(
     shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,10 +160,3 @@ def test_restart_plans_the_windows_that_it_finds(
     free = needed(4) - reserved_bytes(store.path)
     monkeypatch.setattr(budget, 'free_bytes', lambda directory: free)
     assert find() == 3
-
-
-@pytest.mark.parametrize('longest', [1, 2, 8, 64, 65, 10_000])
-def test_tried_lengths_cover_the_range(longest: int) -> None:
-    lengths = window_lengths(longest)
-    assert lengths[0] == 1 and lengths[-1] == longest and lengths == sorted(set(lengths))
-    assert len(lengths) <= 65 and (longest > 64 or lengths == list(range(1, longest + 1)))

@@ -63,18 +63,6 @@ def test_dashboard_shows_exactly_the_existing_metrics() -> None:
     assert asked == BY_NAME.keys()
 
 
-def test_dashboard_marks_failures_in_all_panels() -> None:
-    (mark,) = dashboard()['annotations']['list']
-    assert mark['enable'] and mark['datasource']['uid'] == '${datasource}'
-    assert METRIC.findall(mark['expr']) == ['moevement_failures_detected_total']
-
-
-def test_alerts_use_existing_metrics() -> None:
-    for rule in rules():
-        asked = set(METRIC.findall(rule['expr']))
-        assert asked and asked <= BY_NAME.keys(), rule['alert']
-
-
 @each('name, expression', list(expressions()))
 def test_expressions_fit_their_metrics(name: str, expression: str) -> None:
     """Labels in `by` clauses exist, and counters are not shown as gauges."""
@@ -94,21 +82,6 @@ def test_minimum_rate_ignores_the_old_host_of_a_moved_rank(name: str, expression
     assert all(inner.startswith('sum by (run, rank) (') for inner in least if 'rate(' in inner), (
         name
     )
-
-
-def test_panels_do_not_overlap_and_have_unique_ids() -> None:
-    taken: set[tuple[int, int]] = set()
-    for panel in dashboard()['panels']:
-        place = panel['gridPos']
-        cells = {
-            (x, y)
-            for x in range(place['x'], place['x'] + place['w'])
-            for y in range(place['y'], place['y'] + place['h'])
-        }
-        assert not cells & taken and max(x for x, _ in cells) < 24, panel['title']
-        taken |= cells
-    numbers = [panel['id'] for panel in dashboard()['panels']]
-    assert len(set(numbers)) == len(numbers)
 
 
 def test_dashboard_has_variables_for_data_source_and_run() -> None:

@@ -10,8 +10,6 @@ from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from moevement_ext.events import (
     Event,
     FailureDetected,
-    Finished,
-    JobDescribed,
     LossLogged,
     Recovered,
 )
@@ -121,16 +119,3 @@ def test_window_age_is_never_negative(iteration: int, age: int) -> None:
     values = seen(Figures(iteration=iteration, committed=iteration, persisted=8))
     assert values['window_age_iterations'] == age
     assert values['replication_lag_iterations'] == age
-
-
-def test_finished_gauge_is_set_at_the_end_of_the_job() -> None:
-    observed = Observed()
-    observed.observer.watch(Figures, 500)
-    assert (observed.values()['train_iterations'], observed.values()['finished']) == (500, 0)
-    assert observed.values(Finished(removed=True))['finished'] == 1
-
-
-def test_layout_gauge_has_a_value_for_each_dimension() -> None:
-    layout = {'ranks': 4, 'expert': 2}
-    described = JobDescribed(train_iterations=1, model='', layout=layout, versions={}, command=[])
-    assert Observed().changed(described) == {'layout_ranks ranks': 4, 'layout_ranks expert': 2}

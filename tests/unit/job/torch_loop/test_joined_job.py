@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`Job.join` and the end of a job with one real rank: windows stay until the last iteration."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ SETTINGS = {'lr': 0.1}
 def trains(
     directory: Path,
     stop_at: int = LAST,
-    settings: Mapping[str, object] = SETTINGS,
     error: str = '',
     buffers: int = 0,
     dense: int = -1,
@@ -74,7 +73,7 @@ def trains(
                 raise RuntimeError(error)
 
     digest = directory / 'digest.json'
-    with Job.join(config, settings, backend='gloo') as job:
+    with Job.join(config, SETTINGS, backend='gloo') as job:
         again = None if loaded is None else lambda: load(job.trainer)
         job.set_up(build, again, dense, LAST)
         job.train(loop)
@@ -100,10 +99,6 @@ def fails(directory: Path) -> Any:
     return trains(directory, stop_at=5, error='not finite')
 
 
-def has_other_settings(directory: Path) -> Any:
-    return trains(directory, settings={'lr': 0.2})
-
-
 def test_job_that_ends_early_resumes_with_the_same_bits(directory: Path) -> None:
     expected = run(trains, directory / 'whole')[1]
     run(ends_early, directory)
@@ -121,11 +116,6 @@ def test_error_of_the_loop_ends_the_program_and_keeps_windows(directory: Path) -
     assert run(trains, directory)[0] > 0
 
 
-def test_windows_of_other_settings_are_not_used(directory: Path) -> None:
-    run(ends_early, directory)
-    assert run(has_other_settings, directory)[0] == 0
-
-
 def steps_too_far(directory: Path) -> Any:
     return trains(directory, stop_at=LAST + 1)
 
@@ -139,17 +129,9 @@ def has_another_model(directory: Path) -> Any:
     return trains(directory, buffers=1, dense=1, loaded=1)
 
 
-def has_no_windows(directory: Path) -> Any:
-    return trains(directory, dense=3, loaded=3)
-
-
 def test_checkpoint_is_loaded_if_windows_do_not_fit(directory: Path) -> None:
     run(ends_early, directory)
     assert run(has_another_model, directory)[0] == 1
-
-
-def test_checkpoint_is_loaded_without_windows(directory: Path) -> None:
-    assert run(has_no_windows, directory)[0] == 3
 
 
 def cannot_load(directory: Path) -> Any:

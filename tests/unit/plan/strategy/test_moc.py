@@ -121,9 +121,3 @@ def test_k_survives_a_restart_of_all_workers() -> None:
     assert more is not None and (more.experts, more.lost) == (8, 0.13)
     fixed = Moc(1, 2)
     assert fixed.next(fixed.first(), restored) is None
-
-
-def test_fixed_k_never_changes() -> None:
-    strategy = Moc(4, 2)
-    assert strategy.first().experts == 2
-    assert strategy.next(strategy.first(), [load(90, 100)]) is None
