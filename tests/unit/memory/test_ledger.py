@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-import itertools
 import math
 import struct
-import subprocess
-import sys
 from pathlib import Path
 
 import msgspec
@@ -204,37 +201,3 @@ def test_note_of_a_complete_window_is_one_store(shm: Path, monkeypatch: pytest.M
     monkeypatch.setattr(ledger, '_map', Map(PREAMBLE_BYTES))
     ledger.note_complete(255)
     assert stored == [(slice(PREAMBLE_BYTES - 8, PREAMBLE_BYTES), (256).to_bytes(8, 'little'))]
-
-
-_VICTIM = """
-import itertools, pathlib, sys
-from moevement_ext.memory.ledger import Ledger
-from tests.unit.memory.test_ledger import OWN, entry
-ledger = Ledger(pathlib.Path(sys.argv[1]), 64, OWN)
-for iteration in itertools.count():
-    ledger.append(entry(iteration))
-    if iteration % 1000 == 0:
-        print(iteration, flush=True)
-"""
-
-
-def test_ledger_survives_sigkill_during_append(shm: Path) -> None:
-    victim = subprocess.Popen(
-        [sys.executable, '-c', _VICTIM, str(shm / 'ledger')],
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=REPOSITORY,
-    )
-    assert victim.stdout is not None
-    with victim:
-        for line in itertools.islice(victim.stdout, 5):
-            reported = int(line)
-        victim.kill()
-    ledger = Ledger(shm / 'ledger', 64, OWN)
-    last = newest(shm / 'ledger')
-    assert last is not None
-    assert last.iteration >= reported
-    assert last == entry(last.iteration)
-    # Death may lose the record that was being replaced, and no other.
-    older = range(last.iteration - 62, last.iteration)
-    assert [ledger.get(iteration) for iteration in older] == [entry(i) for i in older]

@@ -5,20 +5,23 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import xxhash
 
 from moevement_ext.memory.shelf import Part
 from moevement_ext.memory.upstream_log.record import CorruptLog, Direction, LoggedTensor, LogKey
+from moevement_ext.memory.window.file import WindowFile
+from moevement_ext.memory.window.format import PREAMBLE_BYTES
 from moevement_ext.memory.window.name import Window
-from moevement_ext.memory.window.refusal import RefusedWindow
+from moevement_ext.memory.window.refusal import CorruptWindow, RefusedWindow
 from moevement_ext.memory.window.slot import encode_frame
 from moevement_ext.replicate import greeting
 from moevement_ext.replicate.client import ReplicaClient
 from moevement_ext.replicate.connection import Connection
 from moevement_ext.replicate.protocol import Ack, LogHead, RangesHead, Reply, SlotHead, WindowHead
-from tests.unit.memory.samples import SECRET, WINDOW, make_header, named
+from tests.unit.memory.samples import SECRET, WINDOW, capacity, make_file, make_header, named
 from tests.unit.replicate.peers import DEADLINE_S, OWNER
 
 pytestmark = pytest.mark.timed
@@ -138,3 +141,23 @@ def test_record_larger_than_any_of_the_log_is_refused(answering: Answers) -> Non
     client._max_record_bytes = 2**10
     with pytest.raises(CorruptLog, match='the peer announces 4194304 bytes, but no record'):
         client.fetch_log(key)
+
+
+def test_damaged_record_is_refused(answering: Answers) -> None:
+    head = LogHead(LoggedTensor('uint8', (4,), 4, 12345))
+    client = ReplicaClient(answering(head, b'abcd'), SECRET, DEADLINE_S)
+    with pytest.raises(CorruptLog, match=r'tensor 0 sent down in iteration 1, from peer 127\.'):
+        client.fetch_log(LogKey(1, Direction.DOWN, 0))
+
+
+def test_damaged_window_is_refused(answering: Answers, shm: Path) -> None:
+    source = make_file(shm / 'w')
+    sent: list[Reply | bytes] = [WindowHead(WINDOW, source.used_bytes() - PREAMBLE_BYTES)]
+    for slot in source.slots():
+        payload, frame = map(bytearray, source.slot_blob(slot))
+        payload[0] ^= slot == 1
+        sent += [SlotHead(slot, len(payload), len(frame)), bytes(frame + payload)]
+    into = WindowFile.create(shm / 'into', capacity())
+    client = ReplicaClient(answering(*sent, Ack()), SECRET, DEADLINE_S)
+    with pytest.raises(CorruptWindow, match='into: slot 1: .*operator expert-0'):
+        client.fetch_window(OWNER, named(0), into)

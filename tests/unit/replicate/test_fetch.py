@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-import socket
 import threading
 from concurrent.futures import Future
-from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -11,14 +9,11 @@ import pytest
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.file import WindowFile
-from moevement_ext.memory.window.format import PREAMBLE_BYTES, Expected
+from moevement_ext.memory.window.format import Expected
 from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.memory.window.refusal import CorruptWindow
-from moevement_ext.replicate import greeting
 from moevement_ext.replicate.client import PeerRefused, ReplicaClient
-from moevement_ext.replicate.connection import Connection
 from moevement_ext.replicate.protocol import (
-    Ack,
     FetchWindow,
     Refused,
     SlotHead,
@@ -34,7 +29,6 @@ from tests.unit.memory.samples import (
     capacity,
     commit,
     digest,
-    make_file,
     make_header,
     named,
     write_slot,
@@ -154,39 +148,6 @@ def test_fetch_while_the_source_recycles_is_whole_or_refused(
     fed.result()
     feeder.close()
     assert whole > 0
-
-
-def test_damage_on_the_way_is_noticed_by_the_receiver(shm: Path) -> None:
-    source = make_file(shm / 'w')
-    listener = socket.create_server(('127.0.0.1', 0))
-
-    def send_damaged() -> None:
-        connection = Connection(listener.accept()[0])
-        connection.set_deadline(DEADLINE_S)
-        greeting.admit(connection, SECRET)
-        assert isinstance(connection.receive_request(), FetchWindow)
-        connection.send(WindowHead(WINDOW, source.used_bytes() - PREAMBLE_BYTES))
-        for slot in source.slots():
-            payload, frame = map(bytearray, source.slot_blob(slot))
-            payload[0] ^= slot == 1
-            connection.send(SlotHead(slot, len(payload), len(frame)))
-            connection.send_bytes(bytes(frame + payload))
-        connection.send(Ack())
-        connection.close()
-
-    def send() -> None:
-        with suppress(ConnectionError):  # the receiver may leave before all is sent
-            send_damaged()
-
-    sender = threading.Thread(target=send)
-    sender.start()
-    into = WindowFile.create(shm / 'into', capacity())
-    client = ReplicaClient(listener.getsockname(), SECRET, DEADLINE_S)
-    with pytest.raises(CorruptWindow, match='into: slot 1: .*operator expert-0'):
-        client.fetch_window(OWNER, named(0), into)
-    sender.join()
-    listener.close()
-    client.close()
 
 
 def test_sender_reports_a_window_recycled_during_the_transfer(shm: Path) -> None:

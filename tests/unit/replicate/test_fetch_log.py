@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records of a log, fetched one by one and ahead."""
 
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,11 +12,8 @@ import torch
 
 from moevement_ext.memory.upstream_log.log import UpstreamLog
 from moevement_ext.memory.upstream_log.record import CorruptLog, Direction, LoggedTensor, LogKey
-from moevement_ext.replicate import greeting
 from moevement_ext.replicate.client import PeerLost, PeerRefused, ReplicaClient
-from moevement_ext.replicate.connection import Connection
 from moevement_ext.replicate.log_reader import LogReader, ReaderClosed
-from moevement_ext.replicate.protocol import FetchLog, LogHead
 from moevement_ext.replicate.replica_server import ReplicaServer
 from tests.distributed.harness.ports import free_port
 from tests.unit.memory.samples import SECRET
@@ -88,28 +84,6 @@ def test_unknown_direction_is_no_request(server: ReplicaServer) -> None:
     with pytest.raises(OSError):
         connection.receive_reply()
     connection.close()
-
-
-def test_damage_on_the_way_is_noticed() -> None:
-    listener = socket.create_server(('127.0.0.1', 0))
-
-    def send_damaged() -> None:
-        connection = Connection(listener.accept()[0])
-        connection.set_deadline(DEADLINE_S)
-        greeting.admit(connection, SECRET)
-        assert connection.receive_request() == FetchLog(LogKey(1, DOWN, 0))
-        connection.send(LogHead(LoggedTensor('uint8', (4,), 4, 12345)))
-        connection.send_bytes(b'abcd')
-        connection.close()
-
-    sender = threading.Thread(target=send_damaged)
-    sender.start()
-    client = ReplicaClient(listener.getsockname(), SECRET, DEADLINE_S)
-    with pytest.raises(CorruptLog, match=r'tensor 0 sent down in iteration 1, from peer 127\.'):
-        client.fetch_log(LogKey(1, DOWN, 0))
-    sender.join()
-    listener.close()
-    client.close()
 
 
 def test_interrupt_ends_an_exchange() -> None:

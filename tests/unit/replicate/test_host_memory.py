@@ -361,59 +361,6 @@ def test_unusable_memory_costs_protection_and_not_training(shm: Path) -> None:
     assert [*shared.iterdir()] == []
 
 
-def pin_with(monkeypatch: pytest.MonkeyPatch, failing: str) -> list[str]:
-    """Names of the files that are pinned, until one whose name begins with `failing`."""
-    pinned: list[str] = []
-
-    def pin(file: WindowFile, nbytes: int) -> None:
-        if file.path.name.startswith(failing):
-            raise HostMemoryError(f'{file.path.name}: CUDA cannot pin it')
-        pinned.append(file.path.name)
-
-    monkeypatch.setattr(device_module, 'bind_thread', lambda device: None)
-    monkeypatch.setattr(host_memory, 'pin', pin)
-    return pinned
-
-
-def reserve(shm: Path, device: torch.device) -> HostMemory:
-    """Host memory of a rank alone."""
-    config = SparseCheckpointConfig(dir=str(shm), replicas=0, max_wait=0)
-    return host_memory_of(config, [member_of(NODES[0])], device=device, on_degraded=print)
-
-
-@pytest.mark.parametrize('device', ['cpu', 'cuda'])
-def test_own_windows_are_pinned_for_a_gpu_when_they_are_reserved(
-    shm: Path, monkeypatch: pytest.MonkeyPatch, device: str
-) -> None:
-    pinned = pin_with(monkeypatch, failing='none')
-    memory = reserve(shm, torch.device(device, 0))
-    names = [file.path.name for file in memory.windows.files() if device == 'cuda']
-    assert sorted(pinned) == names
-    memory.close(remove=True)
-
-
-def test_memory_that_cannot_be_pinned_is_not_reserved(
-    shm: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pinned = pin_with(monkeypatch, failing='free-1')
-    with pytest.raises(HostMemoryError, match='CUDA cannot pin'):
-        reserve(shm, torch.device('cuda', 0))
-    assert len(pinned) == 1
-    assert not list(shm.rglob('*.window')), 'its space is given back'
-
-
-def test_windows_outlive_a_start_whose_memory_cannot_be_pinned(
-    shm: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = reserve(shm, CPU)
-    path = commit(before.windows, 0).path
-    before.close(remove=False)
-    pin_with(monkeypatch, failing='free-')
-    with pytest.raises(HostMemoryError, match='CUDA cannot pin'):
-        reserve(shm, torch.device('cuda', 0))
-    assert path.exists(), 'the next start needs it'
-
-
 def test_a_replacement_needs_no_file_of_its_own_node(shm: Path, tmp_path: Path) -> None:
     racks = {'a': 'rack1', 'b': 'rack1', 'c': 'rack2'}
     members = [member_of(node, domain=rack) for node, rack in racks.items()]
@@ -566,9 +513,7 @@ def use(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, 'zeros', lambda *size, **others: None)
 
 
-def reserve_with_log(
-    shm: Path, device: torch.device, logged: Logged = NOTHING_LOGGED
-) -> HostMemory:
+def reserve(shm: Path, device: torch.device, logged: Logged = NOTHING_LOGGED) -> HostMemory:
     members = [member_of(node, logged=logged) for node in ('node-a', 'node-b')]
     config = SparseCheckpointConfig(dir=str(shm), replicas=1, window=1)
     share = Share(identity_of(0), capacity(), logged)
@@ -580,7 +525,7 @@ def test_own_windows_are_pinned_while_replicas_are_reserved(
 ) -> None:
     gpu = Gpu(served)
     use(gpu, monkeypatch)
-    memory = reserve_with_log(shm, GPU)
+    memory = reserve(shm, GPU)
     try:
         assert gpu.timely and gpu.registered == [GPU] * 2
         assert threading.get_ident() not in gpu.bound
@@ -593,8 +538,20 @@ def test_memory_that_cannot_be_pinned_fails_the_set_up_and_is_freed(
 ) -> None:
     use(Gpu(served, status=2), monkeypatch)
     with pytest.raises(HostMemoryError, match='CUDA cannot pin'):
-        reserve_with_log(shm, GPU)
+        reserve(shm, GPU)
     assert not [path for path in shm.rglob('*') if path.is_file()]
+
+
+def test_windows_outlive_a_start_whose_memory_cannot_be_pinned(
+    shm: Path, served: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = reserve(shm, CPU)
+    path = commit(before.windows, 0).path
+    before.close(remove=False)
+    use(Gpu(served, status=2), monkeypatch)
+    with pytest.raises(HostMemoryError, match='CUDA cannot pin'):
+        reserve(shm, GPU)
+    assert path.exists(), 'the next start needs it'
 
 
 def test_log_is_reserved_in_parallel(
@@ -608,7 +565,7 @@ def test_log_is_reserved_in_parallel(
             super().__init__(*args)
 
     monkeypatch.setattr(host_memory, 'UpstreamLog', Log)
-    memory = reserve_with_log(shm, CPU, Logged(2**12, 2**12))
+    memory = reserve(shm, CPU, Logged(2**12, 2**12))
     try:
         assert in_time == [True]
     finally:
@@ -623,5 +580,5 @@ def test_without_room_for_the_log_nothing_is_kept(
 
     monkeypatch.setattr(host_memory, 'UpstreamLog', full)
     with pytest.raises(HostMemoryError, match='no room for the log'):
-        reserve_with_log(shm, CPU, Logged(2**12, 2**12))
+        reserve(shm, CPU, Logged(2**12, 2**12))
     assert not [path for path in shm.rglob('*') if path.is_file()]

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from unittest import mock
@@ -11,8 +9,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from moevement_ext.memory import holder_lock
-from moevement_ext.memory.holder_lock import StoreInUseError
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.format import Expected
@@ -205,51 +201,6 @@ def test_damaged_committed_window_is_replaced(
     assert 'window-0-plan1.window' in caplog.text
     assert [path.stat().st_size for path in adopted.path.iterdir()] == [capacity()] * 2
     second.close()
-
-
-_VICTIM = """
-import sys, pathlib
-from moevement_ext.memory.node_store import NodeStore
-from moevement_ext.memory.window.generations import FileSize, OwnerWindows
-from tests.unit.memory.samples import capacity, named, write_slot, write_window
-windows = OwnerWindows(NodeStore(pathlib.Path(sys.argv[1]), 'run1', 'node0'), 0, 0, capacity())
-file = windows.begin(named(0))
-write_window(file)
-windows.commit(file)
-write_slot(windows.begin(named(3)), 0)
-print('ready', flush=True)
-sys.stdin.read()
-"""
-
-
-def start_victim(shm: Path) -> 'subprocess.Popen[str]':
-    victim = subprocess.Popen(
-        [sys.executable, '-c', _VICTIM, str(shm)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=REPOSITORY,
-    )
-    assert victim.stdout is not None
-    assert victim.stdout.readline() == 'ready\n'
-    return victim
-
-
-def test_committed_window_survives_sigkill(
-    shm: Path, store: NodeStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(holder_lock, 'LOCK_S', 0.0)
-    victim = start_victim(shm)
-    with victim:
-        with pytest.raises(StoreInUseError, match='--sparse-ckpt-run-id') as refusal:
-            OwnerWindows(store, 0, 0, capacity())
-        assert f'process {victim.pid}' in str(refusal.value)
-        victim.kill()
-    windows = OwnerWindows(store, 0, 0, capacity())
-    assert starts(windows) == [0]
-    file = windows.file(named(0))
-    assert file is not None and len(file.verify(Expected(RUN, TOPOLOGY, 0, named(0)))) == 3
-    assert len(file_names(windows)) == 2
 
 
 # Immutability (I3)
