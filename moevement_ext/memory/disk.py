@@ -272,9 +272,8 @@ class DiskWindows:
             return
         newer = [path for path in files if _start_of(path) >= past]
         if newer:
-            logger.warning(
-                '%s of an earlier attempt of the job are kept', [str(path) for path in newer]
-            )
+            kept = [str(path) for path in newer]
+            logger.warning('%s of an earlier attempt of the job are kept', kept)
             for path in {*files}.difference(newer):
                 path.unlink(missing_ok=True)
             self.close()

@@ -265,7 +265,16 @@ class Planner:
     def _largest_header(self, window: int, context_bytes: int) -> SlotHeader:
         """Return a header with all records of this rank, in full and as weights."""
         records = [
-            Record(part.operator, part.tensor, part.part, 'bfloat16', part.start, part.end, 0, 0)
+            Record(
+                operator=part.operator,
+                tensor=part.tensor,
+                part=part.part,
+                dtype='bfloat16',
+                start=part.start,
+                end=part.end,
+                offset=0,
+                nbytes=0,
+            )
             for item in self._operators_held.slices.values()
             for part in (*item.full, *item.weights, *item.always)
         ]

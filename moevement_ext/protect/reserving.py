@@ -46,7 +46,15 @@ def longest_window(
     directory = Path(config.dir) / rank.run_id / node
     memory = f'{host_identity()}/{file_system_of(directory)}'
     own = Member(
-        node, capacity(lengths[-1]), logged, '', b'', domain, family, shorter=sizes, memory=memory
+        node=node,
+        capacity_bytes=capacity(lengths[-1]),
+        logged=logged,
+        host='',
+        salt=b'',
+        domain=domain,
+        family=family,
+        shorter=sizes,
+        memory=memory,
     )
     members = [_MEMBER.decode(item) for item in exchange('room', msgspec.msgpack.encode(own))]
     copies = copies_of(members, config.topology, config.replicas)

@@ -33,7 +33,7 @@ ALONE = -1
 """Value of `family` without another rank with the same captures."""
 
 
-class Member(msgspec.Struct, frozen=True):
+class Member(msgspec.Struct, kw_only=True, frozen=True):
     """A rank's description of its host memory for the other ranks."""
 
     node: str

@@ -36,8 +36,7 @@ def local_host(interface: str | None = None, several_hosts: bool = False) -> str
     """
     addresses = _addresses()
     if interface is not None:
-        setting = f'{_FLAG} {interface}'
-        return _of_interfaces([interface], addresses, setting, several_hosts)
+        return _of_interfaces([interface], addresses, f'{_FLAG} {interface}', several_hosts)
     for variable in _VARIABLES:
         value = os.environ.get(variable)
         if value:
@@ -71,24 +70,20 @@ def _named(value: str, known: Mapping[str, list[str]], exact: bool) -> list[str]
     supports names only, and no exceptions; but with NCCL alone, users often set one value for
     both.
     """
-    excepted = value.startswith('^')
     listed = value.removeprefix('^')
     names = tuple(name for name in listed.removeprefix('=').split(',') if name)
-    if listed.startswith('=') or (exact and not excepted):
+    if listed.startswith('=') or (exact and listed == value):
         chosen = [name for name in names if name in known]
     else:
         chosen = [name for name in known if name.startswith(names)]
-    if not excepted:
+    if listed == value:
         return chosen
     left = [name for name in known if name not in chosen]
     return [name for name in left if not all(map(_is_loopback, known[name]))]
 
 
 def _of_interfaces(
-    names: Sequence[str],
-    addresses: Mapping[str, list[str]],
-    setting: str,
-    several_hosts: bool,
+    names: Sequence[str], addresses: Mapping[str, list[str]], setting: str, several_hosts: bool
 ) -> str:
     """The address that a setting selects, if the other hosts can reach it."""
     found = [ip for name in names for ip in addresses.get(name, [])]

@@ -44,7 +44,16 @@ def seeds(file: WindowFile) -> dict[str, list[bytes]]:
     Args:
         file: a complete window.
     """
-    entries = [Entry(slot, 2**16 + 64, 64, 2**16, 64) for slot in range(WINDOW)]
+    entries = [
+        Entry(
+            slot=slot,
+            payload_offset=2**16 + 64,
+            payload_bytes=64,
+            frame_offset=2**16,
+            frame_bytes=64,
+        )
+        for slot in range(WINDOW)
+    ]
     directory = Directory(named(), entries)
     frames = [encode_frame(header)[8:] for header in file.headers()]
     entry = LedgerEntry(3, [1.5], [False], 4, 32)

@@ -7,7 +7,6 @@ damage raises a `RefusedWindow` (invariant I7).
 """
 
 import enum
-import mmap
 import os
 import threading
 from collections.abc import Callable, Iterable
@@ -122,20 +121,22 @@ class WindowFile:
         self._lock = threading.Lock()
 
     @classmethod
-    def create(cls, path: Path, capacity: int, room: int | None = None) -> 'WindowFile':
+    def create(
+        cls, path: Path, capacity: int, room: int | None = None, reuse: bool = False
+    ) -> 'WindowFile':
         """Create an empty file of `capacity` bytes, the first `room` (None: all) with pages.
 
-        Raises `HostMemoryError` if the file system is too full; no file is left behind.
+        With `reuse` an existing file gives its space, and loses its content. Raises
+        `HostMemoryError` if the file system is too full; no new file is left behind. Raises
+        `ForeignFileError` if other users may have the existing file open.
         """
-        return cls._blank(path, map_new, capacity, room)
-
-    @classmethod
-    def adopt(cls, path: Path, capacity: int, room: int | None = None) -> 'WindowFile':
-        """Reuse the space of an existing file, as `create`; its content is lost.
-
-        Raises `ForeignFileError` if other users may have the file open.
-        """
-        return cls._blank(path, map_anew, capacity, room)
+        if capacity < PREAMBLE_BYTES:
+            raise ValueError(f'a window file needs at least {PREAMBLE_BYTES} bytes, not {capacity}')
+        room = capacity if room is None else min(room, capacity)
+        mapped = (map_anew if reuse else map_new)(path, capacity, room)
+        file = cls(path, np.frombuffer(mapped, np.uint8), Directory(), room)
+        file._write_directory(Directory())
+        return file
 
     @classmethod
     def open(cls, path: Path, writable: bool = False, room: int | None = None) -> 'WindowFile':
@@ -161,18 +162,6 @@ class WindowFile:
             reserve_range(array, path, 0, file.room)
             file.make_room(file.capacity if room is None else room)
             release_range(array, file.room, array.size)
-        return file
-
-    @classmethod
-    def _blank(
-        cls, path: Path, map_file: Callable[..., mmap.mmap], capacity: int, room: int | None
-    ) -> 'WindowFile':
-        if capacity < PREAMBLE_BYTES:
-            raise ValueError(f'a window file needs at least {PREAMBLE_BYTES} bytes, not {capacity}')
-        room = capacity if room is None else min(room, capacity)
-        array = np.frombuffer(map_file(path, capacity, room), np.uint8)
-        file = cls(path, array, Directory(), room)
-        file._write_directory(Directory())
         return file
 
     def make_room(self, nbytes: int) -> None:
@@ -345,7 +334,13 @@ class WindowFile:
             payload_offset, payload_bytes = self._place_of(slot)
             at = self._take(len(frame))
             self.array[at : at + len(frame)] = np.frombuffer(frame, np.uint8)
-            entry = Entry(slot, payload_offset, payload_bytes, at, len(frame))
+            entry = Entry(
+                slot=slot,
+                payload_offset=payload_offset,
+                payload_bytes=payload_bytes,
+                frame_offset=at,
+                frame_bytes=len(frame),
+            )
             self._write_directory(Directory(self.name, [*self._directory.entries, entry]))
             self._length = header.window
             del self._writing()[slot]

@@ -54,7 +54,7 @@ IDENTITY = {
 """Header fields that are equal in all slots of a window, with the error for other values."""
 
 
-class Entry(msgspec.Struct, frozen=True, array_like=True):
+class Entry(msgspec.Struct, kw_only=True, frozen=True, array_like=True):
     """Place of one sealed slot in the file, in bytes from its beginning."""
 
     slot: Count

@@ -406,7 +406,7 @@ class OwnerWindows:
         try:
             if path.name.startswith('writing-') and self._adopt_cut_off(path):
                 return
-            file = WindowFile.adopt(path, self.capacity_bytes, self._room)
+            file = WindowFile.create(path, self.capacity_bytes, self._room, reuse=True)
         except private.ForeignFileError as error:
             logger.warning('not adopted, but removed: %s', error)
             path.unlink()

@@ -47,7 +47,7 @@ class RangeKey(NamedTuple):
         return f'{self.tensor} ({self.part}, {self.dtype}, elements {self.start} to {self.end})'
 
 
-class Record(msgspec.Struct, frozen=True, array_like=True):
+class Record(msgspec.Struct, kw_only=True, frozen=True, array_like=True):
     """One captured tensor range inside the payload of a slot."""
 
     operator: str

@@ -62,7 +62,16 @@ def make_header(
     for index, nbytes in enumerate(TENSOR_BYTES):
         name = f'decoder.layers.{slot}.weight{index}'
         records.append(
-            Record(f'expert-{index}', name, 'master', 'float32', 0, nbytes // 4, offset, nbytes)
+            Record(
+                operator=f'expert-{index}',
+                tensor=name,
+                part='master',
+                dtype='float32',
+                start=0,
+                end=nbytes // 4,
+                offset=offset,
+                nbytes=nbytes,
+            )
         )
         offset = align_up(offset + nbytes)
     return SlotHeader(

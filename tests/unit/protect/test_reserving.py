@@ -37,7 +37,10 @@ def stub(window: int) -> int:
 
 def needed(window: int) -> int:
     """Bytes of this node, with one replica of the rank of the other."""
-    members = [Member(node, capacity(window), LOGGED, '', b'') for node in (node_name(), 'another')]
+    members = [
+        Member(node=node, capacity_bytes=capacity(window), logged=LOGGED, host='', salt=b'')
+        for node in (node_name(), 'another')
+    ]
     return node_plan(
         node_name(), members, Copies([(), ()], [(1,), (0,)]), window, 1.0, False
     ).node_total
@@ -82,7 +85,16 @@ def test_window_length_fits_memory_to_the_byte(window: int, find: Callable[..., 
 def needed_for_a_twin(window: int) -> int:
     """Bytes of this node, with the stub of the rank of the other, which captures the same."""
     members = [
-        Member(node, capacity(window), LOGGED, '', b'', '', 0, stub(window))
+        Member(
+            node=node,
+            capacity_bytes=capacity(window),
+            logged=LOGGED,
+            host='',
+            salt=b'',
+            domain='',
+            family=0,
+            stub_bytes=stub(window),
+        )
         for node in (node_name(), 'another')
     ]
     copies = Copies([(1,), (0,)], [(), ()])

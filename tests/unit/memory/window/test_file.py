@@ -288,7 +288,7 @@ def test_failed_reservation_is_refused(shm: Path) -> None:
 
 def test_adopted_file_forgets_its_slots(shm: Path) -> None:
     make_file(shm / 'w')
-    file = WindowFile.adopt(shm / 'w', capacity())
+    file = WindowFile.create(shm / 'w', capacity(), reuse=True)
     assert file.slots() == []
     assert WindowFile.open(shm / 'w').slots() == []
 

@@ -77,7 +77,16 @@ def longer(header: SlotHeader) -> SlotHeader:
 
 
 def with_another_record(header: SlotHeader) -> SlotHeader:
-    added = Record('expert-9', 'added', 'master', 'float32', 0, 16, 0, 64)
+    added = Record(
+        operator='expert-9',
+        tensor='added',
+        part='master',
+        dtype='float32',
+        start=0,
+        end=16,
+        offset=0,
+        nbytes=64,
+    )
     return msgspec.structs.replace(header, records=[*header.records, added])
 
 

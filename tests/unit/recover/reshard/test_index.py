@@ -21,7 +21,15 @@ def header(owner: int, *records: Record) -> SlotHeader:
 
 def record(tensor: str, start: int, end: int, part: str = 'master', checksum: int = 0) -> Record:
     return Record(
-        'layer1.rest', tensor, part, 'float32', start, end, 0, SIZE * (end - start), checksum
+        operator='layer1.rest',
+        tensor=tensor,
+        part=part,
+        dtype='float32',
+        start=start,
+        end=end,
+        offset=0,
+        nbytes=SIZE * (end - start),
+        checksum=checksum,
     )
 
 
