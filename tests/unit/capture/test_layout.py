@@ -92,7 +92,7 @@ SIZES = st.tuples(st.integers(0, 200), st.sampled_from(DTYPES), st.booleans())
 
 
 @given(sizes=st.lists(SIZES, max_size=12))
-def test_record_offsets_are_aligned_and_disjoint(
+def test_records_are_aligned_and_disjoint(
     sizes: list[tuple[int, torch.dtype, bool]],
 ) -> None:
     slices = tuple(tensor_slice('a', f'part{index}', *size) for index, size in enumerate(sizes))

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from moevement_ext.protect.persistence import PersistenceTracker
-from tests.unit.memory.samples import tmpfs_directory
-from tests.unit.recover.threaded_job import Expected, ThreadedJob, install, spy
+from tests.unit.recover.threaded_job import Expected, install, spy, train
 
 
 @pytest.fixture(scope='module')
@@ -20,10 +19,7 @@ def threads_are_processes() -> Iterator[None]:
 @pytest.fixture(scope='module')
 def fault_free(request: pytest.FixtureRequest, threads_are_processes: None) -> Expected:
     """States of a job that trains as long as the module's `ITERATIONS` say."""
-    with tmpfs_directory() as directory:
-        job = ThreadedJob(directory, request.module.ITERATIONS)
-        job.run()
-    return job.states
+    return train(request.module.ITERATIONS).states
 
 
 @pytest.fixture

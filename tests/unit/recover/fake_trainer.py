@@ -24,7 +24,7 @@ from moevement_ext.memory.upstream_log.log import UpstreamLog
 from moevement_ext.memory.upstream_log.record import Direction, region_bytes
 from moevement_ext.memory.window.slot import SlotContext, SlotHeader
 from moevement_ext.plan.replanning import TokenCounter
-from moevement_ext.recover.trainer import Committed, Received
+from moevement_ext.recover.trainer import Committed, PlainLoop, Received
 
 MICRO_BATCHES = 2
 
@@ -199,14 +199,12 @@ class FakePipeline:
         faults.point(Phase.P2P)
 
 
-class FakeLoop:
+class FakeLoop(PlainLoop):
     """One evaluation follows each iteration, which counts how many there were."""
 
     def __init__(self) -> None:
         self.before = self.evaluations = 0
         self.done = True
-
-    def start(self) -> None: ...
 
     def committed(self, iteration: int) -> None:
         self.before, self.done = self.evaluations, False
@@ -218,10 +216,6 @@ class FakeLoop:
 
     def hand_over(self) -> bytes:
         return msgspec.msgpack.encode((self.before, self.evaluations, self.done))
-
-    def leave(self) -> None: ...
-
-    def enter(self, others: Sequence[bytes]) -> None: ...
 
     def finish_post_step(
         self, target: int, others: Sequence[bytes], entry: LedgerEntry | None

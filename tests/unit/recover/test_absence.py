@@ -121,9 +121,7 @@ def store() -> Iterator[NodeStore]:
 
 
 @pytest.mark.parametrize('where', ['memory', 'disk'])
-def test_windows_of_another_release_are_not_trained_over(
-    where: str, store: NodeStore, tmp_path: Path
-) -> None:
+def test_windows_of_another_release_stay(where: str, store: NodeStore, tmp_path: Path) -> None:
     disk = DiskWindows(tmp_path, 'run1', 0)
     if where == 'memory':
         windows = OwnerWindows(store, 0, 0, capacity())
@@ -285,9 +283,7 @@ def test_a_flag_that_was_mistyped_is_named(root: Path, caplog: pytest.LogCapture
     assert 'differs in --lr: was 0.1, is 0.2. To go on from them launch as that was.' in text
 
 
-def test_the_same_run_under_another_id_is_named(
-    root: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_same_run_under_another_id_is_named(root: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert 'as that was, with --sparse-ckpt-run-id run-before.' in said(root, caplog)
 
 

@@ -51,9 +51,7 @@ def test_a_replay_begins_again_when_a_neighbour_is_lost(phase: Phase, fault_free
 
 
 @pytest.mark.parametrize('phase', with_quick(OF_A_REPLAY, Phase.CATCH_UP))
-def test_replay_continues_when_another_replaying_stage_is_lost(
-    phase: Phase, fault_free: Expected
-) -> None:
+def test_replay_continues_without_another_replay(phase: Phase, fault_free: Expected) -> None:
     both = [LOST, Fault(2, Phase.DETECT)]
     job = train_through([*both, Fault(0, phase, kills=2)], fault_free)
     assert job.began.count(0) == 1
@@ -96,9 +94,7 @@ def test_loss_of_the_other_nodes_memory_is_recovered(fault_free: Expected) -> No
     assert went_on(job) == {1: 1, 0: 1}
 
 
-def test_windows_whose_holder_is_lost_during_a_replay_count_again_later(
-    fault_free: Expected, withdrawn: list[int]
-) -> None:
+def test_lost_holders_windows_count_again_later(fault_free: Expected, withdrawn: list[int]) -> None:
     lost = LOST._replace(rank=2)
     job = train_through([lost, Fault(2, Phase.CATCH_UP, kills=0)], fault_free)
     assert went_on(job) == {1: 1, 0: 1}

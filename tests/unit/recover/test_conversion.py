@@ -156,7 +156,7 @@ def load_no_weights(new: FakeTrainer) -> None:
 
 
 @pytest.mark.parametrize('breaking', [restore_nothing, reduce_anew, load_no_weights])
-def test_conversion_without_a_step_fails_for_every_plan(
+def test_conversion_without_a_step_fails(
     breaking: Callable[[FakeTrainer], None],
 ) -> None:
     assert not any(converted(plan, breaking) for plan in SEVERAL)

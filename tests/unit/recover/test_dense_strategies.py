@@ -15,7 +15,6 @@ import msgspec
 import pytest
 
 from moevement_ext.config import AUTO, CHECKFREQ, GEMINI, GLOBAL, SparseCheckpointConfig
-from moevement_ext.events import WindowOnDisk
 from moevement_ext.faults import Phase
 from moevement_ext.memory.disk import DiskWindows
 from moevement_ext.memory.window.file import WindowFile
@@ -26,10 +25,17 @@ from moevement_ext.plan.strategy.choice import Strategy
 from moevement_ext.protect import protection
 from moevement_ext.protect.disk_tier import DiskTier
 from moevement_ext.protect.replanner import Replanner
-from tests.unit.recover import threaded_job
 from tests.unit.recover.fake_trainer import FakeTrainer
-from tests.unit.recover.test_recovery import VICTIMS, train
-from tests.unit.recover.threaded_job import OF_THREADS, STAGES, Expected, Fault, ThreadedJob, spy
+from tests.unit.recover.test_recovery import VICTIMS
+from tests.unit.recover.threaded_job import (
+    OF_THREADS,
+    STAGES,
+    Expected,
+    Fault,
+    ThreadedJob,
+    spy,
+    train,
+)
 from tests.unit.replicate.peers import wait_for
 
 INTERVAL = 4
@@ -44,26 +50,14 @@ Launch = Callable[..., ThreadedJob]
 
 
 @pytest.fixture
-def launch(
-    request: pytest.FixtureRequest,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    fault_free: Expected,
-) -> Launch:
+def launch(request: pytest.FixtureRequest, tmp_path: Path, fault_free: Expected) -> Launch:
     """Train through faults with a strategy, the parameter of the fixture."""
     chosen: dict[str, Any] = {'strategy': request.param, 'interval': INTERVAL}
     if request.param == CHECKFREQ:
         chosen['disk'] = str(tmp_path)
-        monkeypatch.setattr(threaded_job, 'KEPT', WindowOnDisk)
-
-    def config(window: int, replicas: int, log_lag: float, **given: Any) -> SparseCheckpointConfig:
-        return SparseCheckpointConfig(**chosen, **given)
-
-    monkeypatch.setattr(threaded_job, 'SparseCheckpointConfig', config)
-    monkeypatch.setattr(threaded_job, 'PERIOD', INTERVAL)
 
     def train_through(schedule: list[Fault], iterations: int) -> ThreadedJob:
-        job = train(iterations, schedule, fault_free)
+        job = train(iterations, schedule, fault_free, **chosen)
         assert job.restarts == 0, 'survivors are not restarted'
         assert {event.scope for event in job.recovered} == {GLOBAL}
         assert not any(event.differing for event in job.recovered)
@@ -96,9 +90,7 @@ def test_a_node_is_lost_with_its_memory(launch: Launch) -> None:
 
 
 @ON_DISK
-def test_all_ranks_change_to_the_same_interval(
-    launch: Launch, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_ranks_change_their_interval(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
     changes: list[tuple[int, int]] = []
     done: set[tuple[Replanner, int]] = set()
     strategy_of = protection.strategy_of
@@ -137,7 +129,7 @@ def test_all_ranks_change_to_the_same_interval(
 
 
 @ON_DISK
-def test_a_newer_checkpoint_in_memory_is_no_source(
+def test_newer_checkpoint_in_memory_is_unused(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     offer = DiskTier.persisted
@@ -155,7 +147,7 @@ def test_a_newer_checkpoint_in_memory_is_no_source(
 
 
 @ON_DISK
-def test_a_death_between_snapshot_and_disk_costs_one_checkpoint(
+def test_death_before_disk_costs_a_checkpoint(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write, struck = DiskWindows.write, threading.Event()

@@ -120,7 +120,7 @@ def test_state_of_a_stage_with_an_aborted_conversion_is_not_whole() -> None:
 
 
 @pytest.mark.parametrize('lost', [RoundEnded('rank 0 was killed'), DistNetworkError('Broken pipe')])
-def test_windows_stay_if_the_last_barrier_was_ended(
+def test_windows_stay_without_the_last_barrier(
     lost: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def turned_away(name: str) -> NoReturn:

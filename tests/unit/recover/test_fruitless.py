@@ -18,17 +18,16 @@ from moevement_ext.recover import fruitless, localized
 from moevement_ext.recover.fruitless import MOST, MOST_WITHOUT_MEMORY, Fruitless
 from moevement_ext.recover.verdict import Localized, Verdict, WholeJob
 from moevement_ext.regroup.process_groups import RegroupError
-from tests.unit.memory.samples import tmpfs_directory
 from tests.unit.recover.fake_groups import FakeGroups
 from tests.unit.recover.fake_trainer import FakeTrainer
 from tests.unit.recover.threaded_job import (
     OF_THREADS,
-    STAGES,
     Expected,
     Fault,
     Process,
     ThreadedJob,
     _present,
+    train,
 )
 
 pytestmark = [pytest.mark.timed, pytest.mark.timeout(300), *OF_THREADS]
@@ -79,11 +78,7 @@ class Faulty:
 
 
 def run(expected: Expected, most_errors: int = 0, schedule: Sequence[Fault] = ()) -> ThreadedJob:
-    with tmpfs_directory() as directory:
-        job = ThreadedJob(directory, ITERATIONS, schedule, expected, most_errors)
-        job.run()
-    assert {rank for rank, iteration in job.states if iteration == ITERATIONS} == set(range(STAGES))
-    return job
+    return train(ITERATIONS, schedule, expected, most_errors=most_errors)
 
 
 @pytest.mark.parametrize('kind', KINDS.values(), ids=KINDS.keys())
@@ -138,9 +133,7 @@ def test_a_gpu_without_memory_for_communicators_is_tried_once_more(
     assert job.restarts == 0
 
 
-def test_errors_with_progress_between_them_are_not_counted(
-    fault_free: Expected, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_errors_between_progress(fault_free: Expected, monkeypatch: pytest.MonkeyPatch) -> None:
     struck: set[int] = set()
 
     def when(process: Process, iteration: int) -> bool:
@@ -153,9 +146,7 @@ def test_errors_with_progress_between_them_are_not_counted(
     assert len(faulty.raised) == MOST + 2 and not job.errors and job.restarts == 0
 
 
-def test_error_without_a_window_does_not_restart_the_job_forever(
-    fault_free: Expected, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_error_without_a_window_ends(fault_free: Expected, monkeypatch: pytest.MonkeyPatch) -> None:
     faulty = Faulty(monkeypatch, lambda process, iteration: iteration == 1, method='_write')
     with pytest.raises(ConnectionRefusedError):
         run(fault_free, most_errors=2)
@@ -184,9 +175,7 @@ def test_error_after_each_step_is_the_program_s_own(
     assert len(faulty.raised) == (1 if last or isinstance(kind(), ConnectionError) else MOST)
 
 
-def test_end_of_a_round_after_the_last_step_is_no_error_of_the_program(
-    fault_free: Expected, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_round_ended_after_last_step(fault_free: Expected, monkeypatch: pytest.MonkeyPatch) -> None:
     faulty = Faulty(
         monkeypatch,
         lambda _, iteration: iteration == ITERATIONS and not faulty.raised,
@@ -197,7 +186,7 @@ def test_end_of_a_round_after_the_last_step_is_no_error_of_the_program(
     assert not run(fault_free).errors and len(faulty.raised) == 1
 
 
-def test_error_after_a_step_recovers_if_a_rank_is_gone(
+def test_error_after_a_step_with_a_death(
     fault_free: Expected, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def when(process: Process, iteration: int) -> bool:

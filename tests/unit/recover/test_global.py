@@ -4,9 +4,6 @@
 Processes are threads (`threaded_job`), and train a fake.
 """
 
-import functools
-from collections.abc import Iterator
-
 import pytest
 
 from moevement_ext.config import GLOBAL
@@ -14,8 +11,7 @@ from moevement_ext.faults import Phase
 from moevement_ext.recover import localized, verdict
 from moevement_ext.recover.stage_replay import StageReplay
 from tests.support.quick import with_quick
-from tests.unit.recover import threaded_job
-from tests.unit.recover.test_recovery import DISTANCE, FIRST, train
+from tests.unit.recover.test_recovery import DISTANCE, FIRST
 from tests.unit.recover.threaded_job import (
     OF_THREADS,
     STAGES,
@@ -24,6 +20,7 @@ from tests.unit.recover.threaded_job import (
     Fault,
     ThreadedJob,
     spy,
+    train,
 )
 
 ITERATIONS = FIRST + 6 * DISTANCE
@@ -34,17 +31,9 @@ OF_ANY = [Phase.DETECT, Phase.REGROUP, Phase.CONNECT, Phase.RESUME]
 pytestmark = [pytest.mark.timed, *OF_THREADS]
 
 
-@pytest.fixture(scope='module', autouse=True)
-def all_go_back(threads_are_processes: None) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        config = functools.partial(threaded_job.SparseCheckpointConfig, recovery=GLOBAL)
-        monkeypatch.setattr(threaded_job, 'SparseCheckpointConfig', config)
-        yield
-
-
 def train_through(schedule: list[Fault], expected: Expected) -> ThreadedJob:
     iterations = max(fault.iteration for fault in schedule) + WINDOW + 1
-    job = train(iterations, schedule, expected)
+    job = train(iterations, schedule, expected, recovery=GLOBAL)
     assert job.restarts == 0, 'survivors are not restarted'
     assert {event.scope for event in job.recovered} == {GLOBAL}
     assert all(event.stages == [*range(STAGES)] for event in job.recovered)
@@ -71,18 +60,14 @@ def test_loss_during_a_recovery_is_recovered(phase: Phase, fault_free: Expected)
     assert {event.went_on for event in job.recovered} == {0}
 
 
-def test_global_recovery_logs_no_sends(
-    fault_free: Expected, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_logged(fault_free: Expected, monkeypatch: pytest.MonkeyPatch) -> None:
     logs: list[object] = []
     spy(monkeypatch, StageReplay, 'run', lambda it, *_: logs.append(it._protection.memory.log))
     train_through([LOST], fault_free)
     assert logs == STAGES * [None]
 
 
-def test_rollback_of_one_stage_alone_is_detected(
-    fault_free: Expected, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rollback_of_one_stage_fails(fault_free: Expected, monkeypatch: pytest.MonkeyPatch) -> None:
     def alone(*args: object, together: bool, **layout: object) -> verdict.Verdict:
         return verdict.decide_recovery(*args, **layout)  # type: ignore[arg-type]
 

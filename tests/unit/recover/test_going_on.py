@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whose replay goes on after another failure, and whose begins again: the verdict on that."""
+"""Whose replay goes on after another failure, and which windows and histories it may take."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -10,9 +11,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moevement_ext.membership.report import NOWHERE, Report, UnderWay
-from moevement_ext.memory.window.name import HeldWindow, Window, WindowName
-from moevement_ext.recover.verdict import Localized, WholeJob
+from moevement_ext.memory.disk import DiskWindows
+from moevement_ext.memory.node_store import NodeStore
+from moevement_ext.memory.window.generations import OwnerWindows
+from moevement_ext.memory.window.name import HeldWindow, History, Window, WindowName, drawn_history
+from moevement_ext.recover.inventory import candidates, take_stock
+from moevement_ext.recover.verdict import Localized, WholeJob, decide_recovery
+from tests.unit.memory.samples import (
+    PLAN,
+    capacity,
+    identity_of,
+    make_file,
+    tmpfs_directory,
+    write_window,
+)
 from tests.unit.recover.test_verdict import (
+    LAST,
     Job,
     everywhere,
     jobs,
@@ -71,7 +85,7 @@ def going_on(found: Job) -> set[int]:
         ([0, 1, 3], [], [3]),  # each may wait for the other, which no log tells
     ],
 )
-def test_stage_without_a_beginning_neighbour_continues(
+def test_undisturbed_stage_continues(
     under_way: list[int], lost: list[int], stay: list[int]
 ) -> None:
     verdict = localized(job(under_way, lost).verdict())
@@ -100,9 +114,7 @@ def test_the_ends_are_neighbours_where_stages_have_virtual_chunks() -> None:
         ((NEWER,), NEWER, {0}),  # and its own is outdated by now
     ],
 )
-def test_stage_that_began_before_the_window_of_the_others_continues(
-    windows: Sequence[Window], taken: Window, stay: set[int]
-) -> None:
+def test_earlier_stage_continues(windows: Sequence[Window], taken: Window, stay: set[int]) -> None:
     verdict = localized(job([0], [3], windows).verdict())
     assert (verdict.window, verdict.going_on) == (taken, stay)
 
@@ -138,9 +150,7 @@ def test_lost_log_of_a_neighbour_is_no_longer_read(first_logged: int, stay: bool
 
 
 @given(found=jobs(), chosen=st.sets(st.integers(0, 3)), start=st.integers(0, 8))
-def test_continuing_changes_only_the_beginning_ranks(
-    found: Job, chosen: set[int], start: int
-) -> None:
+def test_going_on_changes_beginning_ranks_only(found: Job, chosen: set[int], start: int) -> None:
     if not found.survivors:
         return
     replay = UnderWay(Window(WindowName(start, 'plan'), 1), found.target)
@@ -191,3 +201,106 @@ def test_connected_sets_partition_the_ranks(ranks: int) -> None:
             assert rank in others
             assert {does[other] for other in others} == {does[rank]}
             assert all(found[other] == others for other in others)
+
+
+# Histories: a node that was away comes back with parts of windows of an earlier one
+
+START = 6
+FIRST = History(drawn_history())
+SECOND = FIRST.after(FIRST.window(0, PLAN))
+
+
+@pytest.fixture
+def shm() -> Iterator[Path]:
+    with tmpfs_directory() as path:
+        yield path
+
+
+def in_memory(shm: Path, rank: int, history: History) -> list[HeldWindow]:
+    """What the node of a rank has: the rank's own window, and its copy of the other rank's."""
+    with_node = NodeStore(shm, 'run', f'node{rank}')
+    for owner in (0, 1):
+        windows = OwnerWindows(with_node, rank, owner, capacity())
+        file = windows.begin(history.window(START, PLAN))
+        assert file is not None
+        write_window(file, owner)
+        windows.commit(file)
+    with_node.close()
+    store = NodeStore(shm, 'run', f'node{rank}')
+    found = take_stock(store, None, identity_of(rank)).memory
+    store.close()
+    return found
+
+
+def on_disk(root: Path, rank: int, history: History) -> list[HeldWindow]:
+    file = make_file(root / f'memory{rank}', START, history.window(START, PLAN).plan, owner=rank)
+    (root / f'node{rank}').mkdir()
+    disk = DiskWindows(root / f'node{rank}', 'run', rank)
+    disk.write(file, identity_of(rank))
+    store = NodeStore(root, 'run', f'node{rank}')
+    found = take_stock(store, disk, identity_of(rank)).disk
+    disk.close()
+    store.close()
+    return found
+
+
+@pytest.mark.parametrize('alike', [True, False])
+def test_parts_on_disk_join_only_within_a_history(alike: bool, tmp_path: Path) -> None:
+    held = on_disk(tmp_path, 0, SECOND) + on_disk(tmp_path, 1, SECOND if alike else FIRST)
+    assert len(held) == 2
+    assert len(candidates(held, 2)) == alike
+
+
+def test_the_later_history_is_taken_of_two_whole_windows(shm: Path) -> None:
+    held = in_memory(shm, 0, SECOND) + in_memory(shm, 1, FIRST)
+    assert [window.name.history for window in candidates(held, 2)] == [SECOND.name, FIRST.name]
+
+
+def in_history(history: History, *windows: Window, lost: int = 2) -> list[Report]:
+    """Of three stages one is lost, and its node has parts of other histories."""
+    reports = [survivor(9, windows=everywhere(3, *windows)) for _ in range(3)]
+    reports = [msgspec.structs.replace(report, history=history) for report in reports]
+    reports[lost] = replacement()
+    return reports
+
+
+PAST, PRESENT, AWAY = (f'{number:016x}' for number in (1, 2, 3))
+BASE = Window(WindowName(2, f'{PAST}_plan'), 1)
+
+
+@pytest.mark.parametrize(
+    ('start', 'history', 'taken'),
+    [
+        (6, PRESENT, True),
+        (6, PAST, False),
+        (6, AWAY, False),
+        (2, PAST, True),
+        (1, PAST, True),
+        (2, AWAY, False),
+    ],
+)
+def test_whole_windows_of_another_history_are_not_taken(
+    start: int, history: str, taken: bool
+) -> None:
+    window = Window(WindowName(start, f'{history}_plan'), 1)
+    verdict = Job(in_history(History(PRESENT, BASE.name), window), [0, 1, 2]).verdict()
+    assert isinstance(verdict, Localized) == taken
+    if isinstance(verdict, Localized):
+        assert verdict.window == window
+
+
+@pytest.mark.parametrize(
+    ('stage_of', 'together', 'goes_back'),
+    [([0, 1, 2], False, False), ([0, 1, 2], True, True), ([0, 0, 0], False, True)],
+)
+def test_a_history_begins_where_no_stage_keeps_its_state(
+    stage_of: list[int], together: bool, goes_back: bool
+) -> None:
+    present = History(PRESENT, BASE.name)
+    reports = in_history(present, BASE)
+    verdict = localized(decide_recovery(reports, stage_of, (), LAST, together=together))
+    begun = verdict.history_after(reports)
+    assert begun == (present.after(BASE.name) if goes_back else present)
+    reports[0] = msgspec.structs.replace(reports[0], history=begun)
+    unharmed = msgspec.structs.replace(verdict, window=None)
+    assert unharmed.history_after(reports) == begun, 'not all had heard of it when the next came'

@@ -57,7 +57,7 @@ def test_different_seed_of_a_rank_is_refused(strict: bool) -> None:
         check(OWN, OTHER_SEED, OTHER_SEED, strict=strict)
 
 
-def test_other_environment_and_windows_of_another_launch_are_reported(
+def test_doubtful_differences_are_reported(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     found = {'refused': ['--lr: was 1, is 2'], 'doubtful': ['torch: was 2, is 3']}

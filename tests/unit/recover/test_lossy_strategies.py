@@ -6,14 +6,14 @@ again is compared with a recount.
 """
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from moevement_ext.config import DYNAMIC, MOC, SparseCheckpointConfig
-from moevement_ext.events import Event, Recovered, Replanned, TokensLost
+from moevement_ext.config import DYNAMIC, MOC
+from moevement_ext.events import Recovered, Replanned, TokensLost
 from moevement_ext.faults import Phase
 from moevement_ext.memory.window.name import WindowName
 from moevement_ext.plan.replanning import Cycle, PlanParameters
@@ -22,18 +22,16 @@ from moevement_ext.protect.disk_tier import DiskTier
 from moevement_ext.protect.expert_ledger import ExpertLedger
 from moevement_ext.protect.protection import Protection
 from moevement_ext.protect.replanner import Replanner
-from tests.unit.memory.samples import tmpfs_directory
-from tests.unit.recover import threaded_job
 from tests.unit.recover.fake_groups import FakeGroups
 from tests.unit.recover.fake_trainer import FakeOperators, FakeTrainer
 from tests.unit.recover.threaded_job import (
     OF_THREADS,
     STAGES,
-    Expected,
     Fault,
     Process,
     ThreadedJob,
     spy,
+    train,
 )
 from tests.unit.replicate.peers import wait_for
 
@@ -44,7 +42,6 @@ STRUCK = 27
 ITERATIONS = 30
 
 pytestmark = [pytest.mark.timed, *OF_THREADS]
-Launch = Callable[..., 'Lived']
 
 
 class Tokens:
@@ -98,39 +95,23 @@ class ExpertTrainer(FakeTrainer):
 class Lived:
     """A job that trained through its faults, and all its events."""
 
-    def __init__(self, job: ThreadedJob, events: list[Event]) -> None:
-        self.job = job
+    def __init__(self, job: ThreadedJob) -> None:
+        self.job, events = job, job.events
         self.lost = [event for event in events if isinstance(event, TokensLost)]
         self.recovered = [event for event in events if isinstance(event, Recovered)]
         self.replanned = [event for event in events if isinstance(event, Replanned)]
 
 
-@pytest.fixture
-def launch(monkeypatch: pytest.MonkeyPatch) -> Launch:
-    events: list[Event] = []
-    spy(monkeypatch, Process, '_note', lambda process, event: events.append(event))
-    monkeypatch.setattr(threaded_job, 'PERIOD', INTERVAL)
-
-    def live(
-        schedule: list[Fault], expected: Expected | None = None, restarts: int = 0, **chosen: Any
-    ) -> Lived:
-        def config(window: int, replicas: int, log_lag: float, **given: Any) -> Any:
-            return SparseCheckpointConfig(strategy=MOC, interval=INTERVAL, **chosen, **given)
-
-        monkeypatch.setattr(threaded_job, 'SparseCheckpointConfig', config)
-        events.clear()
-        with tmpfs_directory() as directory:
-            job = ThreadedJob(directory, ITERATIONS, schedule, expected, trainer=ExpertTrainer)
-            job.run()
-        assert not job.schedule and job.restarts == restarts
-        return Lived(job, [*events])
-
-    return live
+def launch(schedule: list[Fault], restarts: int = 0, **chosen: Any) -> Lived:
+    given = {'interval': INTERVAL, 'trainer': ExpertTrainer, **chosen}
+    job = train(ITERATIONS, schedule, strategy=MOC, **given)
+    assert job.restarts == restarts
+    return Lived(job)
 
 
-def test_all_experts_in_each_checkpoint_are_exact(launch: Launch) -> None:
+def test_all_experts_in_each_checkpoint_are_exact() -> None:
     expected = launch([], experts=EXPERTS).job.states
-    lived = launch([Fault(1, Phase.FORWARD, STRUCK)], expected, experts=EXPERTS)
+    lived = launch([Fault(1, Phase.FORWARD, STRUCK)], expected=expected, experts=EXPERTS)
     assert {event.tokens for event in lived.lost} == {0}
     assert not any(event.differing for event in lived.recovered)
 
@@ -145,9 +126,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
     return masters
 
 
-def test_experts_are_of_the_versions_that_are_named(
-    launch: Launch, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_experts_are_of_the_versions_that_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     before = launch([], experts=1).job.states
     masters = loaded(monkeypatch)
     lived = launch([Fault(1, Phase.FORWARD, STRUCK)], experts=1)
@@ -169,7 +148,7 @@ def test_experts_are_of_the_versions_that_are_named(
     assert any('loss' in name for event in last for name in event.differing), 'it is shown'
 
 
-def test_a_second_failure_is_counted_from_the_first(launch: Launch) -> None:
+def test_a_second_failure_is_counted_from_the_first() -> None:
     faults = [Fault(1, Phase.FORWARD, 19), Fault(0, Phase.FORWARD, STRUCK, node_lost=True)]
     lived = launch(faults, experts=1)
     first, second = ([event for event in lived.lost if event.start == start] for start in (16, 24))
@@ -185,15 +164,13 @@ def test_a_second_failure_is_counted_from_the_first(launch: Launch) -> None:
         assert after.lost == before.tokens + after.tokens
 
 
-def test_a_death_in_the_recovery_loses_no_more(launch: Launch) -> None:
+def test_a_death_in_the_recovery_loses_no_more() -> None:
     faults = [Fault(1, Phase.FORWARD, STRUCK), Fault(0, Phase.CATCH_UP, STRUCK - 2)]
     lived = launch(faults, experts=1)
     assert len({(event.start, event.tokens, event.lost) for event in lived.lost}) == 1
 
 
-def test_a_job_that_is_started_again_loses_the_same(
-    launch: Launch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_job_that_is_started_again_loses_the_same(capfd: pytest.CaptureFixture[str]) -> None:
     at_once = launch([Fault(1, Phase.FORWARD, STRUCK)], experts=1)
     again = launch([Fault(1, Phase.FORWARD, STRUCK, all_die=True)], restarts=1, experts=1)
     assert losses(again) == losses(at_once)
@@ -207,7 +184,6 @@ def test_a_job_that_is_started_again_loses_the_same(
 @pytest.mark.parametrize('nodes', [1, STAGES])
 def test_memory_is_the_first_level_and_the_disk_the_second(
     nodes: int,
-    launch: Launch,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
@@ -231,7 +207,7 @@ def test_memory_is_the_first_level_and_the_disk_the_second(
         DiskTier, 'persisted', lambda tier, name: name.start > 16 or offer(tier, name)
     )
     spy(monkeypatch, DiskTier, '_note_complete', lambda _, it: on_disk.append(it), after=True)
-    monkeypatch.setattr(ThreadedJob, 'note', awaited)
+    spy(monkeypatch, ThreadedJob, 'note', awaited, after=True)
     spy(monkeypatch, ThreadedJob, '_reap', lost, after=True)
     fault = Fault(1, Phase.FORWARD, STRUCK, all_die=nodes > 1, node_lost=nodes == 1)
     lived = launch([fault], restarts=int(nodes > 1), experts=1, disk=str(tmp_path), disk_every=4)
@@ -248,7 +224,7 @@ def losses(lived: Lived) -> list[Any]:
     return sorted((it.start, [*it.versions.items()], it.tokens, it.share) for it in lived.lost)
 
 
-def test_too_great_a_loss_doubles_the_experts(launch: Launch) -> None:
+def test_too_great_a_loss_doubles_the_experts() -> None:
     faults = [Fault(1, Phase.FORWARD, 11)]
     announced: list[PlanParameters | None] = []
     adopted: list[int] = []
@@ -280,9 +256,7 @@ def test_too_great_a_loss_doubles_the_experts(launch: Launch) -> None:
 
 
 @pytest.mark.parametrize('forgotten', ['go_back', 'older'])
-def test_a_step_that_is_left_out_is_noticed(
-    forgotten: str, launch: Launch, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_step_left_out_is_noticed(forgotten: str, monkeypatch: pytest.MonkeyPatch) -> None:
     go_back = ExpertLedger.go_back
 
     def not_rewound(ledger: ExpertLedger, *given: Any) -> TokensLost:
@@ -294,7 +268,7 @@ def test_a_step_that_is_left_out_is_noticed(
     if forgotten == 'go_back':
         monkeypatch.setattr(ExpertLedger, 'go_back', not_rewound)
         with pytest.raises(AssertionError, match='lost in the second failure'):
-            test_a_second_failure_is_counted_from_the_first(launch)
+            test_a_second_failure_is_counted_from_the_first()
     else:
         checkpoint = ExpertLedger.checkpoint
 
@@ -303,4 +277,4 @@ def test_a_step_that_is_left_out_is_noticed(
 
         monkeypatch.setattr(ExpertLedger, 'checkpoint', newer)
         with pytest.raises(AssertionError, match='is not of version'):
-            test_experts_are_of_the_versions_that_are_named(launch, monkeypatch)
+            test_experts_are_of_the_versions_that_are_named(monkeypatch)

@@ -5,7 +5,6 @@ Processes are threads, as in `test_recovery.py`.
 """
 
 import threading
-from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ from moevement_ext.memory.window.format import GENERATIONS, PREAMBLE_BYTES
 from moevement_ext.memory.window.name import Window
 from moevement_ext.recover import fruitless
 from moevement_ext.replicate.host_memory import HostMemory
-from tests.unit.memory.samples import tmpfs_directory
 from tests.unit.recover import threaded_job
 from tests.unit.recover.fake_trainer import MICRO_BATCHES, FakeTrainer
 from tests.unit.recover.threaded_job import (
@@ -37,6 +35,7 @@ from tests.unit.recover.threaded_job import (
     Process,
     ThreadedJob,
     _present,
+    train,
 )
 from tests.unit.replicate.peers import wait_for
 
@@ -49,16 +48,6 @@ LOST = Fault(VICTIM, Phase.FORWARD, 2 * WINDOW + 1, node_lost=True)
 COLLECTIVE_S = 3.0
 
 pytestmark = [pytest.mark.timed, *OF_THREADS]
-
-
-def run(kind: type[ThreadedJob], expected: Expected, *schedule: Fault, **parts: Any) -> ThreadedJob:
-    with tmpfs_directory() as directory:
-        job = kind(directory, ITERATIONS, schedule, expected)
-        vars(job).update(parts)
-        job.run()
-    assert not job.schedule, 'not all faults have struck'
-    assert {rank for rank, iteration in job.states if iteration == ITERATIONS} == {*range(STAGES)}
-    return job
 
 
 # Damaged windows, and windows of another attempt
@@ -97,50 +86,50 @@ class DamagedJob(ThreadedJob):
         return [*windows_of(self, rank).glob(f'window-{NEWER}-*')]
 
 
+kept: dict[str, bytes] = {}
+"""Windows of an earlier attempt."""
+
+
 class KeepingJob(ThreadedJob):
     """Goes further than the others, and keeps the newest windows of the victim."""
 
-    kept: Mapping[str, bytes] = {}
-
     def note(self, rank: int, trainer: FakeTrainer) -> None:
+        super().note(rank, trainer)
         if rank == VICTIM and trainer.iteration == self.iterations:
             folder = windows_of(self, VICTIM)
             wait_for(lambda: len([*folder.glob('window-*')]) >= GENERATIONS)
-            self.kept = {path.name: path.read_bytes() for path in folder.glob('window-*')}
+            kept.update({path.name: path.read_bytes() for path in folder.glob('window-*')})
 
 
 class AwayJob(ThreadedJob):
     """The node of the lost rank is replaced by one with windows of an earlier attempt."""
 
-    kept: Mapping[str, bytes]
-
     def _reap(self, process: Process) -> None:
         super()._reap(process)
         folder = windows_of(self, process.rank)
         private.make_directories(self.directory, folder)
-        for name, content in self.kept.items():
+        for name, content in kept.items():
             (folder / name).write_bytes(content)
             (folder / name).chmod(0o600)
 
 
 def test_recaptured_window_is_used_by_the_next_recovery(fault_free: Expected) -> None:
     first = Fault(VICTIM, Phase.REPLICATE, LAST_SLOT)
-    job = run(DamagedJob, fault_free, first, Fault(VICTIM + 1, Phase.FORWARD, LAST_SLOT + 2))
+    schedule = [first, Fault(VICTIM + 1, Phase.FORWARD, LAST_SLOT + 2)]
+    job = train(ITERATIONS, schedule, fault_free, DamagedJob)
     assert job.restarts == 0
     replayed = [event.target - event.replayed for event in job.recovered if event.replayed]
     assert replayed == [OLDER, NEWER]
 
 
-def test_windows_of_an_earlier_attempt_leave_room_for_a_fetched_window(
+def test_windows_of_an_earlier_attempt_make_room(
     fault_free: Expected,
 ) -> None:
     """They are newer than the iteration of this attempt, so that no rank calls them outdated."""
-    with tmpfs_directory() as directory:
-        before = KeepingJob(directory, ITERATIONS + 2 * WINDOW)
-        before.run()
+    train(ITERATIONS + 2 * WINDOW, kind=KeepingJob)
     fault = Fault(VICTIM, Phase.FORWARD, LAST_SLOT + 1, node_lost=True)
-    job = run(AwayJob, fault_free, fault, kept=before.kept)
-    assert before.kept and job.restarts == 0
+    job = train(ITERATIONS, [fault], fault_free, AwayJob)
+    assert kept and job.restarts == 0
     assert {event.target - event.replayed for event in job.recovered if event.replayed} == {NEWER}
 
 
@@ -176,7 +165,7 @@ def test_lost_holder_is_asked_again_and_silent_one_a_limited_number_of_times(
 
     monkeypatch.setattr(HostMemory, 'fetch', fetch_from_it)
     monkeypatch.setattr(Membership, 'leave', leave_when_it_is_dead)
-    job = run(ThreadedJob, fault_free, LOST)
+    job = train(ITERATIONS, [LOST], fault_free)
     # The last one is asked by the whole job.
     assert (len(asked), job.restarts) == ((2, 0) if dies else (TRIES + 1, 1))
     assert not dies or {event.scope for event in job.recovered} == {'localized'}
@@ -185,9 +174,7 @@ def test_lost_holder_is_asked_again_and_silent_one_a_limited_number_of_times(
 # Tensors that were never logged
 
 
-def test_missing_last_tensor_of_the_newest_iteration_restarts_the_whole_job(
-    fault_free: Expected, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_last_tensor(fault_free: Expected, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every window is refused for it, and the whole job starts again from its memory.
 
     The last stage lacks it: it sends nothing of the next iteration before the lost one has sent.
@@ -203,13 +190,11 @@ def test_missing_last_tensor_of_the_newest_iteration_restarts_the_whole_job(
         append(log, t, direction, tensor)
 
     monkeypatch.setattr(UpstreamLog, 'append', leave_out)
-    job = run(ThreadedJob, fault_free, Fault(1, Phase.FORWARD, LAST_SLOT + 1))
+    job = train(ITERATIONS, [Fault(1, Phase.FORWARD, LAST_SLOT + 1)], fault_free)
     assert len(logged) >= MICRO_BATCHES and job.restarts == 1
 
 
-def test_of_neighbours_that_replay_each_waits_for_the_other(
-    fault_free: Expected, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_replays_wait_for_each_other(fault_free: Expected, monkeypatch: pytest.MonkeyPatch) -> None:
     """No wait is longer than a collective may take, and waits that bring nothing are counted.
 
     The first stage sends less in its replay than it had: the second one waits for that, the first
@@ -234,6 +219,6 @@ def test_of_neighbours_that_replay_each_waits_for_the_other(
     monkeypatch.setattr(UpstreamLog, 'append', leave_out)
     monkeypatch.setattr(threaded_job, 'Membership', impatient)
     monkeypatch.setattr(fruitless, 'MOST', 2)
-    both = Fault(1, Phase.FORWARD, LAST_SLOT + 1), Fault(0, Phase.DETECT)
-    assert run(ThreadedJob, fault_free, *both).restarts == 1
+    both = [Fault(1, Phase.FORWARD, LAST_SLOT + 1), Fault(0, Phase.DETECT)]
+    assert train(ITERATIONS, both, fault_free).restarts == 1
     assert missing

@@ -80,7 +80,7 @@ def test_first_survivor_reports_once(launcher: Store, capsys: pytest.CaptureFixt
     assert mailbox.read_recovery(launcher) == line
 
 
-def test_end_of_another_process_of_the_rank_is_ignored(
+def test_another_processs_end_is_ignored(
     launcher: Store, capsys: pytest.CaptureFixture[str]
 ) -> None:
     mailbox.write_death(launcher, 5, 2, 'was killed by SIGKILL')
@@ -88,9 +88,7 @@ def test_end_of_another_process_of_the_rank_is_ignored(
     assert '| rank 2 on n0 died | lost' in capsys.readouterr().out
 
 
-def test_reason_is_reported_without_a_death(
-    launcher: Store, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_reason_without_a_death(launcher: Store, capsys: pytest.CaptureFixture[str]) -> None:
     outage = Outage(0)
     reports = [report(10), report(11)]
     outage.begins('the network', 0.0, reports)
@@ -122,9 +120,7 @@ def whole_job(first: Death | None, capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
-def test_launcher_learns_the_cause_of_a_restart(
-    launcher: Store, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_launcher_learns_the_cause(launcher: Store, capsys: pytest.CaptureFixture[str]) -> None:
     mailbox.write_cause(launcher, 1, 3, '(pid 77) was killed by SIGKILL')
     out = whole_job(Death(time.time(), 0, 5), capsys)
     assert '| rank 3 (pid 77) was killed by SIGKILL at ' in out and ' s | goes on' in out

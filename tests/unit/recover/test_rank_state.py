@@ -261,7 +261,7 @@ def test_an_untrue_report_is_noticed(
         test_reports_are_true_after_any_sequence_of_events()
 
 
-def test_replay_that_drops_a_caught_up_iteration_is_detected(
+def test_dropped_iteration_is_detected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(RankState, 'stepped', keeps_the_end_of_the_window)

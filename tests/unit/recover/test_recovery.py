@@ -29,7 +29,6 @@ from moevement_ext.recover.stage_replay import StageReplay
 from moevement_ext.recover.verification import Verification
 from moevement_ext.replicate.host_memory import HostMemory
 from tests.support.quick import with_quick
-from tests.unit.memory.samples import tmpfs_directory
 from tests.unit.recover.fake_trainer import (
     FakeLoop,
     FakeOperators,
@@ -46,6 +45,7 @@ from tests.unit.recover.threaded_job import (
     ThreadedJob,
     install,
     spy,
+    train,
 )
 
 OF_AN_ITERATION = [
@@ -84,20 +84,6 @@ def threads_are_processes() -> Iterator[None]:
     assert psutil.Process().num_fds() - before < MOST_LEFT_OPEN
 
 
-def train(
-    iterations: int, schedule: Sequence[Fault], expected: Expected | None = None
-) -> ThreadedJob:
-    """A job to its end, with all that was to happen to it."""
-    with tmpfs_directory() as directory:
-        job = ThreadedJob(directory, iterations, schedule, expected)
-        job.run()
-    assert not job.schedule, 'not all faults have struck'
-    assert {key for key in job.states if key[1] == iterations} == {
-        (rank, iterations) for rank in range(STAGES)
-    }
-    return job
-
-
 def train_through(schedule: Sequence[Fault], expected: Expected) -> ThreadedJob:
     """Localized recoveries only, after which each iteration was evaluated once on each rank."""
     iterations = max(fault.iteration for fault in schedule) + WINDOW + 1
@@ -122,17 +108,13 @@ def test_job_survives_a_lost_rank_while_any_slot_is_kept(victim: int, fault_free
     die_one_after_the_other(victim, OF_A_SLOT, fault_free)
 
 
-def test_windows_of_which_a_lost_rank_had_the_replica_count_again_later(
-    fault_free: Expected, withdrawn: list[int]
-) -> None:
+def test_windows_without_replica_count_again(fault_free: Expected, withdrawn: list[int]) -> None:
     """Otherwise a window is persisted, and the one before is overwritten, without its copy."""
     train_through([Fault(1, Phase.FORWARD, FIRST)], fault_free)
     assert len(withdrawn) == 1 and withdrawn != [1]
 
 
-def test_connections_with_the_store_are_as_many_as_its_server_is_prepared_for(
-    fault_free: Expected, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_connections_with_the_store(fault_free: Expected, monkeypatch: pytest.MonkeyPatch) -> None:
     counts = []
 
     def count(recovery: LocalizedRecovery) -> None:
@@ -145,9 +127,7 @@ def test_connections_with_the_store_are_as_many_as_its_server_is_prepared_for(
     assert STAGES < max(counts) <= STAGES * CONNECTIONS_OF_A_RANK
 
 
-def test_windows_are_offered_to_a_replacement_with_the_address_of_the_lost_process(
-    fault_free: Expected, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_same_address_gets_windows(fault_free: Expected, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HostMemory, 'peer_addresses', lambda memory: [('the same', 1)])
     offered: list[object] = []
     spy(monkeypatch, WindowLifecycle, 'change_peers', lambda *given: offered.append(given))
@@ -173,9 +153,7 @@ def test_job_survives_a_lost_replacement_at_any_point_of_the_recovery(
 
 
 @pytest.mark.parametrize('victim', VICTIMS)
-def test_job_survives_another_lost_rank_at_any_point_of_the_recovery(
-    victim: int, fault_free: Expected
-) -> None:
+def test_job_survives_another_loss_in_a_recovery(victim: int, fault_free: Expected) -> None:
     schedule = []
     for n, phase in enumerate([Phase.DETECT, *OF_ANY_RANK]):
         schedule.append(Fault(victim, Phase.FORWARD, FIRST + 2 * WINDOW * n))
@@ -204,9 +182,7 @@ def test_loss_of_all_ranks_at_any_point_is_recovered_from_memory(fault_free: Exp
 
 
 @pytest.mark.parametrize('iteration', [2, FIRST])
-def test_failure_before_the_first_window_or_after_the_last_iteration_restarts_all_ranks(
-    iteration: int, fault_free: Expected
-) -> None:
+def test_early_or_late_failure_restarts_all(iteration: int, fault_free: Expected) -> None:
     job = train(FIRST, [Fault(1, Phase.EVALUATE, iteration)], fault_free)
     assert job.restarts == 1
     assert len(job.recovered) == (STAGES if iteration == FIRST else 0)
@@ -234,7 +210,7 @@ def log_of_the_middle_stage_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakePipeline, '__init__', make_short)
 
 
-def test_replaying_neighbours_wait_for_each_others_new_sends(
+def test_neighbours_wait_for_new_sends(
     fault_free: Expected, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first_and_middle_stage_are_tied(monkeypatch)
@@ -260,7 +236,7 @@ def test_replaying_neighbours_wait_for_each_others_new_sends(
         assert done[rank][: done[rank].index('replayed')] == ['rewind', 'withdraw', 'ready']
 
 
-def test_a_survivor_has_left_its_loop_before_it_waits_for_the_new_process(
+def test_survivor_leaves_its_loop_early(
     fault_free: Expected, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     notes: list[tuple[str, str]] = []
@@ -277,9 +253,7 @@ def test_a_survivor_has_left_its_loop_before_it_waits_for_the_new_process(
     assert of_a_survivor == len(of_a_survivor) // 3 * ['leave', 'silence', 'meet'] != []
 
 
-def test_memory_of_a_lost_node_is_reserved_while_the_model_is_built(
-    fault_free: Expected, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_is_reserved_early(fault_free: Expected, monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
     spy(monkeypatch, EarlyReservation, '_begin', lambda _, files: order.append(f'{len(files)}'))
     spy(monkeypatch, Process, '_build', lambda *_: order.append('model'))
@@ -336,9 +310,7 @@ def test_recovery_without_a_step_changes_a_bit(
 
 
 @pytest.mark.parametrize('all_die', [False, True])
-def test_difference_after_the_last_capture_shows_in_the_next_loss(
-    all_die: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_late_difference_shows_in_the_loss(all_die: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     check = Verification._check_state
 
     def check_and_spoil(verification: Verification, iteration: int) -> None:
@@ -357,9 +329,7 @@ def test_difference_after_the_last_capture_shows_in_the_next_loss(
 
 
 @pytest.mark.parametrize('spoiled', [False, True])
-def test_window_without_its_ledger_still_has_the_losses(
-    spoiled: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_window_without_ledger_has_losses(spoiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def spoil(conversion: Conversion, slot: Any, trainer: Any) -> None:
         if spoiled and slot.header.slot == 0:
             next(iter(trainer.operators.weight.values()))[0] += 1

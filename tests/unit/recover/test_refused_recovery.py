@@ -5,9 +5,7 @@ Processes are threads (see `threaded_job`). A chip computes other bits where one
 an iteration. The next start has the states of a run without failure, bit for bit.
 """
 
-import functools
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +17,7 @@ from moevement_ext.faults import Phase
 from moevement_ext.recover.stage_replay import OtherBits, StageReplay
 from moevement_ext.replicate.replicator import Replicator
 from tests.unit.memory.samples import tmpfs_directory
-from tests.unit.recover import threaded_job
 from tests.unit.recover.fake_trainer import FakeTrainer
-from tests.unit.recover.test_recovery import train
 from tests.unit.recover.threaded_job import (
     OF_THREADS,
     STAGES,
@@ -30,6 +26,7 @@ from tests.unit.recover.threaded_job import (
     Fault,
     Process,
     ThreadedJob,
+    train,
 )
 
 START = 3 * WINDOW
@@ -38,23 +35,9 @@ STRUCK = START + 2 * WINDOW + 1
 ALL_STRUCK = START + 4 * WINDOW - 1
 ITERATIONS = STRUCK + 8 * WINDOW
 NO_WAITING = 10**6
+STOP = {'verify': 'stop'}
 
 pytestmark = [pytest.mark.timed, *OF_THREADS]
-
-
-@pytest.fixture
-def stops(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Jobs refuse a recovery that differs; more settings may be given."""
-    config = threaded_job.SparseCheckpointConfig
-
-    def settle(**more: Any) -> None:
-        settings = {'verify': 'stop', **more}
-        monkeypatch.setattr(
-            threaded_job, 'SparseCheckpointConfig', functools.partial(config, **settings)
-        )
-
-    settle()
-    return settle
 
 
 class WrongChip:
@@ -96,8 +79,8 @@ class Launched(ThreadedJob):
 class WithEvidence(Launched):
     """Rank 1 is struck when its holder has all but one slot of a window that all others have."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
         self.struck = False
         self._there = threading.Event()
         self._of_the_struck: Replicator | None = None
@@ -133,7 +116,7 @@ def windows_in(directory: Path) -> set[Path]:
 
 def is_as_without_failure(directory: Path, expected: Expected) -> None:
     """The next start: the chip is replaced, and what was recorded first judges again."""
-    job = Launched(directory, ITERATIONS, [], expected)
+    job = Launched(directory, ITERATIONS, [], expected, **STOP)
     job.run()
     assert len(job.recovered) == STAGES, 'all have gone on from windows'
     assert not any(event.differing for event in job.recovered)
@@ -145,7 +128,6 @@ OTHER_NODE = Fault(0, Phase.DETECT, node_lost=True)
 @pytest.mark.parametrize('meanwhile', [None, OTHER_NODE], ids=['', 'another is lost'])
 def test_refused_replay_is_not_continued(
     meanwhile: Fault | None,
-    stops: Callable[..., None],
     fault_free: Expected,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -153,7 +135,7 @@ def test_refused_replay_is_not_continued(
     chip = WrongChip(monkeypatch, rank=1, at=START + WINDOW - 1)
     with tmpfs_directory() as directory:
         schedule = [Fault(1, Phase.P2P, STRUCK, node_lost=True)]
-        job = WithEvidence(monkeypatch, directory, ITERATIONS, schedule)
+        job = WithEvidence(monkeypatch, directory, ITERATIONS, schedule, **STOP)
         replay, before, kept = StageReplay.run, set[Path](), set[Path]()
 
         def judged(self: StageReplay, *args: Any) -> None:
@@ -181,7 +163,6 @@ def test_refused_replay_is_not_continued(
 @pytest.mark.parametrize('forgets', [False, True], ids=['', 'without the record of a rank'])
 def test_refused_start_of_the_whole_job_is_not_continued(
     forgets: bool,
-    stops: Callable[..., None],
     fault_free: Expected,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -190,7 +171,7 @@ def test_refused_start_of_the_whole_job_is_not_continued(
     with tmpfs_directory() as directory:
         # All have recorded the iteration before, and none has this one.
         fault = Fault(int(forgets), Phase.OPTIMIZER, ALL_STRUCK, node_lost=forgets, all_die=True)
-        job = Launched(directory, ITERATIONS, [fault])
+        job = Launched(directory, ITERATIONS, [fault], **STOP)
         with pytest.raises(Ended):
             job.run()
         assert job.restarts == 1 and not job.recovered
@@ -202,10 +183,7 @@ def test_refused_start_of_the_whole_job_is_not_continued(
 
 
 @pytest.mark.parametrize('recovery', [LOCALIZED, GLOBAL])
-def test_windows_begin_again_once_a_recovery_is_judged(
-    recovery: str, stops: Callable[..., None], fault_free: Expected
-) -> None:
-    stops(recovery=recovery)
+def test_windows_begin_again_once_a_recovery_is_judged(recovery: str, fault_free: Expected) -> None:
     schedule = [
         Fault(1, Phase.P2P, STRUCK),
         Fault(1, Phase.CATCH_UP),
@@ -214,5 +192,5 @@ def test_windows_begin_again_once_a_recovery_is_judged(
         Fault(1, Phase.P2P, STRUCK + 4 * WINDOW + 1),
         Fault(0, Phase.P2P, STRUCK + 7 * WINDOW),
     ]
-    job = train(ITERATIONS, schedule, fault_free)
+    job = train(ITERATIONS, schedule, fault_free, recovery=recovery, **STOP)
     assert job.recovered and not any(event.differing for event in job.recovered)

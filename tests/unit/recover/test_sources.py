@@ -137,9 +137,7 @@ def test_lost_window_is_fetched_from_its_holder_and_kept(job: Job, arriving: Cal
 
 
 @pytest.mark.parametrize('slot', range(WINDOW))
-def test_damaged_own_slot_is_replaced_once_the_ones_before_are_used(
-    slot: int, job: Job, arriving: Callable
-) -> None:
+def test_damaged_own_slot_is_replaced(slot: int, job: Job, arriving: Callable) -> None:
     file = job.commit(0)
     expected = payloads(file)
     replicate(job, file)
@@ -225,9 +223,7 @@ def unreachable_peer() -> Iterator[tuple[str, int]]:
         sock.close()
 
 
-def test_abandoned_connection_does_not_block_the_next(
-    job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_abandoned_connection_blocks_nothing(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, '_TO_END_S', 0.3)
     file = job.commit(0)
     expected = digest(file.path)
@@ -289,9 +285,7 @@ def odd_holder(serve: Callable[[Connection], None]) -> Iterator[tuple[str, int]]
 
 
 @pytest.mark.parametrize('order', [(0, 0), (0, 1023, 5000), (0, 1, 1)])
-def test_holder_that_sends_no_window_is_skipped(
-    job: Job, arriving: Callable, order: tuple[int, ...]
-) -> None:
+def test_odd_holder_is_skipped(job: Job, arriving: Callable, order: tuple[int, ...]) -> None:
     file = job.commit(0)
     expected = payloads(file)
     replicate(job, file)
@@ -356,9 +350,7 @@ def test_disk_is_used_when_memory_is_damaged_and_no_replica_exists(kept: Job) ->
     assert arrived == [0, 0, 1, 2]
 
 
-def test_longer_window_of_an_earlier_start_is_read_from_disk(
-    kept: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_longer_window_is_read_from_disk(kept: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, shm = payloads(own(kept)), kept.ranks[0].store.root
     memory = kept.begin_again(shm, monkeypatch, capacity(window=1))
     file, source = verified_window(memory, CANDIDATE, [], OWN)
@@ -390,9 +382,7 @@ def test_list_of_the_disk_omits_torn_windows(kept: Job) -> None:
     [((0, 3), [3]), ((3,), [3]), ((0,), [0]), ((), [3])],
     ids=['oldest', 'no candidate', 'no candidate, though newer', 'none is'],
 )
-def test_room_is_made_for_a_window_of_another_holder(
-    usable: tuple[int, ...], left: list[int], kept: Job
-) -> None:
+def test_room_for_a_fetched_window(usable: tuple[int, ...], left: list[int], kept: Job) -> None:
     windows = kept.ranks[0].windows
     kept.commit(0, start=3)
     assert windows.begin(named(9)) is None
@@ -432,9 +422,7 @@ class HungReads:
         return read
 
 
-def test_hung_read_that_ends_late_leaves_its_successor_alone(
-    kept: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hung_read_harms_no_successor(kept: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, '_TO_END_S', 0.1)
     memory, file = kept.ranks[0], kept.commit(0, start=3)
     assert memory.disk is not None

@@ -111,7 +111,7 @@ def test_ledger_of_another_attempt_is_not_trusted(replay: Replay) -> None:
     assert take_over(replay, 3, [0, 1]) == [[1.0], [2.0], [3.0, 9.0], None]
 
 
-def test_ledgers_of_the_stage_precede_the_ledger_of_the_node(
+def test_ledgers_of_the_stage_precede_the_nodes(
     replay: Replay,
 ) -> None:
     replay.memory.ledger.append(LedgerEntry(1, [1.0, 9.0], [], 2, 8))  # of two optimizers
@@ -120,9 +120,7 @@ def test_ledgers_of_the_stage_precede_the_ledger_of_the_node(
     assert replay.memory.ledger.get(1) == LedgerEntry(1, [1.0], [], 2, 8), 'a loss is of one rank'
 
 
-def test_lacking_entries_come_from_the_next_survivor(
-    replay: Replay, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lacking_entries_come_from_others(replay: Replay, monkeypatch: pytest.MonkeyPatch) -> None:
     second, last = replay.job.ranks[0], replay.job.ranks[2]
     second.ledger.append(NOW[2])
     for entry in NOW:
@@ -136,9 +134,7 @@ def test_lacking_entries_come_from_the_next_survivor(
 
 
 @pytest.mark.parametrize('broken', [False, True])
-def test_survivor_with_its_entries_asks_nobody_and_a_broken_round_ends_the_search(
-    replay: Replay, broken: bool
-) -> None:
+def test_survivor_or_broken_round_asks_nobody(replay: Replay, broken: bool) -> None:
     for entry in NOW:
         replay.job.ranks[0].ledger.append(entry)
         if not broken:
@@ -150,9 +146,7 @@ def test_survivor_with_its_entries_asks_nobody_and_a_broken_round_ends_the_searc
     assert found == ([None] * 4 if broken else [[9.0]] * 4)
 
 
-def test_end_of_the_round_interrupts_a_wait_for_a_ledger(
-    replay: Replay, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_end_of_the_round_ends_a_fetch(replay: Replay, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_memory, '_LEDGER_TIMEOUT_S', 600.0)
 
     def end_round() -> None:

@@ -356,9 +356,7 @@ def test_nothing_is_deleted_in_a_directory_that_cannot_be_listed(
         ([0, 9], 5, 8, 'training ends at iteration 8, and every newer window is of iteration 11'),
     ],
 )
-def test_windows_that_are_too_old_or_too_new_are_told_apart(
-    starts: list[int], dense: int, last: int, reason: str
-) -> None:
+def test_too_old_or_too_new_windows(starts: list[int], dense: int, last: int, reason: str) -> None:
     windows = [Window(named(start), WINDOW) for start in starts]
     assert whole_job._why_none(windows, [], dense, last).startswith(reason)
 
@@ -372,9 +370,7 @@ def test_a_lost_connection_costs_no_window(obtaining: Obtaining) -> None:
     assert (obtaining.asked, obtaining.told) == (TRIES, [])
 
 
-def test_window_of_a_silent_holder_is_given_up_only_when_told(
-    obtaining: Obtaining, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_window_of_a_silent_holder(obtaining: Obtaining, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(directory, 'READ_AGAIN_S', 0.0)
     obtaining.lost = 10 * TRIES
     with pytest.raises(UserError, match='rank 1: the connection is lost.*--sparse-ckpt-forget'):

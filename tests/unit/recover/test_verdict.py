@@ -159,7 +159,7 @@ INVENTORIES = st.lists(st.sets(PARTS, max_size=20), min_size=3, max_size=3)
 
 
 @given(inventories=INVENTORIES)
-def test_candidates_are_the_windows_of_all_owners_the_newest_dense_state_first(
+def test_candidates_are_whole_and_in_order(
     inventories: list[set[HeldWindow]],
 ) -> None:
     held = set[HeldWindow]().union(*inventories)
@@ -177,7 +177,7 @@ def test_a_window_that_ends_later_is_newer_than_one_that_begins_later() -> None:
 
 
 @given(inventories=INVENTORIES, wanted=PARTS)
-def test_holders_are_all_ranks_with_the_window_owner_first(
+def test_holders_begin_with_the_owner(
     inventories: list[set[HeldWindow]], wanted: HeldWindow
 ) -> None:
     found = holders(wanted.window, wanted.owner, inventories)
@@ -307,9 +307,7 @@ def _lost_stages(job: Job) -> set[int]:
 
 
 @given(job=jobs(), order=st.randoms())
-def test_all_ranks_decide_alike_regardless_of_the_order_of_inventories(
-    job: Job, order: object
-) -> None:
+def test_order_of_inventories_does_not_matter(job: Job, order: object) -> None:
     shuffled = []
     for report in job.reports:
         windows = [*report.windows]

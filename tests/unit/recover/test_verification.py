@@ -99,9 +99,7 @@ def test_one_wrong_bit_is_reported_by_name(
     assert not differs or f'differing: 1 ({named})' in str(result)
 
 
-def test_remains_of_an_evaluation_are_no_difference(
-    tmp_path: Path, state: dict[str, torch.Tensor]
-) -> None:
+def test_evaluation_makes_no_difference(tmp_path: Path, state: dict[str, torch.Tensor]) -> None:
     scale = torch.full((4,), 2.0)
 
     def slices() -> dict[str, OperatorSlices]:
@@ -150,9 +148,7 @@ def test_scalars_of_replayed_iterations_are_compared_bit_for_bit() -> None:
         ([LedgerEntry(7, [], [], 2, 56, loss=5.0)], ()),  # it precedes the slot
     ],
 )
-def test_slots_provide_the_losses_without_a_ledger(
-    recorded: list[LedgerEntry], differing: tuple[str, ...]
-) -> None:
+def test_slots_provide_losses(recorded: list[LedgerEntry], differing: tuple[str, ...]) -> None:
     verification, nothing = Verification((), NOTHING, recorded), Verification.of_nothing()
     for one in (verification, nothing):
         one.replayed(6, 5.5, captured=5.5)
@@ -161,9 +157,7 @@ def test_slots_provide_the_losses_without_a_ledger(
     assert nothing.result() == Verification.of_nothing().result()
 
 
-def test_newer_slot_provides_the_loss_of_a_caught_up_iteration(
-    tmp_path: Path, state: dict[str, torch.Tensor]
-) -> None:
+def test_newer_slot_provides_the_loss(tmp_path: Path, state: dict[str, torch.Tensor]) -> None:
     header = captured(tmp_path, slices_of(state), 0)
     context = SlotContext([], [], b'', loss=5.25)
     header = msgspec.structs.replace(header, context=msgspec.msgpack.encode(context))

@@ -27,9 +27,16 @@ import pytest
 from torch.distributed import Store, TCPStore
 
 from moevement_ext import faults
-from moevement_ext.config import SparseCheckpointConfig, node_name
+from moevement_ext.config import CHECKFREQ, SparseCheckpointConfig, node_name
 from moevement_ext.errors import EXIT_WHOLE_JOB, SparseCheckpointError
-from moevement_ext.events import Event, EventLog, Recovered, RecoveryStarted, WindowPersisted
+from moevement_ext.events import (
+    Event,
+    EventLog,
+    Recovered,
+    RecoveryStarted,
+    WindowOnDisk,
+    WindowPersisted,
+)
 from moevement_ext.faults import Phase
 from moevement_ext.job import localized_mode
 from moevement_ext.job.job import Job
@@ -48,6 +55,7 @@ from moevement_ext.memory.window.name import RankIdentity, WindowName
 from moevement_ext.plan.strategy.choice import only_source
 from moevement_ext.recover.inventory import replacement_report
 from moevement_ext.replicate import node_plan
+from tests.unit.memory.samples import tmpfs_directory
 from tests.unit.recover.fake_groups import FakeGroups, Network
 from tests.unit.recover.fake_trainer import FakeTrainer
 
@@ -58,15 +66,13 @@ OF_THREADS = [
 ]
 """Marks of tests of such a job."""
 STAGES = 3
-WINDOW = PERIOD = 3  # iterations of a window; from its start to the start of the next
+WINDOW = 3
 Expected = dict[tuple[int, int], object]
 """State of a rank after an iteration, by rank and iteration."""
 _TIMEOUT = timedelta(seconds=120)
 _HANG_S = 60.0
 _LONG_S = 1000.0
 _PERSISTED_S = 20.0  # for a window to be persisted
-KEPT: type[Event] = WindowPersisted
-"""The event after which a window is recovered from."""
 SECRET = 'of the launcher, 32 letters long'
 """What the launcher of a job gives to its processes."""
 
@@ -196,15 +202,7 @@ class Process:
             self.job.ended.put(self)
 
     def _train(self) -> None:
-        config = SparseCheckpointConfig(
-            window=WINDOW,
-            replicas=1,
-            dir=str(self.job.directory),
-            run_id='run',
-            interface='lo',
-            log_lag=4.0,
-            max_wait=self.job.max_wait_s,
-        )
+        config = SparseCheckpointConfig(**self.job.settings)
         identity = RankIdentity('run', f'pp{STAGES}', self.rank)
         brought = functools.partial(
             replacement_report,
@@ -248,13 +246,12 @@ class Process:
             trainer.loop.evaluate()
 
     def _note(self, event: Event) -> None:
-        if isinstance(event, (KEPT, RecoveryStarted)):
+        self.job.events.append(event)
+        if isinstance(event, (self.job.kept, RecoveryStarted)):
             self.job.persisted = max(self.job.persisted, event.start)
         self.job.histories |= {event.plan[:16]} if isinstance(event, WindowPersisted) else set()
         if isinstance(event, RecoveryStarted):
             self.job.began.append(self.rank)
-        if isinstance(event, Recovered):
-            self.job.recovered.append(event)
 
     def _await_window(self, iteration: int) -> None:
         """The newest that can be persisted is, so that the next failure recovers from that."""
@@ -263,12 +260,14 @@ class Process:
         deadline = time.monotonic() + _PERSISTED_S
         while self.job.persisted < due and time.monotonic() < deadline:
             self.raise_if_dead()
-            if self.membership.broken or (self.protected and _comes_later(self.protected, due)):
+            if self.membership.broken or (
+                self.protected and _comes_later(self.protected, due, self.job.period)
+            ):
                 return
             time.sleep(0.002)
 
 
-def _comes_later(job: Job, due: int) -> bool:
+def _comes_later(job: Job, due: int, period: int) -> bool:
     """True if the window that begins at `due`, or soon after, is not persisted before a step."""
     protection = job.protection
     assert protection is not None
@@ -276,7 +275,7 @@ def _comes_later(job: Job, due: int) -> bool:
     if job._mode.recovery.pending() or protection.checkpointer.schedule.origin > due:
         return True
     # A busy machine that holds a slot up gives a window up.
-    starts, disk = range(due, due + PERIOD), protection._disk
+    starts, disk = range(due, due + period), protection._disk
     if any(protection.memory.windows.is_given_up(WindowName(start, '')) for start in starts):
         return True
     newest = [] if disk is None else [name for name in (disk._tried, disk._offered) if name]
@@ -298,20 +297,27 @@ class ThreadedJob:
         schedule: Sequence[Fault] = (),
         expected: Expected | None = None,
         most_errors: int = 0,
-        max_wait_s: float = 3.0,
         trainer: Callable[[int, FakeGroups], FakeTrainer] = stage_of_its_own,
+        **settings: Any,
     ) -> None:
+        self.settings = {'dir': str(directory), 'run_id': 'run', 'interface': 'lo', 'max_wait': 3.0}
+        if 'strategy' not in settings:
+            self.settings |= {'window': WINDOW, 'replicas': 1, 'log_lag': 4.0}
+        self.settings |= settings
+        self.period = settings.get('interval', WINDOW)
+        """Iterations from the start of a window to the start of the next."""
+        on_disk = settings.get('strategy') == CHECKFREQ
+        self.kept: type[Event] = WindowOnDisk if on_disk else WindowPersisted
+        """The event after which a window is recovered from."""
         self.trainer = trainer
         self.directory = directory
-        self.max_wait_s = max_wait_s
         self.most_errors = most_errors
         self.errors: list[tuple[int, BaseException]] = []  # with the rank
         self.iterations = iterations
         self.schedule = deque(schedule)
         self.expected = expected
         self.states: Expected = {}
-        self.recovered: list[Recovered] = []
-        """Events of all ranks."""
+        self.events: list[Event] = []
         self.began: list[int] = []
         """Rank of each replay that began, again ones among them."""
         self.evaluations: list[int] = []
@@ -322,6 +328,11 @@ class ThreadedJob:
         self.ended: queue.Queue[Process] = queue.Queue()
         self._lock = threading.Lock()
         self._store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
+
+    @property
+    def recovered(self) -> list[Recovered]:
+        """Of all ranks."""
+        return [event for event in self.events if isinstance(event, Recovered)]
 
     def connect(self) -> Store:
         return TCPStore('127.0.0.1', self._store.port, is_master=False, timeout=_TIMEOUT)
@@ -394,6 +405,22 @@ class ThreadedJob:
         for process in running.values():
             process.thread.join()
             process.release()
+
+
+def train(
+    iterations: int,
+    schedule: Sequence[Fault] = (),
+    expected: Expected | None = None,
+    kind: type[ThreadedJob] = ThreadedJob,
+    **given: Any,
+) -> ThreadedJob:
+    """A job to its end, with all that was to happen to it."""
+    with tmpfs_directory() as directory:
+        job = kind(directory, iterations, schedule, expected, **given)
+        job.run()
+    assert not job.schedule, 'not all faults have struck'
+    assert {rank for rank, iteration in job.states if iteration == iterations} == {*range(STAGES)}
+    return job
 
 
 class _Condition(threading.Condition):

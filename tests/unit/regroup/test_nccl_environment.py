@@ -35,9 +35,7 @@ ERROR_HANDLING = 'TORCH_NCCL_ASYNC_ERROR_HANDLING'
 
 
 @pytest.mark.parametrize('name', sorted(SETTINGS.keys() - {ERROR_HANDLING}))
-def test_variables_of_the_user_are_kept_and_their_consequence_named(
-    name: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_users_variables_are_kept_and_told(name: str, caplog: pytest.LogCaptureFixture) -> None:
     os.environ[name] = '17'
     prepare()
     assert os.environ[name] == '17'
@@ -85,9 +83,7 @@ def test_torch_creates_the_backend_that_can_reconnect() -> None:
 
 
 @pytest.mark.parametrize('version', [(2, 25, 1), (2, 26, 1), (2, 4)])
-def test_nccl_that_hangs_is_refused(
-    version: tuple[int, ...], environment: pytest.MonkeyPatch
-) -> None:
+def test_old_nccl_is_refused(version: tuple[int, ...], environment: pytest.MonkeyPatch) -> None:
     environment.setattr(torch.cuda.nccl, 'version', lambda: version)
     with pytest.raises(UserError, match=r'needs 2\.26\.2 or newer') as refused:
         prepare()

@@ -94,9 +94,7 @@ def test_complete_layout_does_not_wait_for_more_nodes(started: int) -> None:
     ('given', 'counting'),
     [({}, [False, True]), ({'strategy': 'checkfreq', 'disk': '/disk'}, [True])],
 )
-def test_disk_only_strategy_ignores_host_memory(
-    given: dict[str, Any], counting: list[bool]
-) -> None:
+def test_disk_only_strategy_skips_host_memory(given: dict[str, Any], counting: list[bool]) -> None:
     window = Window(WindowName(4, 'plan'), 1)
     parts = [(Part('run.a', window, 0, on_disk), HEADER) for on_disk in (False, True)]
     shelf = SimpleNamespace(runs=lambda: ['run.a'], look=lambda run: parts, unread={})

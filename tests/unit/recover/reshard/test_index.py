@@ -94,9 +94,7 @@ def test_owners_that_contradict_each_other_are_named() -> None:
 
 
 @given(cuts, st.sampled_from([1, 2, 5]), st.sampled_from([1, 2, 5]))
-def test_shards_are_redivided_for_another_number_of_ranks(
-    old: list[int], before: int, after: int
-) -> None:
+def test_shards_are_divided_anew(old: list[int], before: int, after: int) -> None:
     columns = 10
     whole = [range(columns * row, columns * (row + 1)) for row in range(4)]
 

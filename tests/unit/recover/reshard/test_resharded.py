@@ -205,9 +205,7 @@ def written(window: ReshardedWindow, path: Path) -> list[SlotHeader]:
 
 
 @pytest.mark.parametrize('rank', [0, 1])
-def test_a_rank_has_its_own_names_ranges_and_stamp(
-    rank: int, job: Callable[..., Job], tmp_path: Path
-) -> None:
+def test_part_has_the_names_of_its_rank(rank: int, job: Callable[..., Job], tmp_path: Path) -> None:
     window, fetcher = job().window(rank)
     headers = written(window, tmp_path / 'w')
     name = window.window.name
@@ -222,9 +220,7 @@ def test_a_rank_has_its_own_names_ranges_and_stamp(
     assert bool(fetcher.remote) == (rank == 1)  # owner 3 is on node b only
 
 
-def test_damaged_record_is_read_from_a_replica(
-    job: Callable[..., Job], shm: Path, tmp_path: Path
-) -> None:
+def test_damaged_record_has_a_replica(job: Callable[..., Job], shm: Path, tmp_path: Path) -> None:
     made = job()
     damage((shm / OLD / 'a' / '0' / '0').glob('window-*'))
     window, fetcher = made.window()
@@ -232,9 +228,7 @@ def test_damaged_record_is_read_from_a_replica(
     assert fetcher.remote
 
 
-def test_a_record_that_is_damaged_everywhere_is_named(
-    job: Callable[..., Job], shm: Path, tmp_path: Path
-) -> None:
+def test_record_damaged_everywhere(job: Callable[..., Job], shm: Path, tmp_path: Path) -> None:
     made = job()
     damage(shm.glob(f'{OLD}/*/*/0/window-*'))
     window, _ = made.window()
@@ -358,9 +352,7 @@ def test_copy_that_cannot_be_opened_now_is_not_damaged(
 
 
 @pytest.mark.parametrize('why', [None, 'its own is here, too', 'another training', 'one layout'])
-def test_windows_of_another_layout_under_another_name_are_noticed(
-    why: str | None, shm: Path
-) -> None:
+def test_another_layout_under_another_name_is_noticed(why: str | None, shm: Path) -> None:
     """Else a container with a new name and another number of ranks would start over."""
     leave(shm, {'before': [(0, 0)]} | ({'a': [(1, 1)]} if why == 'its own is here, too' else {}))
     stamp = placed(0) if why != 'another training' else Placed('another', LAYOUT, Seat())
@@ -392,9 +384,7 @@ def test_only_other_layouts_of_the_run_are_served(job: Callable[..., Job], shm: 
             made.client(1).fetch_ranges(part, 0, [wrong], [memoryview(bytearray(1))])
 
 
-def test_a_live_job_of_another_layout_is_not_read_and_a_killed_one_may_take_its_time(
-    shm: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_a_dead_layout_is_read(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel frees the memory of its processes first, as in the same layout."""
     leave(shm, SPREAD)
     monkeypatch.setattr('moevement_ext.memory.holder_lock.LOCK_S', 0.0)
