@@ -40,8 +40,17 @@ class FakeWindow:
         records, payload = [], b''
         for part in (*(slices[n].full[0] for n in full), *(slices[n].weights[0] for n in weights)):
             content = part.source.numpy().tobytes()
-            place = (0, len(content), len(payload), len(content))
-            records.append(Record(part.operator, part.tensor, part.part, 'uint8', *place))
+            record = Record(
+                operator=part.operator,
+                tensor=part.tensor,
+                part=part.part,
+                dtype='uint8',
+                start=0,
+                end=len(content),
+                offset=len(payload),
+                nbytes=len(content),
+            )
+            records.append(record)
             payload += content
         context = SlotContext(full, weights, trainer.auxiliary_state.now())
         header = SlotHeader(
