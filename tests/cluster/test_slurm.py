@@ -194,26 +194,6 @@ def test_first_node_is_replaced_if_launcher_and_store_run_elsewhere(
 
 
 @pytest.mark.thorough
-def test_manual_requeue_after_loss_of_the_batch_host(
-    slurm: Slurm, store: OutsideStore, cluster: Make, reference: Callable[..., dict]
-) -> None:
-    """The launcher is lost and the workers end. The requeued job resumes from the same store."""
-    job = cluster(*FLAGS, '--sparse-ckpt-store', store.address, ranks=2)
-    running = Submitted(slurm, job, 'slurm_pretrain.sbatch', 3)
-    running.wait_until_persisted()
-    running.lose_node(NODES[0])
-    running.wait_for(lambda: NODES[0] not in slurm.hosts(running.number))
-    assert running.field('JobState') == 'RUNNING', 'it holds its other nodes, and does nothing'
-    slurm.run('scontrol', 'requeue', str(running.number))
-    running.require_node(NODES[1])
-    assert running.end() == 'COMPLETED', running.output[-6000:]
-    assert differences(reference(*FLAGS, ranks=2), read_digest(job)) == []
-    for rank in range(2):
-        (recovered,) = job.events_of(Recovered, rank)
-        assert recovered.scope != 'localized'
-
-
-@pytest.mark.thorough
 def test_second_spare_takes_over_after_a_controller_restart(
     submit: Callable[..., Submitted], reference: Callable[..., dict], tmp_path: Path
 ) -> None:
@@ -250,20 +230,6 @@ def test_node_loss_without_a_spare_requeues_the_job(
     for rank in range(2):
         (recovered,) = running.job.events_of(Recovered, rank)
         assert recovered.scope != 'localized'
-
-
-@pytest.mark.thorough
-def test_next_job_resumes_a_cancelled_job(
-    submit: Callable[..., Submitted], slurm: Slurm, reference: Callable[..., dict]
-) -> None:
-    running = submit('slurm_pretrain.sbatch', 3)
-    running.wait_until_persisted()
-    slurm.run('scancel', str(running.number))
-    assert running.end() == 'CANCELLED'
-    running.check_nothing_is_left()
-    again = Submitted(slurm, running.job, 'slurm_pretrain.sbatch', 3)
-    check_bits(again, reference)
-    assert again.job.events_of(Recovered)
 
 
 @pytest.mark.thorough

@@ -22,6 +22,8 @@ from tests.distributed.harness.output import upstream_lines  # noqa: E402
 from tests.distributed.harness.references import References  # noqa: E402
 from tools.lab import models  # noqa: E402
 
+type Make = Callable[..., Cluster]
+type Reference = Callable[..., dict]
 LINES = 'lines'
 """Where a reference has upstream's log lines (`upstream_lines`)."""
 JOBS = pytest.StashKey[list[Cluster]]()
@@ -75,7 +77,7 @@ def backend(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def cluster(
     text: list[str], tmp_path: Path, request: pytest.FixtureRequest, backend: str
-) -> Iterator[Callable[..., Cluster]]:
+) -> Iterator[Make]:
     """Makes clusters with given extra flags; their host memory is removed afterwards.
 
     Among the flags may be settings without a flag, as 'max_wait=60'.
@@ -121,7 +123,7 @@ def references(text: list[str]) -> References:
 
 
 @pytest.fixture
-def reference(cluster: Callable[..., Cluster], references: References) -> Callable[..., dict]:
+def reference(cluster: Make, references: References) -> Reference:
     """The digest file of a fault-free run of plain Megatron with given flags, and its log lines.
 
     Others may be given: `stand_in`, a mutation that it runs with; `check`, what its job must be.
@@ -146,7 +148,7 @@ def reference(cluster: Callable[..., Cluster], references: References) -> Callab
 
 
 @pytest.fixture
-def example(cluster: Callable[..., Cluster]) -> Callable[..., Cluster]:
+def example(cluster: Make) -> Make:
     """Makes jobs of a program in `examples/`, on three stages, with its own flags."""
 
     def make(program: str, *flags: str) -> Cluster:

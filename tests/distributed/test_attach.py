@@ -7,6 +7,7 @@ import pytest
 
 from moevement_ext.events import LossLogged, Recovered
 from tests.distributed.conftest import (
+    Make,
     differences,
     digest_of_undisturbed,
     read_digest,
@@ -20,7 +21,7 @@ ITERATIONS = 14
 
 
 @pytest.fixture
-def own_loop(example: Callable[..., Cluster], text: list[str]) -> Callable[[], Cluster]:
+def own_loop(example: Make, text: list[str]) -> Callable[[], Cluster]:
     """Makes jobs of the example."""
     return lambda: example('own_loop', '--data', text[1], '--iterations', str(ITERATIONS))
 

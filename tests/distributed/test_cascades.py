@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Repeated losses of stages while another stage replays, before its replay ends."""
 
-from collections.abc import Callable
-
 import pytest
 
 from moevement_ext.events import Recovered, RecoveryStarted
-from tests.distributed.conftest import ON_BOTH_BACKENDS, differences, read_digest
+from tests.distributed.conftest import ON_BOTH_BACKENDS, Make, Reference, differences, read_digest
 from tests.distributed.harness.cluster import Cluster
 from tests.distributed.probes import cascading
 from tests.distributed.test_localized_recovery import BF16, PP4, UNTIED, check_localized, flags_of
@@ -26,7 +24,7 @@ def went_on(job: Cluster, rank: int, target: int) -> list[int]:
 
 
 def test_replay_survives_failures_faster_than_its_length(
-    cluster: Callable[..., Cluster], reference: Callable[..., dict]
+    cluster: Make, reference: Reference
 ) -> None:
     flags = flags_of(PP4)
     job = cluster(*flags, '--sparse-ckpt-window', '3', nodes=4)
@@ -41,7 +39,7 @@ def test_replay_survives_failures_faster_than_its_length(
 
 
 def test_stage_of_several_ranks_continues_its_replay_together(
-    cluster: Callable[..., Cluster], reference: Callable[..., dict]
+    cluster: Make, reference: Reference
 ) -> None:
     """Then one of two is lost while the other one waits for it, with whom it began."""
     job = cluster(*TWO_A_STAGE, '--sparse-ckpt-window', '3', ranks=6, nodes=3)

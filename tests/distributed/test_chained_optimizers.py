@@ -6,12 +6,11 @@ is multiplied by the scale of the first.
 """
 
 import re
-from collections.abc import Callable
 
 import pytest
 
 from moevement_ext.events import Recovered
-from tests.distributed.conftest import ON_BOTH_BACKENDS, differences, read_digest
+from tests.distributed.conftest import ON_BOTH_BACKENDS, Make, Reference, differences, read_digest
 from tests.distributed.harness.cluster import Cluster
 from tests.distributed.test_localized_recovery import check_localized
 
@@ -27,7 +26,7 @@ FAILS = '1:8:forward'
 
 
 @pytest.fixture
-def undisturbed(reference: Callable[..., dict]) -> dict:
+def undisturbed(reference: Reference) -> dict:
     """The digest of plain Megatron."""
     return reference(*FLAGS, stand_in=OVERFLOW, check=check_skips)
 
@@ -46,7 +45,7 @@ def skipped(job: Cluster) -> set[int]:
 
 @pytest.mark.thorough
 def test_chained_optimizers_recover_their_own_overflow_flags_and_scales(
-    cluster: Callable[..., Cluster], undisturbed: dict
+    cluster: Make, undisturbed: dict
 ) -> None:
     job = cluster(*FLAGS, '--sparse-ckpt-window', '3')
     assert job.survive(fail_at=FAILS, mutation=OVERFLOW) == {1: 1}
@@ -58,7 +57,7 @@ def test_chained_optimizers_recover_their_own_overflow_flags_and_scales(
 @pytest.mark.thorough
 @pytest.mark.parametrize('mutation', ['flag_of_any_for_all', 'scale_of_the_second_not_restored'])
 def test_treating_chained_optimizers_as_one_changes_the_bits(
-    mutation: str, cluster: Callable[..., Cluster], undisturbed: dict
+    mutation: str, cluster: Make, undisturbed: dict
 ) -> None:
     broken = cluster(*FLAGS, '--sparse-ckpt-window', '3')
     assert broken.survive(fail_at=FAILS, mutation=f'{VARIANT}:{mutation}') == {1: 1}

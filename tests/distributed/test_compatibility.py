@@ -4,12 +4,10 @@
 Each case tries several at once.
 """
 
-from collections.abc import Callable
-
 import pytest
 
-from tests.distributed.conftest import ON_BOTH_BACKENDS, differences, read_digest
-from tests.distributed.harness.cluster import NCCL_LIKE, Cluster
+from tests.distributed.conftest import ON_BOTH_BACKENDS, Make, Reference, differences, read_digest
+from tests.distributed.harness.cluster import NCCL_LIKE
 from tests.distributed.harness.judged import judged
 from tests.distributed.test_localized_recovery import BASE, BF16, PP_EP, check_localized, victims
 from tests.support.quick import with_quick
@@ -137,7 +135,7 @@ CASES = {
 
 @pytest.mark.parametrize('case', with_quick(CASES))
 def test_localized_recovery_works_with_flags(
-    case: str, cluster: Callable[..., Cluster], reference: Callable[..., dict]
+    case: str, cluster: Make, reference: Reference
 ) -> None:
     fail_at, setup = CASES[case]
     flags = [*setup.split(), '--train-iters', '12']
@@ -151,7 +149,7 @@ def test_localized_recovery_works_with_flags(
 
 @pytest.mark.thorough
 def test_localized_recovery_works_with_overlapping_shared_experts(
-    cluster: Callable[..., Cluster], reference: Callable[..., dict]
+    cluster: Make, reference: Reference
 ) -> None:
     """Rank 0 waits for tokens of rank 1, with its shared experts half done."""
     flags = [
@@ -173,7 +171,7 @@ HELD_BACK = [
 
 @pytest.mark.thorough
 def test_no_sync_context_of_a_cut_off_iteration_ends_with_it(
-    cluster: Callable[..., Cluster], reference: Callable[..., dict]
+    cluster: Make, reference: Reference
 ) -> None:
     job = cluster(*HELD_BACK, '--sparse-ckpt-window', '3')
     collector = 'mutations.localized:collector_comes_in_iteration_10'
@@ -185,7 +183,7 @@ def test_no_sync_context_of_a_cut_off_iteration_ends_with_it(
 @pytest.mark.mutation
 @pytest.mark.thorough
 def test_no_sync_context_left_to_the_collector_matters_over_gloo_only(
-    backend: str, cluster: Callable[..., Cluster], reference: Callable[..., dict]
+    backend: str, cluster: Make, reference: Reference
 ) -> None:
     """Over NCCL calls return when a peer is lost: the schedule ends, and leaves nothing behind."""
     job = cluster(*HELD_BACK, '--sparse-ckpt-window', '3')
@@ -196,9 +194,7 @@ def test_no_sync_context_left_to_the_collector_matters_over_gloo_only(
 
 
 @pytest.mark.thorough
-def test_localized_recovery_works_with_variable_sequence_lengths(
-    cluster: Callable[..., Cluster],
-) -> None:
+def test_localized_recovery_works_with_variable_sequence_lengths(cluster: Make) -> None:
     """Their shapes come from the log, like the tensors."""
     flags = [*f'{BASE} --train-iters 12'.split()]
     variant = 'mutations.upstream_variants:different_lengths'
@@ -211,9 +207,7 @@ def test_localized_recovery_works_with_variable_sequence_lengths(
 
 
 @pytest.mark.thorough
-def test_localized_recovery_works_with_muon(
-    cluster: Callable[..., Cluster], reference: Callable[..., dict]
-) -> None:
+def test_localized_recovery_works_with_muon(cluster: Make, reference: Reference) -> None:
     pytest.importorskip('emerging_optimizers')
     flags = f'--bf16 {PP_EP} {UNTIED} --optimizer muon --train-iters 12'.split()
     job = cluster(*flags, '--sparse-ckpt-window', '3')
@@ -224,9 +218,7 @@ def test_localized_recovery_works_with_muon(
 
 @pytest.mark.mutation
 @pytest.mark.thorough
-def test_wrong_norm_of_detached_heads_changes_the_bits(
-    cluster: Callable[..., Cluster], reference: Callable[..., dict]
-) -> None:
+def test_wrong_norm_of_detached_heads_changes_the_bits(cluster: Make, reference: Reference) -> None:
     flags = [*CASES['more-tokens'][1].split(), '--train-iters', '12']
     broken = cluster(*flags, '--sparse-ckpt-window', '3')
     broken.survive(

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from moevement_ext.events import Recovered
-from tests.distributed.conftest import differences, digest_of_undisturbed, read_digest
+from tests.distributed.conftest import Make, differences, digest_of_undisturbed, read_digest
 from tests.distributed.harness.cluster import Cluster
 from tests.distributed.harness.faults import SEALED, STEPPED
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture
-def loop(example: Callable[..., Cluster], text: list[str]) -> Callable[[], Cluster]:
+def loop(example: Make, text: list[str]) -> Callable[[], Cluster]:
     """Makes jobs of the example."""
     return lambda: example('data_parallel_loop', '--text', f'{text[1]}.bin', '--iterations', '16')
 

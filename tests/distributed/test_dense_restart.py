@@ -2,16 +2,14 @@
 """A job resumed from a dense checkpoint is protected like a job started from scratch."""
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from moevement_ext.events import Recovered
-from tests.distributed.conftest import differences, read_digest
+from tests.distributed.conftest import Make, Reference, differences, read_digest
 from tests.distributed.harness.cluster import Cluster
 
-Make = Callable[..., Cluster]
 PP2 = '--pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights --train-iters 14'
 SETUPS = {
     'bf16-plain': f'--bf16 {PP2}',
@@ -39,7 +37,7 @@ def _flip_byte_of_every_window(job: Cluster, owner: int) -> None:
     [('damaged', 'experts'), ('damaged', 'fp32-distributed'), ('lost', 'bf16-plain')],
 )
 def test_windows_captured_after_a_dense_restart_restore_the_same_bits(
-    windows: str, setup: str, cluster: Make, reference: Callable, tmp_path: Path
+    windows: str, setup: str, cluster: Make, reference: Reference, tmp_path: Path
 ) -> None:
     flags = SETUPS[setup].split()
     job = restarted(cluster, flags, windows, tmp_path)
@@ -120,7 +118,7 @@ def routed_at_random(cluster: Make, checkpoints: Path) -> Cluster:
 
 
 def test_random_routing_resumes_from_a_dense_checkpoint(
-    cluster: Make, reference: Callable, tmp_path: Path
+    cluster: Make, reference: Reference, tmp_path: Path
 ) -> None:
     """Each rank draws from a generator of its own, and upstream keeps that of the first alone."""
     flags, checkpoints, saved = RANDOM_ROUTING, tmp_path / 'dense', tmp_path / 'copy'
@@ -143,7 +141,7 @@ def test_random_routing_resumes_from_a_dense_checkpoint(
 
 @pytest.mark.thorough
 def test_omitting_generators_of_a_dense_checkpoint_changes_the_bits(
-    cluster: Make, reference: Callable, tmp_path: Path
+    cluster: Make, reference: Reference, tmp_path: Path
 ) -> None:
     job = routed_at_random(cluster, tmp_path / 'dense')
     mutation = 'mutations.whole_job:random_numbers_of_a_dense_checkpoint_not_restored'

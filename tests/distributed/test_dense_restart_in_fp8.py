@@ -5,14 +5,12 @@ It holds what weights, masters and moments stand for, so that a restart from it 
 does one of plain Megatron, whose bits are those to be had here.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from moevement_ext.events import Recovered
-from tests.distributed.conftest import differences, read_digest
-from tests.distributed.harness.cluster import Cluster
+from tests.distributed.conftest import Make, differences, read_digest
 from tests.distributed.test_localized_recovery import check_localized
 from tests.distributed.test_masters import STAND_INS
 from tools.lab import precisions
@@ -24,7 +22,7 @@ CASES = {name: f'{precisions.FLAGS[name]} {LAYOUT}' for name in ('c2', 'c4', 'c5
 @pytest.mark.thorough
 @pytest.mark.parametrize('case', CASES)
 def test_windows_after_a_dense_restart_match_that_restart_bit_for_bit(
-    case: str, cluster: Callable[..., Cluster], tmp_path: Path
+    case: str, cluster: Make, tmp_path: Path
 ) -> None:
     flags = [*CASES[case].split(), '--train-iters', '12']
     saving = ['--save', str(tmp_path / 'dense'), '--save-interval', '4', '--exit-interval', '4']

@@ -4,19 +4,17 @@
 What they recover from in other cases: `tests/unit/recover/test_dense_strategies.py`.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from moevement_ext.events import NextTier, Protected, Recovered, RecoveryStarted
-from tests.distributed.conftest import differences, read_digest
+from tests.distributed.conftest import Make, Reference, differences, read_digest
 from tests.distributed.harness.cluster import Cluster
 from tests.distributed.test_disk import WAITS
 from tests.distributed.test_localized_recovery import BASE, flags_of
 
 CHECKFREQ = ['--sparse-ckpt-strategy', 'checkfreq', '--sparse-ckpt-interval']
-Make = Callable[..., Cluster]
 
 
 @pytest.fixture
@@ -37,7 +35,7 @@ def check(job: Cluster, start: int, target: int) -> None:
 
 
 def test_checkfreq_recovers_from_its_checkpoint(
-    cluster: Make, reference: Callable[..., dict], disk: list[str]
+    cluster: Make, reference: Reference, disk: list[str]
 ) -> None:
     job = cluster(*flags_of(BASE), *CHECKFREQ, '3', *disk, 'max_wait=60')
     assert job.survive(fail_at='1:9:forward', mutation=WAITS) == {1: 1}

@@ -2,17 +2,15 @@
 """All nodes lose power: host memory is gone, and the job recovers from disk."""
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from moevement_ext.events import Recovered, RecoveryStarted
-from tests.distributed.conftest import differences, read_digest
+from tests.distributed.conftest import Make, Reference, differences, read_digest
 from tests.distributed.harness.cluster import Cluster
 from tests.distributed.test_whole_job_recovery import BASE
 
-Make = Callable[..., Cluster]
 WAITS = 'mutations.disk:training_waits_for_the_disk'
 NEWEST = 6
 """Start of the newest window that is on disk when the job dies; the one before stays there, too."""
@@ -57,7 +55,7 @@ def sources(job: Cluster) -> list[tuple[str, int]]:
 
 
 def test_unmounted_disk_stops_the_start_and_loses_nothing(
-    cluster: Make, reference: Callable[..., dict], disk: Path, tmp_path: Path
+    cluster: Make, reference: Reference, disk: Path, tmp_path: Path
 ) -> None:
     job = dead_job(cluster, disk)
     shutil.rmtree(job.memory)
@@ -80,7 +78,7 @@ def test_unmounted_disk_stops_the_start_and_loses_nothing(
 
 
 def test_stage_lost_right_after_a_disk_recovery_recovers_alone(
-    cluster: Make, reference: Callable[..., dict], disk: Path
+    cluster: Make, reference: Reference, disk: Path
 ) -> None:
     """What its replay needs of iterations before was lost with the memory, too."""
     job = dead_job(cluster, disk)
@@ -93,7 +91,7 @@ def test_stage_lost_right_after_a_disk_recovery_recovers_alone(
 @pytest.mark.mutation
 @pytest.mark.thorough
 def test_unverified_window_from_disk_changes_the_bits(
-    cluster: Make, reference: Callable[..., dict], disk: Path
+    cluster: Make, reference: Reference, disk: Path
 ) -> None:
     job = dead_job(cluster, disk)
     shutil.rmtree(job.memory)

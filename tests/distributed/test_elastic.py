@@ -8,7 +8,6 @@ cannot load one, the state goes to another layout and back before anything is tr
 
 import dataclasses
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,7 +15,7 @@ import pytest
 
 from moevement_ext.errors import EXIT_WHOLE_JOB
 from moevement_ext.events import Resharded
-from tests.distributed.conftest import read_digest
+from tests.distributed.conftest import Make, read_digest
 from tests.distributed.harness.cluster import Cluster
 from tests.support.quick import with_quick
 
@@ -98,7 +97,7 @@ ENDS = {
 }
 
 
-def killed(cluster: Callable[..., Cluster], layout: Layout, dense: Path, *flags: str) -> Cluster:
+def killed(cluster: Make, layout: Layout, dense: Path, *flags: str) -> Cluster:
     """A protected job of which all workers are killed in iteration 9; it saves each iteration."""
     saving = ['--save', str(dense), '--save-interval', '1', '--ckpt-format', 'torch_dist']
     if layout.sharded:
@@ -108,23 +107,19 @@ def killed(cluster: Callable[..., Cluster], layout: Layout, dense: Path, *flags:
     return job
 
 
-def again(job: Cluster, cluster: Callable[..., Cluster], layout: Layout, *flags: str) -> Cluster:
+def again(job: Cluster, cluster: Make, layout: Layout, *flags: str) -> Cluster:
     """The same run in another layout, with the memory that the killed one has left."""
     after = cluster(*MODEL, *layout.flags(), *RESTART, *flags, ranks=layout.ranks)
     given = [job.name if flag == after.name else flag for flag in after.flags]
     return dataclasses.replace(after, name=job.name, flags=given)
 
 
-def plain(
-    cluster: Callable[..., Cluster], layout: Layout, dense: Path, iteration: int, *flags: str
-) -> dict:
+def plain(cluster: Make, layout: Layout, dense: Path, iteration: int, *flags: str) -> dict:
     """Digest of plain Megatron of this layout from a dense checkpoint."""
     return read_digest(trained(cluster, layout, dense, iteration, *flags))
 
 
-def trained(
-    cluster: Callable[..., Cluster], layout: Layout, dense: Path, iteration: int, *flags: str
-) -> Cluster:
+def trained(cluster: Make, layout: Layout, dense: Path, iteration: int, *flags: str) -> Cluster:
     """A job of plain Megatron of this layout, from a dense checkpoint to its end."""
     load = ['--load', str(dense), '--ckpt-step', str(iteration), '--ckpt-format', 'torch_dist']
     reference = cluster(*MODEL, *layout.flags(), *load, *flags, sparse=False, ranks=layout.ranks)
@@ -153,7 +148,7 @@ def left_over(job: Cluster) -> list[str]:
 
 @pytest.mark.parametrize('case', with_quick(CASES, 'EP 4 to EP 2'))
 def test_new_layout_matches_a_resume_from_a_dense_checkpoint(
-    case: str, cluster: Callable[..., Cluster], tmp_path: Path
+    case: str, cluster: Make, tmp_path: Path
 ) -> None:
     """The memory of one of two nodes is gone; replicas are fetched from the other."""
     was, now = CASES[case]
@@ -186,7 +181,7 @@ def test_new_layout_matches_a_resume_from_a_dense_checkpoint(
 
 @pytest.mark.parametrize('case', with_quick(THERE_AND_BACK))
 def test_state_survives_a_round_trip_through_another_layout(
-    case: str, cluster: Callable[..., Cluster], tmp_path: Path
+    case: str, cluster: Make, tmp_path: Path
 ) -> None:
     """The job is struck while it puts the window together, and again before its first update."""
     was, between = THERE_AND_BACK[case]
@@ -205,9 +200,7 @@ def test_state_survives_a_round_trip_through_another_layout(
 
 
 @pytest.mark.thorough
-def test_longer_window_is_converted_in_the_new_layout(
-    cluster: Callable[..., Cluster], tmp_path: Path
-) -> None:
+def test_longer_window_is_converted_in_the_new_layout(cluster: Make, tmp_path: Path) -> None:
     was, now = CASES['EP 4 to EP 2']
     job = killed(cluster, was, tmp_path / 'dense', *THREE)
     exact = again(job, cluster, now, *THREE, '--sparse-ckpt-elastic-exact')
@@ -223,9 +216,7 @@ def test_longer_window_is_converted_in_the_new_layout(
 
 
 @pytest.mark.thorough
-def test_job_refuses_to_start_over_while_parts_are_missing(
-    cluster: Callable[..., Cluster], tmp_path: Path
-) -> None:
+def test_job_refuses_to_start_over_while_parts_are_missing(cluster: Make, tmp_path: Path) -> None:
     was, now = CASES['EP 4 to EP 2']
     job = killed(cluster, was, tmp_path / 'dense', *ONE, '--sparse-ckpt-replicas', '0')
     for memory in job.memory.parent.glob(f'{job.name}.*/node1'):
@@ -242,9 +233,7 @@ def test_job_refuses_to_start_over_while_parts_are_missing(
 @pytest.mark.thorough
 @pytest.mark.mutation
 @pytest.mark.parametrize('case', MUTATIONS)
-def test_broken_reshard_changes_the_bits(
-    case: str, cluster: Callable[..., Cluster], tmp_path: Path
-) -> None:
+def test_broken_reshard_changes_the_bits(case: str, cluster: Make, tmp_path: Path) -> None:
     was, now = CASES[case]
     job = killed(cluster, was, tmp_path / 'dense', *ONE)
     (memory,) = job.memory.parent.glob(f'{job.name}.*')
@@ -267,7 +256,7 @@ def test_broken_reshard_changes_the_bits(
 @pytest.mark.thorough
 @pytest.mark.parametrize('on_disk', [False, True], ids=['in memory', 'on disk'])
 def test_planned_exit_leaves_the_whole_state_in_one_slot(
-    on_disk: bool, cluster: Callable[..., Cluster], tmp_path: Path
+    on_disk: bool, cluster: Make, tmp_path: Path
 ) -> None:
     """With windows of three iterations; nothing is computed again, and the bits are exact."""
     was, now = CASES['EP 4 to EP 2']
@@ -295,7 +284,7 @@ def test_planned_exit_leaves_the_whole_state_in_one_slot(
 @pytest.mark.thorough
 @pytest.mark.parametrize('end', ENDS)
 def test_any_planned_end_leaves_the_whole_state_in_one_slot(
-    end: str, cluster: Callable[..., Cluster], tmp_path: Path
+    end: str, cluster: Make, tmp_path: Path
 ) -> None:
     """Also with a dense checkpoint, which not every new layout could load."""
     flags, mutation = ENDS[end]

@@ -18,7 +18,7 @@ import pytest
 from moevement_ext.config import UNFLAGGED
 from moevement_ext.errors import EXIT_WHOLE_JOB
 from moevement_ext.events import Resharded, WindowPersisted, WorkerStarted
-from tests.distributed.conftest import read_digest
+from tests.distributed.conftest import Make, read_digest
 from tests.distributed.harness.cluster import ROOT, Cluster, free_port, tails
 from tests.distributed.harness.torchrun import agent
 from tests.distributed.test_elastic import (
@@ -61,19 +61,19 @@ SQUEUE = '#!/usr/bin/env bash\necho n1\n'
 
 
 @pytest.fixture
-def job(cluster: Callable[..., Cluster], tmp_path: Path) -> Cluster:
+def job(cluster: Make, tmp_path: Path) -> Cluster:
     """A job of four ranks on two nodes, which two ranks may go on with; it saves each iteration."""
     return prepared(cluster, *ONE, *DENSE, '--save', str(tmp_path / 'dense'))
 
 
-def prepared(cluster: Callable[..., Cluster], *flags: str) -> Cluster:
+def prepared(cluster: Make, *flags: str) -> Cluster:
     made = cluster(*MODEL, *QUIET, *LARGE.flags(), *RESTART, *LAYOUTS, *flags)
     made.directory.mkdir(parents=True)
     return made
 
 
 def test_torchrun_continues_on_fewer_nodes_and_grows_again(
-    job: Cluster, cluster: Callable[..., Cluster], tmp_path: Path
+    job: Cluster, cluster: Make, tmp_path: Path
 ) -> None:
     """The node that is lost comes back while two ranks train."""
     stall = tmp_path / 'stall'
@@ -136,7 +136,7 @@ def slurm(tmp_path: Path) -> Path:
 
 
 def test_requeued_job_continues_on_fewer_nodes_and_on_more(
-    job: Cluster, cluster: Callable[..., Cluster], slurm: Path, tmp_path: Path
+    job: Cluster, cluster: Make, slurm: Path, tmp_path: Path
 ) -> None:
     """One of two nodes is lost, and returns."""
     bin_ = slurm
@@ -163,7 +163,7 @@ def test_requeued_job_continues_on_fewer_nodes_and_on_more(
 
 
 def test_local_launcher_continues_on_fewer_nodes_and_on_more(
-    job: Cluster, cluster: Callable[..., Cluster], tmp_path: Path
+    job: Cluster, cluster: Make, tmp_path: Path
 ) -> None:
     """Nodes of one worker: of three, for which there is no layout, two train."""
     stall = tmp_path / 'stall'
@@ -195,9 +195,7 @@ def launched(job: Cluster, nodes: int, log: Path, stall: Path) -> subprocess.Pop
         )
 
 
-def through_small(
-    cluster: Callable[..., Cluster], folder: Path, shrunk: Resharded, grown: Resharded
-) -> dict:
+def through_small(cluster: Make, folder: Path, shrunk: Resharded, grown: Resharded) -> dict:
     """Digest of plain Megatron that goes from four ranks to two, and back."""
     small = ['--save', str(folder / 'small'), *DENSE, '--exit-interval', str(grown.dense_at)]
     trained(cluster, SMALL, folder / 'dense', shrunk.dense_at, *QUIET, *small)

@@ -7,13 +7,13 @@ that began an iteration; the sum over all of them is that of plain Megatron with
 
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 
+from tests.distributed.conftest import Make
 from tests.distributed.harness.cluster import Cluster
 from tests.distributed.test_elastic import MODEL, ONE, RESTART, THREE, Layout, again, resharded
-from tests.support.quick import with_quick
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.thorough]
 
@@ -28,7 +28,7 @@ LOADERS = {
 }
 
 
-def killed(cluster: Callable[..., Cluster], *flags: str) -> Cluster:
+def killed(cluster: Make, *flags: str) -> Cluster:
     job = cluster(*FLAGS, *FOUR.flags(), *RESTART, *flags)
     assert -9 in job.run(fail_at='0:9:forward', mutation=PROBE)
     return job
@@ -48,10 +48,8 @@ def accepted(lives: Sequence[Cluster]) -> dict[int, Counter[int]]:
 
 
 @pytest.mark.parametrize('window', [ONE, THREE], ids=['window 1', 'window 3'])
-@pytest.mark.parametrize('loader', with_quick(LOADERS))
-def test_every_sample_is_trained_on_once(
-    loader: str, window: list[str], cluster: Callable[..., Cluster]
-) -> None:
+@pytest.mark.parametrize('loader', LOADERS)
+def test_every_sample_is_trained_on_once(loader: str, window: list[str], cluster: Make) -> None:
     """Four ranks deal a batch otherwise than three."""
     given = LOADERS[loader]
     job = killed(cluster, *window, *given)
@@ -68,7 +66,7 @@ def test_every_sample_is_trained_on_once(
 
 
 @pytest.mark.mutation
-def test_a_wrong_position_of_the_data_is_counted(cluster: Callable[..., Cluster]) -> None:
+def test_a_wrong_position_of_the_data_is_counted(cluster: Make) -> None:
     was, now = Layout(1), Layout(1, sharded=True)
     job = cluster(*FLAGS, *was.flags(), *RESTART, *ONE, ranks=1)
     assert -9 in job.run(fail_at='0:9:forward', mutation=PROBE)
@@ -79,9 +77,7 @@ def test_a_wrong_position_of_the_data_is_counted(cluster: Callable[..., Cluster]
     assert set(counted.values()) == {1, 2}
 
 
-def test_per_rank_shuffling_of_samples_is_refused(
-    cluster: Callable[..., Cluster],
-) -> None:
+def test_per_rank_shuffling_of_samples_is_refused(cluster: Make) -> None:
     """Each rank shuffles its own part of the data, which depends on their number."""
     shuffled = ['--dataloader-type', 'cyclic']
     job = killed(cluster, *ONE, *shuffled)

@@ -6,14 +6,12 @@ is compared, bit for bit, with plain Megatron of two ranks.
 """
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from moevement_ext.events import Resharded
-from tests.distributed.conftest import read_digest
-from tests.distributed.harness.cluster import Cluster
+from tests.distributed.conftest import Make, read_digest
 from tests.distributed.test_elastic import (
     ONE,
     Layout,
@@ -37,7 +35,7 @@ IDLES = 'rank 2 does not train: the layout has no place for it'
 
 @pytest.mark.parametrize('struck', [False, True], ids=['sound', 'struck'])
 def test_surplus_rank_serves_the_windows_of_its_node(
-    struck: bool, cluster: Callable[..., Cluster], tmp_path: Path
+    struck: bool, cluster: Make, tmp_path: Path
 ) -> None:
     """Its node alone has the parts of two ranks. The launcher replaces a surplus worker, too."""
     job = killed(cluster, LARGE, tmp_path / 'dense', *ONE, *LAYOUTS, *ALONE)
@@ -53,9 +51,7 @@ def test_surplus_rank_serves_the_windows_of_its_node(
     assert_equal(read_digest(after), expected)
 
 
-def test_without_a_secret_an_elastic_start_is_refused(
-    cluster: Callable[..., Cluster], tmp_path: Path
-) -> None:
+def test_without_a_secret_an_elastic_start_is_refused(cluster: Make, tmp_path: Path) -> None:
     """It could not read windows of other nodes."""
     job = killed(cluster, LARGE, tmp_path / 'dense', *ONE, *LAYOUTS, *ALONE)
     refused = again(job, cluster, THREE_RANKS, *ONE, *LAYOUTS, *ALONE)
@@ -70,9 +66,7 @@ def test_without_a_secret_an_elastic_start_is_refused(
 
 
 @pytest.mark.mutation
-def test_records_of_another_owner_change_the_bits(
-    cluster: Callable[..., Cluster], tmp_path: Path
-) -> None:
+def test_records_of_another_owner_change_the_bits(cluster: Make, tmp_path: Path) -> None:
     job = killed(cluster, LARGE, tmp_path / 'dense', *ONE, *LAYOUTS, *ALONE)
     (memory,) = job.memory.parent.glob(f'{job.name}.*')
     kept = shutil.copytree(memory, tmp_path / 'kept')

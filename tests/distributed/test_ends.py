@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ends of a job without a failure: remaining host memory, and messages."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from moevement_ext.errors import EXIT_USER_ERROR
 from moevement_ext.events import Recovered
-from tests.distributed.conftest import differences, read_digest
+from tests.distributed.conftest import Make, Reference, differences, read_digest
 from tests.distributed.harness.cluster import Cluster
 from tests.distributed.harness.judged import judged
 from tests.distributed.harness.local_cluster import launch
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.timeout(400), pytest.mark.thorough]
 
 FLAGS = (
     '--bf16 --use-distributed-optimizer --pipeline-model-parallel-size 2 '
@@ -27,10 +26,7 @@ def said(job: Cluster) -> str:
     return line
 
 
-@pytest.mark.thorough
-def test_exit_request_survives_a_death_in_the_save_before_it(
-    cluster: Callable[..., Cluster], tmp_path: Path
-) -> None:
+def test_exit_request_survives_a_death_in_the_save_before_it(cluster: Make, tmp_path: Path) -> None:
     dense = tmp_path / 'dense'
     saves = ['--save', str(dense), '--save-interval', '100']
     job = cluster(*FLAGS, *WINDOW, *saves, '--exit-interval', '6')
@@ -41,9 +37,8 @@ def test_exit_request_survives_a_death_in_the_save_before_it(
     assert not job.memory.exists()
 
 
-@pytest.mark.thorough
 def test_repeated_evaluation_may_hit_the_time_limit(
-    cluster: Callable[..., Cluster], reference: Callable[..., dict], tmp_path: Path
+    cluster: Make, reference: Reference, tmp_path: Path
 ) -> None:
     """Upstream leaves it in the middle, with the model as it is in evaluations, and then exits."""
     flags = [*FLAGS, *'--eval-interval 4 --eval-iters 2 --hidden-dropout 0.1'.split()]
@@ -58,9 +53,8 @@ def test_repeated_evaluation_may_hit_the_time_limit(
     assert differences(reference(*flags), read_digest(job)) == []
 
 
-@pytest.mark.thorough
 def test_job_that_ran_an_iteration_twice_recovers_the_whole_job(
-    cluster: Callable[..., Cluster], reference: Callable[..., dict]
+    cluster: Make, reference: Reference
 ) -> None:
     """Upstream repeats an iteration of large gradients; a stage replaying alone could not."""
     checked = '--check-for-large-grads'
@@ -81,10 +75,7 @@ TWO_STAGES = (
 ).split()
 
 
-@pytest.mark.thorough
-def test_plain_program_with_a_wrong_flag_exits_at_once_with_the_reason(
-    cluster: Callable[..., Cluster],
-) -> None:
+def test_plain_program_with_a_wrong_flag_exits_at_once_with_the_reason(cluster: Make) -> None:
     job = cluster('--no-such-flag', sparse=False, ranks=2)
     code, output = launch(job)
     assert code == EXIT_USER_ERROR
@@ -94,10 +85,7 @@ def test_plain_program_with_a_wrong_flag_exits_at_once_with_the_reason(
     assert 'error: unrecognized arguments: --no-such-flag' in reason
 
 
-@pytest.mark.thorough
-def test_plain_program_restarts_as_a_whole(
-    cluster: Callable[..., Cluster], reference: Callable[..., dict]
-) -> None:
+def test_plain_program_restarts_as_a_whole(cluster: Make, reference: Reference) -> None:
     job = cluster(*TWO_STAGES, sparse=False, ranks=2)
     code, output = launch(job, '--kill', '0@4')
     assert code == 0, output[-5000:]
@@ -105,19 +93,13 @@ def test_plain_program_restarts_as_a_whole(
     assert differences(reference(*TWO_STAGES, ranks=2), read_digest(job)) == []
 
 
-@pytest.mark.thorough
-def test_exit_before_the_first_window_is_complete_claims_none(
-    cluster: Callable[..., Cluster],
-) -> None:
+def test_exit_before_the_first_window_is_complete_claims_none(cluster: Make) -> None:
     job = cluster(*TWO_STAGES, '--sparse-ckpt-window', '6', '--exit-interval', '2', ranks=2)
     assert job.survive() == {}
     assert 'exit at iteration: 2 | windows: none is complete |' in said(job)
 
 
-@pytest.mark.thorough
-def test_rerun_machine_exit_keeps_the_windows(
-    cluster: Callable[..., Cluster], reference: Callable[..., dict]
-) -> None:
+def test_rerun_machine_exit_keeps_the_windows(cluster: Make, reference: Reference) -> None:
     """It asks for the job to be started elsewhere, by an exit status that is passed on."""
     job = cluster(*TWO_STAGES, *WINDOW, ranks=2)
     code, output = launch(job, mutation='ending.result_refused_in_iteration_6')
@@ -132,9 +114,8 @@ def test_rerun_machine_exit_keeps_the_windows(
     assert not job.memory.exists()
 
 
-@pytest.mark.thorough
 def test_rerun_machine_state_is_resumed_from_the_dense_checkpoint(
-    cluster: Callable[..., Cluster], tmp_path: Path
+    cluster: Make, tmp_path: Path
 ) -> None:
     """It is in the dense checkpoint alone: windows of the same iteration would be taken first."""
     dense = tmp_path / 'dense'

@@ -4,13 +4,12 @@
 `--exact-memory` gives all tests of this folder such a tmpfs.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from moevement_ext.events import ProtectionReduced, Recovered
-from tests.distributed.conftest import differences, read_digest
+from tests.distributed.conftest import Make, Reference, differences, read_digest
 from tests.distributed.harness.cluster import Cluster
 from tests.distributed.harness.faults import SETTLED
 
@@ -26,7 +25,7 @@ SURVIVED = {
 
 
 @pytest.fixture
-def job(cluster: Callable[..., Cluster], tmp_path: Path) -> Cluster:
+def job(cluster: Make, tmp_path: Path) -> Cluster:
     """With everything that host memory is taken for."""
     disk = tmp_path / 'disk'
     disk.mkdir()
@@ -37,7 +36,7 @@ def job(cluster: Callable[..., Cluster], tmp_path: Path) -> Cluster:
 @pytest.mark.thorough
 @pytest.mark.parametrize('lost', SURVIVED)
 def test_localized_recovery_fits_the_planned_memory(
-    lost: str, job: Cluster, reference: Callable[..., dict]
+    lost: str, job: Cluster, reference: Reference
 ) -> None:
     fail_at, wiped = SURVIVED[lost]
     assert job.survive(fail_at=fail_at, wipe=wiped)
@@ -46,7 +45,7 @@ def test_localized_recovery_fits_the_planned_memory(
 
 @pytest.mark.thorough
 def test_two_whole_job_recoveries_fit_the_planned_memory(
-    job: Cluster, reference: Callable[..., dict]
+    job: Cluster, reference: Reference
 ) -> None:
     assert -9 in job.run(fail_at='1:8:forward')
     assert -9 in job.run(fail_at='2:10:backward')
@@ -54,7 +53,7 @@ def test_two_whole_job_recoveries_fit_the_planned_memory(
     check(job, reference)
 
 
-def check(job: Cluster, reference: Callable[..., dict]) -> None:
+def check(job: Cluster, reference: Reference) -> None:
     """The bits are right, and nothing that was planned was left out."""
     assert differences(reference(*BASE), read_digest(job)) == []
     for rank in range(job.ranks):

@@ -4,13 +4,12 @@
 import re
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from moevement_ext.events import RecoveryStarted, WindowOnDisk
-from tests.distributed.conftest import differences, read_digest
+from tests.distributed.conftest import Make, Reference, differences, read_digest
 from tests.distributed.harness.cluster import ROOT, Cluster
 from tools.windows.__main__ import main
 
@@ -35,12 +34,11 @@ def loss_after(iteration: int, output: str) -> float:
     return float(found)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize('tier', ['memory', pytest.param('disk', marks=pytest.mark.thorough)])
+@pytest.mark.parametrize('tier', ['memory', 'disk'])
 def test_any_layout_resumes_from_an_export(
     tier: str,
-    cluster: Callable[..., Cluster],
-    reference: Callable[..., dict],
+    cluster: Make,
+    reference: Reference,
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
 ) -> None:

@@ -3,16 +3,15 @@
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.distributed.conftest import differences, read_digest
+from tests.distributed.conftest import Make, differences, read_digest
 from tests.distributed.harness.cluster import Cluster
 from tests.distributed.probes.checkpoints import SAID
 
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = [pytest.mark.timeout(1200), pytest.mark.thorough]
 
 UNTIED = '--bf16 --untie-embeddings-and-output-weights --train-iters 14'.split()
 SHARDED = [*UNTIED, '--use-distributed-optimizer']
@@ -45,8 +44,6 @@ LAYOUTS = {
     'full-precision': (['--train-iters', '14', '--use-distributed-optimizer'], 2),
 }
 """Flags and ranks."""
-
-Make = Callable[..., Cluster]
 
 
 def lost(make: Make, flags: list[str], ranks: int, *extra: str) -> Cluster:
@@ -98,7 +95,6 @@ def digest_of(make: Make, flags: list[str], ranks: int, load: Path) -> dict:
     return read_digest(job)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize('layout', LAYOUTS)
 def test_export_equals_a_checkpoint_saved_by_the_job(
     layout: str, cluster: Make, tmp_path: Path
@@ -109,7 +105,6 @@ def test_export_equals_a_checkpoint_saved_by_the_job(
     assert differing(cluster, iteration, tmp_path / 'dense', plain) == []
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ('flags', 'ranks'),
     [(STAGES_OF_EXPERTS, 4), ([*SHARDED, '--expert-model-parallel-size', '2'], 2)],
@@ -126,7 +121,6 @@ def test_other_layouts_resume_as_from_a_checkpoint_saved_by_the_job(
     assert differences(*ends) == []
 
 
-@pytest.mark.thorough
 def test_job_without_expert_parallelism_resumes_if_flags_allow(
     cluster: Make, tmp_path: Path
 ) -> None:
@@ -140,7 +134,6 @@ def test_job_without_expert_parallelism_resumes_if_flags_allow(
     assert read_digest(alone)['iteration'] == 14
 
 
-@pytest.mark.thorough
 @pytest.mark.mutation
 @pytest.mark.parametrize(
     ('mutation', 'layout'),
@@ -162,7 +155,6 @@ def test_wrong_export_changes_the_bits(
     assert differing(cluster, iteration, tmp_path / 'wrong', tmp_path / 'right') != []
 
 
-@pytest.mark.thorough
 def test_damaged_record_is_read_from_a_replica_or_named(cluster: Make, tmp_path: Path) -> None:
     job = lost(cluster, STAGES, 2)
     iteration = iteration_of(exported(cluster, job, tmp_path / 'whole'))

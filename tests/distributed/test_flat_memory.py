@@ -3,7 +3,6 @@
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from multiprocessing import forkserver
@@ -14,6 +13,7 @@ import psutil
 import pytest
 
 from moevement_ext.events import WindowPersisted
+from tests.distributed.conftest import Make
 from tests.distributed.harness.cluster import Cluster
 
 pytestmark = pytest.mark.thorough
@@ -40,8 +40,7 @@ class Sample(NamedTuple):
     file_bytes: int
 
 
-@pytest.mark.thorough
-def test_resources_stay_flat_in_a_long_run(cluster: Callable[..., Cluster]) -> None:
+def test_resources_stay_flat_in_a_long_run(cluster: Make) -> None:
     plain = cluster(*FLAGS, sparse=False, ranks=2)
     allowed = RSS_GROWTH_BYTES + max(after.rss - before.rss for before, after in trends(plain))
     job = cluster(*FLAGS, *WINDOW, ranks=2, nodes=2)

@@ -9,8 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from moevement_ext.events import Recovered
-from tests.distributed.conftest import differences, read_digest
-from tests.distributed.harness.cluster import Cluster
+from tests.distributed.conftest import Make, Reference, differences, read_digest
 from tests.distributed.test_localized_recovery import check_localized
 from tests.support.quick import with_quick
 
@@ -59,14 +58,14 @@ def ranks_of(setup: str) -> int:
 
 
 @pytest.fixture
-def undisturbed(reference: Callable[..., dict]) -> Callable[[str], dict]:
+def undisturbed(reference: Reference) -> Callable[[str], dict]:
     """The digest of plain Megatron with these flags, that nothing happened to."""
     return lambda setup: reference(*flags_of(setup), ranks=ranks_of(setup), stand_in=STAND_IN)
 
 
 @pytest.mark.parametrize('case', with_quick(CASES))
 def test_fp8_computation_is_recovered(
-    case: str, cluster: Callable[..., Cluster], undisturbed: Callable[[str], dict]
+    case: str, cluster: Make, undisturbed: Callable[[str], dict]
 ) -> None:
     """By the lost stage alone."""
     job = cluster(*flags_of(CASES[case]), '--sparse-ckpt-window', '3')
@@ -80,7 +79,7 @@ def test_fp8_computation_is_recovered(
 
 @pytest.mark.thorough
 def test_scales_changed_by_evaluations_are_recovered(
-    cluster: Callable[..., Cluster], undisturbed: Callable[[str], dict]
+    cluster: Make, undisturbed: Callable[[str], dict]
 ) -> None:
     """All workers die; every iteration of the window was followed by an evaluation."""
     job = cluster(*flags_of(WITH_EVALUATIONS), '--sparse-ckpt-window', '3', ranks=2)
@@ -93,7 +92,7 @@ def test_scales_changed_by_evaluations_are_recovered(
 
 @pytest.mark.thorough
 def test_scales_are_copied_from_a_data_parallel_replica(
-    cluster: Callable[..., Cluster], undisturbed: Callable[[str], dict]
+    cluster: Make, undisturbed: Callable[[str], dict]
 ) -> None:
     job = cluster(*flags_of(REPLICATED), '--sparse-ckpt-window', '3')
     assert job.survive(fail_at='1:8:backward', mutation=STAND_IN) == {1: 1}
@@ -105,7 +104,7 @@ def test_scales_are_copied_from_a_data_parallel_replica(
 @pytest.mark.thorough
 @pytest.mark.parametrize('mutation', ['scaling_not_restored', 'scaling_captured_once'])
 def test_omitting_a_step_for_delayed_scaling_changes_the_bits(
-    mutation: str, cluster: Callable[..., Cluster], undisturbed: Callable[[str], dict]
+    mutation: str, cluster: Make, undisturbed: Callable[[str], dict]
 ) -> None:
     broken = cluster(*flags_of(WITH_EVALUATIONS), '--sparse-ckpt-window', '3', ranks=2)
     broken.run(fail_at=DIES, mutation=f'mutations.fp8:{mutation}')
@@ -118,7 +117,7 @@ def test_omitting_a_step_for_delayed_scaling_changes_the_bits(
 @pytest.mark.thorough
 @pytest.mark.parametrize('mutation', ['weight_scales_not_restored', 'weights_from_masters'])
 def test_omitting_a_step_for_fp8_weights_changes_the_bits(
-    mutation: str, cluster: Callable[..., Cluster], undisturbed: Callable[[str], dict]
+    mutation: str, cluster: Make, undisturbed: Callable[[str], dict]
 ) -> None:
     case = CASES['weights-tensorwise']
     broken = cluster(*flags_of(case), '--sparse-ckpt-window', '3')
@@ -129,7 +128,7 @@ def test_omitting_a_step_for_fp8_weights_changes_the_bits(
 @pytest.mark.mutation
 @pytest.mark.thorough
 def test_scales_not_rolled_back_on_survivors_change_the_bits(
-    cluster: Callable[..., Cluster], undisturbed: Callable[[str], dict]
+    cluster: Make, undisturbed: Callable[[str], dict]
 ) -> None:
     case = CASES['delayed']
     broken = cluster(*flags_of(case), '--sparse-ckpt-window', '3')

@@ -4,7 +4,6 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Callable
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -12,9 +11,12 @@ from pathlib import Path
 import pytest
 
 from moevement_ext.events import Protected, Recovered, Replanned, WindowPersisted
-from tests.distributed.conftest import differences, read_digest
+from tests.distributed.conftest import Make, Reference, differences, read_digest
 from tests.distributed.harness.cluster import Cluster
 from tools.plan import __main__ as plan
+
+pytestmark = pytest.mark.thorough
+
 
 BASE = (
     '--bf16 --use-distributed-optimizer --pipeline-model-parallel-size 2 '
@@ -51,13 +53,9 @@ def kind(path: Path) -> str:
     return {'upstream-log': 'log_ring', 'ledger': 'ledger'}.get(path.name, 'beside')
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize('layout', [BASE, INSTANCES], ids=['stages', 'instances'])
 def test_plan_matches_reserved_memory_to_the_byte(
-    layout: list[str],
-    cluster: Callable[..., Cluster],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    layout: list[str], cluster: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = f'--sparse-ckpt-window 2 --sparse-ckpt-log-lag 0.3 --sparse-ckpt-disk {tmp_path}'
     job = cluster(*layout, *UNPADDED, *settings.split())
@@ -95,12 +93,8 @@ def planned_bytes(
     return found
 
 
-@pytest.mark.thorough
 def test_job_allocates_memory_for_the_windows_in_force(
-    cluster: Callable[..., Cluster],
-    reference: Callable[..., dict],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    cluster: Make, reference: Reference, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It begins with windows of two; once they are of one, to the byte what the plan of one says.
 
@@ -122,9 +116,8 @@ def test_job_allocates_memory_for_the_windows_in_force(
     assert differences(reference(*flags, ranks=1), read_digest(job)) == []
 
 
-@pytest.mark.thorough
 def test_slow_replicas_and_a_failed_capture_delay_windows_for_a_bounded_time(
-    cluster: Callable[..., Cluster], reference: Callable[..., dict]
+    cluster: Make, reference: Reference
 ) -> None:
     """Training waits, skips windows and goes on; the log, given room, still serves a replay."""
     flags = [*BASE, '--train-iters', '15']

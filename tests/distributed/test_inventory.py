@@ -3,13 +3,12 @@
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
 import pytest
 
-from tests.distributed.harness.cluster import Cluster
+from tests.distributed.conftest import Make
 from tests.distributed.probes import training as probes
 from tests.support.quick import with_quick
 
@@ -50,9 +49,7 @@ Inventory = dict[str, Any]
 
 
 @pytest.mark.parametrize('name', with_quick(SETUPS, *QUICK))
-def test_every_element_of_the_state_is_captured_once(
-    name: str, cluster: Callable[..., Cluster]
-) -> None:
+def test_every_element_of_the_state_is_captured_once(name: str, cluster: Make) -> None:
     flags, moe_layers = SETUPS[name]
     job = cluster(*flags.split(), '--train-iters', '1', '--sparse-ckpt-window', '3')
     job.finish(mutation='probes.inventory:write_inventory')

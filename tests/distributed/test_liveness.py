@@ -18,9 +18,12 @@ from moevement_ext.events import (
     WindowPersisted,
     WorkerStarted,
 )
-from tests.distributed.conftest import ON_BOTH_BACKENDS, differences, read_digest
+from tests.distributed.conftest import ON_BOTH_BACKENDS, Make, Reference, differences, read_digest
 from tests.distributed.harness.cluster import Cluster
 from tests.distributed.harness.local_cluster import launch
+
+pytestmark = pytest.mark.thorough
+
 
 UNTIED = '--bf16 --use-distributed-optimizer --untie-embeddings-and-output-weights'
 BASE = f'{UNTIED} --pipeline-model-parallel-size 2 --expert-model-parallel-size 2 --train-iters 12'
@@ -59,9 +62,8 @@ def check(job: Cluster, expected: dict) -> None:
     assert latecomers(job) == []
 
 
-@pytest.mark.thorough
 def test_save_longer_than_the_stuck_timeout_is_not_stuck(
-    cluster: Callable[..., Cluster], reference: Callable[..., dict], tmp_path: Path
+    cluster: Make, reference: Reference, tmp_path: Path
 ) -> None:
     flags = f'{UNTIED} --pipeline-model-parallel-size 2 --train-iters 6'.split()
     job = cluster(
@@ -75,7 +77,6 @@ def test_save_longer_than_the_stuck_timeout_is_not_stuck(
     assert job.events_of(FailureDetected) == []
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ('fault', 'mutation', 'said'),
     [
@@ -85,11 +86,7 @@ def test_save_longer_than_the_stuck_timeout_is_not_stuck(
     ids=['stopped', 'stuck'],
 )
 def test_hang_is_detected_in_whole_job_mode(
-    fault: list[str],
-    mutation: str | None,
-    said: str,
-    cluster: Callable[..., Cluster],
-    reference: Callable[..., dict],
+    fault: list[str], mutation: str | None, said: str, cluster: Make, reference: Reference
 ) -> None:
     """The others would wait until their collectives time out, and fail by themselves then."""
     flags = BASE.split()
@@ -106,10 +103,9 @@ def test_hang_is_detected_in_whole_job_mode(
     assert len(job.events_of(Recovered)) == 1
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize('recovery', ['localized', 'whole-job'])
 def test_worker_with_a_lost_device_exits_and_is_replaced(
-    recovery: str, cluster: Callable[..., Cluster], reference: Callable[..., dict]
+    recovery: str, cluster: Make, reference: Reference
 ) -> None:
     """Long before anybody counts it as hung or stuck."""
     flags = BASE.split()
@@ -126,10 +122,9 @@ def test_worker_with_a_lost_device_exits_and_is_replaced(
     assert {found[0].localized for found in recovered} == {recovery == 'localized'}
 
 
-@pytest.mark.thorough
 @ON_BOTH_BACKENDS
 def test_sole_survivor_stopped_before_the_rendezvous_is_replaced(
-    cluster: Callable[..., Cluster], reference: Callable[..., dict]
+    cluster: Make, reference: Reference
 ) -> None:
     """Only the new worker can notice."""
     flags = PP2.split()
@@ -149,11 +144,8 @@ def test_sole_survivor_stopped_before_the_rendezvous_is_replaced(
         assert recovered and recovered[-1].replayed > 0, 'windows were still there'
 
 
-@pytest.mark.thorough
 @ON_BOTH_BACKENDS
-def test_new_worker_in_set_up_survives_another_death(
-    cluster: Callable[..., Cluster], reference: Callable[..., dict]
-) -> None:
+def test_new_worker_in_set_up_survives_another_death(cluster: Make, reference: Reference) -> None:
     """For longer than the time after which a worker counts as hung."""
     flags = PP4.split()
     job = cluster(*flags, '--sparse-ckpt-window', '3', '--sparse-ckpt-hang-timeout', '4', nodes=4)

@@ -2,12 +2,11 @@
 """SIGKILLs of single workers: only their stage replays, with the bits of a fault-free run."""
 
 import re
-from collections.abc import Callable
 
 import pytest
 
 from moevement_ext.events import NextTier, Recovered, WindowPersisted
-from tests.distributed.conftest import ON_BOTH_BACKENDS, differences, read_digest
+from tests.distributed.conftest import ON_BOTH_BACKENDS, Make, Reference, differences, read_digest
 from tests.distributed.harness.cluster import NCCL_LIKE, Cluster
 from tests.distributed.harness.faults import SEALED
 from tests.distributed.test_whole_job_recovery import (
@@ -65,7 +64,7 @@ def check_localized(job: Cluster) -> None:
 
 @pytest.mark.parametrize('name', with_quick(LAYOUTS))
 def test_lost_stage_recovers_with_the_bits_of_a_fault_free_run(
-    name: str, backend: str, cluster: Callable[..., Cluster], reference: Callable[..., dict]
+    name: str, backend: str, cluster: Make, reference: Reference
 ) -> None:
     setup, fail_at = LAYOUTS[name]
     if backend == NCCL_LIKE and name == 'interleaved-overlapped-warmup':
@@ -78,9 +77,7 @@ def test_lost_stage_recovers_with_the_bits_of_a_fault_free_run(
 
 
 @pytest.mark.thorough
-def test_state_held_by_a_peer_is_copied_not_replayed(
-    cluster: Callable[..., Cluster], reference: Callable[..., dict]
-) -> None:
+def test_state_held_by_a_peer_is_copied_not_replayed(cluster: Make, reference: Reference) -> None:
     """Also if the peer has taken the step in which a worker dies."""
     flags = flags_of(f'--bf16 --pipeline-model-parallel-size 2 {UNTIED}')
     job = cluster(*flags, '--sparse-ckpt-window', '3')
@@ -93,7 +90,7 @@ def test_state_held_by_a_peer_is_copied_not_replayed(
 
 @pytest.mark.thorough
 def test_stage_recovers_after_its_node_loses_its_memory(
-    cluster: Callable[..., Cluster], reference: Callable[..., dict]
+    cluster: Make, reference: Reference
 ) -> None:
     """The replicas of the last stage's windows have the losses, even if no norm is computed."""
     flags = flags_of(f'{BASE} --clip-grad 0')
@@ -105,7 +102,7 @@ def test_stage_recovers_after_its_node_loses_its_memory(
     assert job.events_of(Recovered, rank=3)[0].iterations
 
 
-def test_unaffected_stages_do_not_recompute(cluster: Callable[..., Cluster]) -> None:
+def test_unaffected_stages_do_not_recompute(cluster: Make) -> None:
     """Forward passes are counted: the cut-off iteration is the only one that is run twice."""
     job = cluster(*flags_of(PP4), '--sparse-ckpt-window', '3', nodes=4)
     job.survive(fail_at='1:9:forward', mutation='probes.training:count_forward_passes')
@@ -125,9 +122,7 @@ def test_unaffected_stages_do_not_recompute(cluster: Callable[..., Cluster]) -> 
 
 @pytest.mark.mutation
 @pytest.mark.thorough
-def test_waiting_for_windows_of_a_copied_rank_prevents_persistence(
-    cluster: Callable[..., Cluster],
-) -> None:
+def test_waiting_for_windows_of_a_copied_rank_prevents_persistence(cluster: Make) -> None:
     flags = flags_of(f'--bf16 --pipeline-model-parallel-size 2 {UNTIED}')
     job = cluster(*flags, '--sparse-ckpt-window', '3')
     waiting = 'mutations.protection:what_rank_1_lacks_after_a_copy_is_waited_for'
@@ -136,7 +131,7 @@ def test_waiting_for_windows_of_a_copied_rank_prevents_persistence(
 
 
 @pytest.mark.mutation
-def test_wrong_bit_in_a_replay_is_reported(cluster: Callable[..., Cluster]) -> None:
+def test_wrong_bit_in_a_replay_is_reported(cluster: Make) -> None:
     job = cluster(*flags_of(BASE), '--sparse-ckpt-window', '3')
     wrong_bit = 'mutations.localized:one_bit_wrong_in_the_replay'
     job.survive(fail_at='3:8:backward', mutation=f'{wrong_bit},{SEALED}')
@@ -147,9 +142,7 @@ def test_wrong_bit_in_a_replay_is_reported(cluster: Callable[..., Cluster]) -> N
 
 
 @pytest.mark.thorough
-def test_wrong_bit_after_the_newest_capture_shows_in_the_next_loss(
-    cluster: Callable[..., Cluster],
-) -> None:
+def test_wrong_bit_after_the_newest_capture_shows_in_the_next_loss(cluster: Make) -> None:
     """The state after 6 is captured, that after 7 is not yet; its loss is recorded."""
     job = cluster(*flags_of(BASE), '--sparse-ckpt-window', '3')
     mutation = 'mutations.localized:one_bit_wrong_after_the_last_capture'
@@ -171,7 +164,7 @@ MUTATIONS = {
 @pytest.mark.mutation
 @pytest.mark.parametrize('mutation', with_quick(MUTATIONS, 'log_of_neighbour_changed'))
 def test_omitting_a_step_of_localized_recovery_changes_the_bits(
-    mutation: str, cluster: Callable[..., Cluster], reference: Callable[..., dict]
+    mutation: str, cluster: Make, reference: Reference
 ) -> None:
     flags = flags_of(MUTATIONS[mutation])
     job = cluster(*flags, '--sparse-ckpt-window', '3')

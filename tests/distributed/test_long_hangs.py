@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from moevement_ext.events import FailureDetected, NextTier, Recovered, RecoveryPhase
-from tests.distributed.conftest import differences, read_digest
+from tests.distributed.conftest import Make, Reference, differences, read_digest
 from tests.distributed.harness.cluster import Cluster
 from tests.distributed.harness.faults import SETTLED, InTurn
 from tests.distributed.probes import holding
@@ -103,9 +103,7 @@ class Hangs:
         return sum(event.phase == 'meet' for event in events)
 
 
-def test_hangs_in_a_long_job_are_recovered(
-    cluster: Callable[..., Cluster], reference: Callable[..., dict]
-) -> None:
+def test_hangs_in_a_long_job_are_recovered(cluster: Make, reference: Reference) -> None:
     expected = reference(*FLAGS)
     timeouts = f'--sparse-ckpt-hang-timeout {HANG_S} --sparse-ckpt-stuck-timeout 10'.split()
     job = cluster(*FLAGS, '--sparse-ckpt-window', '3', *SETTLED, *timeouts)

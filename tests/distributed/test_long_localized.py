@@ -16,7 +16,7 @@ from moevement_ext.events import (
     RecoveryStarted,
     WorkerStarted,
 )
-from tests.distributed.conftest import LINES, ON_BOTH_BACKENDS
+from tests.distributed.conftest import LINES, ON_BOTH_BACKENDS, Make, Reference
 from tests.distributed.harness.cluster import NCCL_LIKE, Cluster, free_port
 from tests.distributed.harness.faults import SETTLED, Fault, InTurn, deaths, fault_all
 from tests.distributed.harness.output import scraped, upstream_lines
@@ -130,7 +130,7 @@ def session_of(pid: int) -> int:
         return -1
 
 
-def everything_on(cluster: Callable[..., Cluster]) -> Cluster:
+def everything_on(cluster: Make) -> Cluster:
     job = cluster(*EVERYTHING, '--sparse-ckpt-window', str(WINDOW), *SETTLED)
     disk = job.directory / 'disk'
     disk.mkdir(parents=True)
@@ -143,9 +143,7 @@ def everything_on(cluster: Callable[..., Cluster]) -> Cluster:
     return job
 
 
-def test_localized_recovery_with_all_features_on(
-    cluster: Callable[..., Cluster], reference: Callable[..., dict]
-) -> None:
+def test_localized_recovery_with_all_features_on(cluster: Make, reference: Reference) -> None:
     """The launcher announces no death: survivors notice by themselves."""
     looks: list[LastIteration] = []
 
@@ -195,9 +193,7 @@ WENT_ON = {(0, 37): 1, (0, 43): 2, (3, 49): 1, (0, 55): 0}
 """Through how many failures, by rank and iteration to which it replayed; see `probes.cascading`."""
 
 
-def test_further_failures_during_recoveries(
-    cluster: Callable[..., Cluster], reference: Callable[..., dict]
-) -> None:
+def test_further_failures_during_recoveries(cluster: Make, reference: Reference) -> None:
     flags = f'{FOUR_STAGES} --train-iters 60'.split()
     job = fault_all(
         lambda: cluster(*flags, '--sparse-ckpt-window', '3', *SETTLED, nodes=4),
@@ -228,9 +224,7 @@ OF_A_REPLACEMENT = (
 
 
 @pytest.mark.thorough
-def test_deaths_of_replacements(
-    cluster: Callable[..., Cluster], reference: Callable[..., dict]
-) -> None:
+def test_deaths_of_replacements(cluster: Make, reference: Reference) -> None:
     flags = f'{FOUR_STAGES} --train-iters 63'.split()
     fault_all(
         lambda: cluster(*flags, '--sparse-ckpt-window', '3', *SETTLED, nodes=4),
@@ -248,9 +242,7 @@ TOGETHER = (
 
 
 @ON_BOTH_BACKENDS
-def test_all_stages_roll_back_together(
-    backend: str, cluster: Callable[..., Cluster], reference: Callable[..., dict]
-) -> None:
+def test_all_stages_roll_back_together(backend: str, cluster: Make, reference: Reference) -> None:
     """In the processes that live; nothing is logged."""
     flags = f'{FP32} {PP_EP} {UNTIED} --train-iters 29'.split()
     together = ['--sparse-ckpt-window', '3', '--sparse-ckpt-recovery', 'global']
@@ -271,9 +263,7 @@ COPIES = (
 )
 
 
-def test_lost_peers_and_nodes(
-    cluster: Callable[..., Cluster], reference: Callable[..., dict]
-) -> None:
+def test_lost_peers_and_nodes(cluster: Make, reference: Reference) -> None:
     """Without the distributed optimizer a data-parallel peer holds the same state."""
     # The log is full until the window after a copy is persisted: that is not worth a wait.
     soon = ['max_wait=0.1']
@@ -311,7 +301,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize('name', with_quick(LAYOUTS, 'virtual-stages-with-all-of-experts'))
 def test_localized_recovery_in_other_layouts(
-    name: str, cluster: Callable[..., Cluster], reference: Callable[..., dict]
+    name: str, cluster: Make, reference: Reference
 ) -> None:
     """All stages are lost together, and then either of them alone."""
     setup, other = LAYOUTS[name]
@@ -337,9 +327,7 @@ WAITED_FOR = (
 )
 
 
-def test_collectives_that_fail_like_nccl(
-    cluster: Callable[..., Cluster], reference: Callable[..., dict]
-) -> None:
+def test_collectives_that_fail_like_nccl(cluster: Make, reference: Reference) -> None:
     job = fault_all(
         lambda: cluster(
             *LIKE_NCCL, '--sparse-ckpt-window', '3', *SETTLED, nodes=4, backend=NCCL_LIKE

@@ -5,13 +5,12 @@ By windows where they are newest, by a dense checkpoint where that is, and from 
 there is neither.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from moevement_ext.events import NextTier, Recovered
-from tests.distributed.conftest import differences, read_digest
+from tests.distributed.conftest import Make, Reference, differences, read_digest
 from tests.distributed.harness.cluster import Cluster
 from tests.distributed.harness.faults import SEALED, SETTLED
 
@@ -59,9 +58,7 @@ class Job:
         return [event.iteration for event in found]
 
 
-def test_all_tiers_and_exits(
-    cluster: Callable[..., Cluster], reference: Callable[..., dict], tmp_path: Path
-) -> None:
+def test_all_tiers_and_exits(cluster: Make, reference: Reference, tmp_path: Path) -> None:
     made = cluster(*FLAGS, '--sparse-ckpt-window', '3', *SETTLED, ranks=2)
     job = Job(made, tmp_path / 'dense')
     memory = job.job.memory

@@ -6,13 +6,13 @@ launch before wherever some were left.
 """
 
 import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
 
 from moevement_ext.events import NextTier, Recovered, RecoveryStarted
-from tests.distributed.conftest import differences, read_digest
+from tests.distributed.conftest import Make, Reference, differences, read_digest
 from tests.distributed.harness.cluster import Cluster
 from tests.distributed.harness.damage import copies_of_newest, flip_byte, windows
 from tests.distributed.harness.faults import PERSISTED, SETTLED
@@ -80,9 +80,7 @@ def exchange_nodes(job: Cluster) -> None:
     (job.memory / 'other').rename(second)
 
 
-def test_repeated_whole_job_recoveries(
-    cluster: Callable[..., Cluster], reference: Callable[..., dict]
-) -> None:
+def test_repeated_whole_job_recoveries(cluster: Make, reference: Reference) -> None:
     job = cluster(*FLAGS, '--sparse-ckpt-window', '3', *SETTLED, *OTHERWISE)
     launches = Launches(job)
     launches.dies('1:8:forward')

@@ -5,19 +5,17 @@ What it loses in other cases: `tests/unit/recover/test_lossy_strategies.py`.
 """
 
 import json
-from collections.abc import Callable
 
 import pytest
 
 from moevement_ext.events import NextTier, Protected, Recovered, RecoveryStarted, TokensLost
-from tests.distributed.conftest import differences, read_digest
+from tests.distributed.conftest import Make, Reference, differences, read_digest
 from tests.distributed.harness.cluster import Cluster
 from tests.distributed.test_localized_recovery import BASE, flags_of
 
 INTERVAL = 3
 START, TARGET = 6, 8
 MOC = f'--sparse-ckpt-strategy moc --sparse-ckpt-interval {INTERVAL} --sparse-ckpt-experts'.split()
-Make = Callable[..., Cluster]
 
 pytestmark = pytest.mark.thorough
 
@@ -39,7 +37,7 @@ def experts_of(job: Cluster, rank: int) -> list[str]:
     return job.events_of(Protected, rank)[0].experts
 
 
-def test_all_experts_are_exact(cluster: Make, reference: Callable[..., dict]) -> None:
+def test_all_experts_are_exact(cluster: Make, reference: Reference) -> None:
     job = cluster(*flags_of(BASE), *MOC, '4')
     lost = survived(job)
     assert differences(reference(*flags_of(BASE)), read_digest(job)) == []
@@ -83,9 +81,7 @@ def recounted(job: Cluster, rank: int, event: TokensLost) -> float:
     )
 
 
-def test_experts_have_the_versions_in_the_header(
-    cluster: Make, reference: Callable[..., dict]
-) -> None:
+def test_experts_have_the_versions_in_the_header(cluster: Make, reference: Reference) -> None:
     job = cluster(*flags_of(BASE), *MOC, '1')
     lost = survived(job, 'mutations.experts:states_are_noted')
     versions = check_versions(job, lost)

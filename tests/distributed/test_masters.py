@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from moevement_ext.events import Recovered
-from tests.distributed.conftest import differences, read_digest
+from tests.distributed.conftest import Make, Reference, differences, read_digest
 from tests.distributed.harness.cluster import Cluster
 from tests.distributed.test_localized_recovery import check_localized
 from tests.support.quick import with_quick
@@ -55,7 +55,7 @@ def flags_of(case: str) -> list[str]:
 
 
 @pytest.fixture
-def undisturbed(reference: Callable[..., dict]) -> Callable[[str], dict]:
+def undisturbed(reference: Reference) -> Callable[[str], dict]:
     """The digest of plain Megatron with the flags of a case, that nothing happened to."""
     return lambda case: reference(*flags_of(case), stand_in=STAND_INS, check=check_numbers)
 
@@ -77,7 +77,7 @@ def check_kinds(case: str, digest: dict) -> None:
 
 @pytest.mark.parametrize('case', with_quick(CASES))
 def test_fp8_weights_with_narrow_masters_are_recovered(
-    case: str, cluster: Callable[..., Cluster], undisturbed: Callable[[str], dict]
+    case: str, cluster: Make, undisturbed: Callable[[str], dict]
 ) -> None:
     check_kinds(case, undisturbed(case))
     local = cluster(*flags_of(case), '--sparse-ckpt-window', '3')
@@ -94,7 +94,7 @@ def test_fp8_weights_with_narrow_masters_are_recovered(
 @pytest.mark.thorough
 @pytest.mark.parametrize('case', WITH_EVALUATIONS)
 def test_state_changed_by_evaluations_is_recovered(
-    case: str, cluster: Callable[..., Cluster], undisturbed: Callable[[str], dict]
+    case: str, cluster: Make, undisturbed: Callable[[str], dict]
 ) -> None:
     """All workers die; every iteration of the window was followed by an evaluation."""
     job = cluster(*flags_of(case), '--sparse-ckpt-window', '3')
@@ -108,7 +108,7 @@ def test_state_changed_by_evaluations_is_recovered(
 @pytest.mark.thorough
 @pytest.mark.parametrize('mutation', MUTATIONS)
 def test_omitting_a_step_for_narrow_masters_changes_the_bits(
-    mutation: str, cluster: Callable[..., Cluster], undisturbed: Callable[[str], dict]
+    mutation: str, cluster: Make, undisturbed: Callable[[str], dict]
 ) -> None:
     case = MUTATIONS[mutation]
     broken = cluster(*flags_of(case), '--sparse-ckpt-window', '3')

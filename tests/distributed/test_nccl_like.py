@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from moevement_ext.events import WindowPersisted
-from tests.distributed.conftest import differences, read_digest
+from tests.distributed.conftest import Reference, differences, read_digest
 from tests.distributed.harness.cluster import NCCL_LIKE, Cluster
 from tests.distributed.test_localized_recovery import (
     BASE,
@@ -18,6 +18,9 @@ from tests.distributed.test_localized_recovery import (
     flags_of,
     victims,
 )
+
+pytestmark = pytest.mark.thorough
+
 
 # No collective within a stage, nor after the norm, that would raise and hide what comes before.
 PLAIN = f'--bf16 --pipeline-model-parallel-size 4 {UNTIED}'
@@ -44,10 +47,9 @@ def check_death(job: Cluster, expected: dict, fail_at: str, mutation: str) -> No
     check_localized(job)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize('death', DEATHS)
 def test_garbage_from_aborted_collectives_is_discarded(
-    death: str, make: Make, reference: Callable[..., dict]
+    death: str, make: Make, reference: Reference
 ) -> None:
     setup, fail_at = DEATHS[death]
     expected = reference(*flags_of(setup))
@@ -55,8 +57,7 @@ def test_garbage_from_aborted_collectives_is_discarded(
 
 
 @pytest.mark.mutation
-@pytest.mark.thorough
-def test_undetected_garbage_gives_wrong_bits(make: Make, reference: Callable[..., dict]) -> None:
+def test_undetected_garbage_gives_wrong_bits(make: Make, reference: Reference) -> None:
     setup, fail_at = DEATHS['others wait in the norm']
     job = make(setup)
     job.survive(fail_at=fail_at, mutation='mutations.nccl_like:garbage_is_not_looked_for')
@@ -64,10 +65,9 @@ def test_undetected_garbage_gives_wrong_bits(make: Make, reference: Callable[...
 
 
 @pytest.mark.mutation
-@pytest.mark.thorough
 @pytest.mark.parametrize('mutation', ['groups_of_calls_stay_open', 'aborts_one_after_the_other'])
 def test_omitting_a_step_for_nccl_breaks_recovery(
-    mutation: str, make: Make, reference: Callable[..., dict]
+    mutation: str, make: Make, reference: Reference
 ) -> None:
     """By ranks that fail or hang, or by all that start again."""
     setup, fail_at = DEATHS['others send and receive']

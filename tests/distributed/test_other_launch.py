@@ -4,14 +4,13 @@
 import os
 import signal
 import subprocess
-from collections.abc import Callable
 from contextlib import ExitStack
 
 import pytest
 
 from moevement_ext.events import Recovered, WindowPersisted, WorkerStarted
-from tests.distributed.conftest import differences, read_digest
-from tests.distributed.harness.cluster import Cluster, free_port, tails
+from tests.distributed.conftest import Make, Reference, differences, read_digest
+from tests.distributed.harness.cluster import free_port, tails
 from tests.distributed.harness.torchrun import agent
 from tests.distributed.test_torchrun import START_S, prepared, wait_until
 
@@ -28,9 +27,7 @@ LAUNCH = (
 
 @pytest.mark.launcher
 @pytest.mark.thorough
-def test_node_with_other_protection_flags_is_named_before_training(
-    cluster: Callable[..., Cluster],
-) -> None:
+def test_node_with_other_protection_flags_is_named_before_training(cluster: Make) -> None:
     """Ranks would wait for each other in a recovery, forever."""
     flag, of_the_others, other = '--sparse-ckpt-recovery', 'localized', 'whole-job'
     job = prepared(cluster, FLAGS, ranks=2)
@@ -53,7 +50,7 @@ def test_node_with_other_protection_flags_is_named_before_training(
 @pytest.mark.launcher
 @pytest.mark.thorough
 def test_replacement_with_other_flags_is_refused_before_it_copies_state(
-    cluster: Callable[..., Cluster], reference: Callable[..., dict]
+    cluster: Make, reference: Reference
 ) -> None:
     job = prepared(cluster, FLAGS, ranks=2)
     launch = [*LAUNCH, '--master-port', str(free_port()), '--node-rank']

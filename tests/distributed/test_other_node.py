@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """A replacement runs on a node with fewer resources than the lost node."""
 
-from collections.abc import Callable
 from pathlib import Path
 
-from tests.distributed.conftest import differences, read_digest
-from tests.distributed.harness.cluster import Cluster
+from tests.distributed.conftest import Make, Reference, differences, read_digest
 from tests.distributed.test_whole_job_recovery import BASE
 
 
 def test_replacement_works_without_optional_resources_of_its_node(
-    cluster: Callable[..., Cluster], reference: Callable[..., dict], tmp_path: Path
+    cluster: Make, reference: Reference, tmp_path: Path
 ) -> None:
     """Caches of data, dense checkpoints to load, windows on disk, a folder for events."""
     local = {name: tmp_path / name for name in ('cache', 'load', 'disk')}

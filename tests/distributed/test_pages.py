@@ -87,7 +87,6 @@ def run(command: str, checkout: Path) -> str:
     return done.stdout
 
 
-@pytest.mark.thorough
 def test_program_of_api_has_the_same_bits_after_a_loss(checkout: Path) -> None:
     """By the digest tool: also generators that the program does not use are seeded."""
     trains = '        job.train(loop, batches)\n'
@@ -104,7 +103,6 @@ def test_program_of_api_has_the_same_bits_after_a_loss(checkout: Path) -> None:
     assert 'equal' in run(compare, checkout)
 
 
-@pytest.mark.thorough
 def test_loop_of_readme_trains(checkout: Path) -> None:
     command = '.venv/bin/moevement launch --nodes 2 -- readme.py'
     assert run(command, checkout).count(f'trained {ITERATIONS}\n') == 2

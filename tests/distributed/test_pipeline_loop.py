@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from moevement_ext.events import Recovered
-from tests.distributed.conftest import differences, digest_of_undisturbed, read_digest
+from tests.distributed.conftest import Make, differences, digest_of_undisturbed, read_digest
 from tests.distributed.harness.cluster import Cluster
 from tests.distributed.harness.faults import SEALED
 
@@ -16,7 +16,7 @@ ITERATIONS = 16
 
 
 @pytest.fixture
-def pipeline_loop(example: Callable[..., Cluster], text: list[str]) -> Callable[[], Cluster]:
+def pipeline_loop(example: Make, text: list[str]) -> Callable[[], Cluster]:
     """Makes jobs of the example."""
     return lambda: example(
         'pipeline_loop', '--text', f'{text[1]}.bin', '--iterations', str(ITERATIONS)

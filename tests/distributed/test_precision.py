@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from moevement_ext.events import Recovered
-from tests.distributed.conftest import differences, read_digest
+from tests.distributed.conftest import Make, Reference, differences, read_digest
 from tests.distributed.harness.cluster import Cluster
 from tests.distributed.test_localized_recovery import check_localized
 from tests.support.quick import with_quick
@@ -72,14 +72,14 @@ def flags_of(case: str) -> list[str]:
 
 
 @pytest.fixture
-def undisturbed(reference: Callable[..., dict]) -> Callable[[str], dict]:
+def undisturbed(reference: Reference) -> Callable[[str], dict]:
     """The digest of a case that nothing happened to."""
     return lambda case: reference(*flags_of(case), stand_in=STAND_IN)
 
 
 @pytest.mark.parametrize('case', with_quick(CASES))
 def test_low_precision_state_is_recovered(
-    case: str, cluster: Callable[..., Cluster], undisturbed: Callable[[str], dict]
+    case: str, cluster: Make, undisturbed: Callable[[str], dict]
 ) -> None:
     whole = cluster(*flags_of(case), '--sparse-ckpt-window', '3')
     assert -9 in whole.run(fail_at='1:9:forward', mutation=STAND_IN)
@@ -103,7 +103,7 @@ def skipped(job: Cluster) -> set[int]:
 @pytest.mark.thorough
 @pytest.mark.parametrize('case', DENSE)
 def test_low_precision_windows_after_a_dense_restart_are_recovered(
-    case: str, cluster: Callable[..., Cluster], undisturbed: Callable[[str], dict], tmp_path: Path
+    case: str, cluster: Make, undisturbed: Callable[[str], dict], tmp_path: Path
 ) -> None:
     """A dense checkpoint holds what the state stands for; of fp8, that may be rounded once more."""
     dense = ['--save', str(tmp_path / 'dense'), '--load', str(tmp_path / 'dense')]
@@ -122,7 +122,7 @@ def test_low_precision_windows_after_a_dense_restart_are_recovered(
 @pytest.mark.thorough
 @pytest.mark.parametrize('mutation', MUTATIONS)
 def test_omitting_a_step_for_low_precision_changes_the_bits(
-    mutation: str, cluster: Callable[..., Cluster], undisturbed: Callable[[str], dict]
+    mutation: str, cluster: Make, undisturbed: Callable[[str], dict]
 ) -> None:
     case = MUTATIONS[mutation]
     broken = cluster(*flags_of(case), '--sparse-ckpt-window', '3')

@@ -5,12 +5,10 @@ Recording itself needs a GPU.
 """
 
 import re
-from collections.abc import Callable
 
 import pytest
 
-from tests.distributed.conftest import differences, read_digest
-from tests.distributed.harness.cluster import Cluster
+from tests.distributed.conftest import Make, Reference, differences, read_digest
 from tests.distributed.test_whole_job_recovery import BASE
 
 WINDOW = 3
@@ -18,12 +16,7 @@ REPLAYED_WITH_FROZEN = WINDOW - 1
 RECORDED = re.compile(r'recorded after iterations: (\d+) \| frozen: (\d+)')
 
 
-def recorded_after(
-    cluster: Callable[..., Cluster],
-    reference: Callable[..., dict],
-    iterations: int,
-    recording: str,
-) -> None:
+def recorded_after(cluster: Make, reference: Reference, iterations: int, recording: str) -> None:
     """A job that is lost and started again records after so many iterations of its own."""
     job = cluster(*BASE, '--sparse-ckpt-window', str(WINDOW))
     mutation = f'mutations.recorded:{recording}'
@@ -36,14 +29,10 @@ def recorded_after(
 
 
 @pytest.mark.thorough
-def test_layers_are_recorded_between_iterations(
-    cluster: Callable[..., Cluster], reference: Callable[..., dict]
-) -> None:
+def test_layers_are_recorded_between_iterations(cluster: Make, reference: Reference) -> None:
     recorded_after(cluster, reference, 1, 'layers_are_recorded')
 
 
 @pytest.mark.thorough
-def test_whole_iteration_is_recorded_after_the_warm_up(
-    cluster: Callable[..., Cluster], reference: Callable[..., dict]
-) -> None:
+def test_whole_iteration_is_recorded_after_the_warm_up(cluster: Make, reference: Reference) -> None:
     recorded_after(cluster, reference, 2, 'whole_iterations_are_recorded')

@@ -4,7 +4,6 @@
 import os
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,14 +16,13 @@ from moevement_ext.events import (
     WindowPersisted,
     WorkerStarted,
 )
-from tests.distributed.conftest import differences, read_digest
+from tests.distributed.conftest import Make, Reference, differences, read_digest
 from tests.distributed.harness.cluster import Cluster
 from tests.distributed.harness.faults import PERSISTED, SETTLED
 from tests.distributed.harness.judged import judged
 from tests.distributed.test_whole_job_recovery import BASE, BF16, UNTIED
 from tests.support.quick import with_quick
 
-Make = Callable[..., Cluster]
 TWO_STAGES = f'{BF16} --pipeline-model-parallel-size 2 {UNTIED} --train-iters 12'.split()
 SAVES = ['--save-interval', '5']
 TRACKER = 'latest_checkpointed_iteration.txt'
@@ -43,7 +41,7 @@ def _cut_off(dense: Path) -> None:
 
 @pytest.mark.thorough
 def test_newer_dense_checkpoint_is_preferred(
-    cluster: Make, reference: Callable, tmp_path: Path
+    cluster: Make, reference: Reference, tmp_path: Path
 ) -> None:
     dense = ['--save', str(tmp_path / 'dense'), '--load', str(tmp_path / 'dense')]
     job = cluster(*TWO_STAGES, *SAVES, *dense, '--sparse-ckpt-window', '6', ranks=2)
@@ -119,7 +117,7 @@ def test_too_small_budget_is_refused_before_training(cluster: Make) -> None:
 
 
 def test_full_memory_directory_disables_protection_with_a_message(
-    cluster: Make, reference: Callable, small_tmpfs: Path
+    cluster: Make, reference: Reference, small_tmpfs: Path
 ) -> None:
     job = cluster(*BASE, '--sparse-ckpt-window', '3')
     job.flags += ['--sparse-ckpt-dir', str(small_tmpfs)]
@@ -130,7 +128,7 @@ def test_full_memory_directory_disables_protection_with_a_message(
 
 
 def test_memory_that_is_full_at_a_restart_loses_no_progress(
-    cluster: Make, reference: Callable, limited_tmpfs: Path
+    cluster: Make, reference: Reference, limited_tmpfs: Path
 ) -> None:
     job = cluster(*BASE, '--sparse-ckpt-window', '3', *SETTLED)
     job.flags += ['--sparse-ckpt-dir', str(limited_tmpfs)]
@@ -164,7 +162,7 @@ def _take_all_but(directory: Path, spare: int) -> Path:
 
 @pytest.mark.thorough
 def test_replacement_without_memory_reports_it_and_holds_no_replicas(
-    cluster: Make, reference: Callable, limited_tmpfs: Path
+    cluster: Make, reference: Reference, limited_tmpfs: Path
 ) -> None:
     job = cluster(*BASE, '--sparse-ckpt-window', '3', 'max_wait=0.1', nodes=4)
     job.flags += ['--sparse-ckpt-dir', str(limited_tmpfs)]
@@ -254,7 +252,7 @@ def test_unreadable_dense_checkpoint_does_not_count_as_finished(
 
 @pytest.mark.parametrize('trouble', with_quick(UNREADABLE, 'an empty tracker file'))
 def test_unreadable_dense_tier_does_not_end_a_job_with_windows(
-    trouble: str, cluster: Make, reference: Callable, tmp_path: Path
+    trouble: str, cluster: Make, reference: Reference, tmp_path: Path
 ) -> None:
     dense = tmp_path / 'dense'
     flags = ['--save', str(dense), '--load', str(dense), '--save-interval', '4']

@@ -2,13 +2,12 @@
 """A recovery that computes other bits ends the job, and the next start has the right bits."""
 
 import re
-from collections.abc import Callable
 
 import pytest
 
 from moevement_ext.errors import EXIT_OTHER_BITS
 from moevement_ext.events import NextTier, RecoveryStarted
-from tests.distributed.conftest import differences, read_digest
+from tests.distributed.conftest import Make, Reference, differences, read_digest
 from tests.distributed.harness.cluster import Cluster
 
 pytestmark = pytest.mark.thorough
@@ -32,9 +31,7 @@ def check(job: Cluster, expected: dict) -> None:
 
 
 @pytest.mark.mutation
-def test_refused_replay_of_a_stage_ends_the_job(
-    cluster: Callable[..., Cluster], reference: Callable[..., dict]
-) -> None:
+def test_refused_replay_of_a_stage_ends_the_job(cluster: Make, reference: Reference) -> None:
     """The one before was not refused."""
     job = cluster(*BASE, '--sparse-ckpt-window', '3', *STOP)
     mutation = 'mutations.localized:one_bit_wrong_in_the_first_replay_of_rank_3'
@@ -43,9 +40,7 @@ def test_refused_replay_of_a_stage_ends_the_job(
 
 
 @pytest.mark.mutation
-def test_refused_start_of_the_whole_job_ends_it(
-    cluster: Callable[..., Cluster], reference: Callable[..., dict]
-) -> None:
+def test_refused_start_of_the_whole_job_ends_it(cluster: Make, reference: Reference) -> None:
     job = cluster(*BASE, '--sparse-ckpt-window', '2', *STOP)
     assert -9 in job.run(fail_at='1:9:backward')
     codes = job.run(mutation='mutations.localized:one_bit_wrong_on_rank_0', all_end=True)

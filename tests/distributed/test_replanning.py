@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Windows re-planned during the run: by popularity, and by measured times with `auto`."""
 
-from collections.abc import Callable
 from contextlib import suppress
 
 import pytest
 
 from moevement_ext.config import CAPACITY, FIXED, ORDERS
 from moevement_ext.events import Recovered, Replanned, WindowPersisted
-from tests.distributed.conftest import differences, read_digest
-from tests.distributed.harness.cluster import Cluster
+from tests.distributed.conftest import Make, Reference, differences, read_digest
 from tests.distributed.test_whole_job_recovery import BF16, PP_EP, UNTIED
 
 pytestmark = pytest.mark.thorough
@@ -21,7 +19,7 @@ RESTLESS = ['reorder_change=0', 'reorder_fraction=0.01']
 
 @pytest.mark.parametrize('order', ORDERS)
 def test_windows_of_any_order_are_recovered(
-    order: str, cluster: Callable[..., Cluster], reference: Callable[..., dict]
+    order: str, cluster: Make, reference: Reference
 ) -> None:
     capacity = '--moe-expert-capacity-factor 1.0'.split() if order == CAPACITY else []
     job = cluster(
@@ -40,9 +38,8 @@ def test_windows_of_any_order_are_recovered(
     assert len(job.events_of(Recovered)) == 1
 
 
-@pytest.mark.thorough
 def test_auto_window_follows_a_throttled_holder_and_recovers(
-    cluster: Callable[..., Cluster], reference: Callable[..., dict]
+    cluster: Make, reference: Reference
 ) -> None:
     """From 1 to what the rate demands, with a log that has room for it; exact, as ever."""
     flags = [*FLAGS[:-1], '180']

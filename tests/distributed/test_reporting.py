@@ -2,7 +2,6 @@
 """Reports of a run: its log lines and upstream's, TensorBoard, events, checkpoints, evaluation."""
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ from tensorboard.backend.event_processing.event_accumulator import (  # type: ig
     EventAccumulator,
 )
 
-from tests.distributed.conftest import differences, read_digest
+from tests.distributed.conftest import Make, differences, read_digest
 from tests.distributed.harness.cluster import Cluster
 from tests.distributed.harness.faults import SETTLED
 from tests.distributed.harness.output import upstream_lines
@@ -42,9 +41,7 @@ def saving(directory: Path) -> list[str]:
     ]
 
 
-def test_upstream_output_and_checkpoints_are_unchanged(
-    cluster: Callable[..., Cluster], tmp_path: Path
-) -> None:
+def test_upstream_output_and_checkpoints_are_unchanged(cluster: Make, tmp_path: Path) -> None:
     plain = cluster(*FLAGS, *saving(tmp_path / 'plain'), sparse=False, ranks=RANKS)
     plain.finish()
     job = cluster(*FLAGS, *saving(tmp_path / 'sparse'), *WINDOW, ranks=RANKS)
@@ -64,9 +61,7 @@ EVERY_ITERATION = [*FLAGS, '--log-interval', '1']  # the last of a flag counts
 
 @pytest.mark.thorough
 @pytest.mark.parametrize('mutation', ['', 'metrics_of_a_replay_are_kept'])
-def test_log_lines_after_a_recovery_match_a_fault_free_run(
-    mutation: str, cluster: Callable[..., Cluster]
-) -> None:
+def test_log_lines_after_a_recovery_match_a_fault_free_run(mutation: str, cluster: Make) -> None:
     """Losses of the router, which upstream sums up until it logs them, among them."""
     plain = cluster(*EVERY_ITERATION, sparse=False, ranks=RANKS)
     plain.finish()
@@ -130,14 +125,14 @@ def validation_losses(job: Cluster, attempt: int) -> dict[str, str]:
 
 
 @pytest.fixture
-def fault_free(cluster: Callable[..., Cluster]) -> Cluster:
+def fault_free(cluster: Make) -> Cluster:
     job = cluster(*FLAGS, sparse=False, ranks=RANKS)
     job.finish()
     return job
 
 
 def test_recovered_run_reports_and_evaluates_like_the_fault_free_one(
-    cluster: Callable[..., Cluster], fault_free: Cluster
+    cluster: Make, fault_free: Cluster
 ) -> None:
     job = cluster(*FLAGS, *WINDOW, ranks=RANKS)
     assert -9 in job.run(fail_at='1:10:backward')

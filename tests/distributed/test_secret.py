@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A launcher that gives the workers of several nodes no secret, as torchrun does."""
 
-from collections.abc import Callable
-
-from tests.distributed.conftest import differences, read_digest
-from tests.distributed.harness.cluster import Cluster
+from tests.distributed.conftest import Make, Reference, differences, read_digest
 from tests.distributed.harness.faults import SETTLED
 
 FLAGS = (
@@ -14,7 +11,7 @@ FLAGS = (
 
 
 def test_nodes_without_a_secret_recover_the_whole_job_from_their_own_memory(
-    cluster: Callable[..., Cluster], reference: Callable[..., dict]
+    cluster: Make, reference: Reference
 ) -> None:
     job = cluster(*FLAGS, '--sparse-ckpt-window', '3', *SETTLED)
     job.gives_secret = False

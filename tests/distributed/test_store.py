@@ -18,7 +18,7 @@ from moevement_ext.events import (
     WindowPersisted,
     WorkerStarted,
 )
-from tests.distributed.conftest import differences, read_digest
+from tests.distributed.conftest import Make, Reference, differences, read_digest
 from tests.distributed.harness.cluster import Cluster, tails
 from tests.distributed.harness.local_cluster import launch
 from tests.distributed.harness.store import OutsideStore
@@ -41,7 +41,7 @@ def store() -> Iterator[OutsideStore]:
     assert made.close() == 128 + signal.SIGTERM
 
 
-def job_in(store: OutsideStore, cluster: Callable[..., Cluster]) -> Cluster:
+def job_in(store: OutsideStore, cluster: Make) -> Cluster:
     # On a loaded machine a window may be persisted late; no other is to be skipped for that.
     window = '--sparse-ckpt-window 3 max_wait=60'.split()
     job = cluster(*FLAGS, *window, '--sparse-ckpt-store', store.address, ranks=2)
@@ -88,7 +88,7 @@ def check_nothing_is_lost(job: Cluster) -> None:
 
 @pytest.mark.thorough
 def test_store_loss_loses_no_committed_iteration(
-    store: OutsideStore, cluster: Callable[..., Cluster], reference: Callable[..., dict]
+    store: OutsideStore, cluster: Make, reference: Reference
 ) -> None:
     job = job_in(store, cluster)
     run_through_the_death_of(store, job, 'waits_in_iteration_7_until_the_store_is_lost')
@@ -101,7 +101,7 @@ def test_store_loss_loses_no_committed_iteration(
 @pytest.mark.mutation
 @pytest.mark.thorough
 def test_exit_in_the_middle_of_a_window_loses_that_window(
-    store: OutsideStore, cluster: Callable[..., Cluster]
+    store: OutsideStore, cluster: Make
 ) -> None:
     job = job_in(store, cluster)
     run_through_the_death_of(store, job, 'ends_in_the_middle_of_a_window')
@@ -149,7 +149,7 @@ class Nodes:
 
 @pytest.mark.launcher
 def test_job_survives_the_loss_of_the_first_node_and_its_agent(
-    store: OutsideStore, cluster: Callable[..., Cluster], reference: Callable[..., dict]
+    store: OutsideStore, cluster: Make, reference: Reference
 ) -> None:
     job = job_in(store, cluster)
     with ExitStack() as stack:
@@ -170,7 +170,7 @@ def test_job_survives_the_loss_of_the_first_node_and_its_agent(
 
 @pytest.mark.thorough
 def test_torchrun_agents_continue_in_a_new_store(
-    store: OutsideStore, cluster: Callable[..., Cluster], reference: Callable[..., dict]
+    store: OutsideStore, cluster: Make, reference: Reference
 ) -> None:
     job = job_in(store, cluster)
     with ExitStack() as stack:
@@ -190,7 +190,7 @@ def test_torchrun_agents_continue_in_a_new_store(
 
 @pytest.mark.thorough
 def test_launcher_continues_in_a_new_store(
-    store: OutsideStore, cluster: Callable[..., Cluster], reference: Callable[..., dict]
+    store: OutsideStore, cluster: Make, reference: Reference
 ) -> None:
     job = job_in(store, cluster)
 

@@ -14,7 +14,7 @@ import pytest
 
 from moevement_ext.config import SparseCheckpointConfig
 from moevement_ext.events import Recovered, WindowPersisted, WorkerStarted
-from tests.distributed.conftest import differences, read_digest
+from tests.distributed.conftest import Make, Reference, differences, read_digest
 from tests.distributed.harness.cluster import Cluster, free_port, tails
 from tests.distributed.harness.torchrun import agent
 
@@ -33,9 +33,7 @@ START_S = 400.0
 
 
 @pytest.mark.thorough
-def test_one_agent_restarts_all_workers(
-    cluster: Callable[..., Cluster], reference: Callable[..., dict]
-) -> None:
+def test_one_agent_restarts_all_workers(cluster: Make, reference: Reference) -> None:
     job = prepared(cluster, TWO_STAGES, ranks=2)
     launch = ['--standalone', '--nproc-per-node', '2', '--max-restarts', '2']
     log = job.directory / 'agent.log'
@@ -45,9 +43,7 @@ def test_one_agent_restarts_all_workers(
 
 
 @pytest.mark.thorough
-def test_terminated_job_prints_where_its_windows_are(
-    cluster: Callable[..., Cluster], reference: Callable[..., dict]
-) -> None:
+def test_terminated_job_prints_where_its_windows_are(cluster: Make, reference: Reference) -> None:
     """As a scheduler does it when the time is up; no signal handler of upstream's is asked for."""
     job = prepared(cluster, TWO_STAGES, ranks=2)
     launch = ['--standalone', '--nproc-per-node', '2', '--max-restarts', '2']
@@ -64,9 +60,7 @@ def test_terminated_job_prints_where_its_windows_are(
 
 
 @pytest.mark.thorough
-def test_stopped_worker_is_killed_and_replaced(
-    cluster: Callable[..., Cluster], reference: Callable[..., dict]
-) -> None:
+def test_stopped_worker_is_killed_and_replaced(cluster: Make, reference: Reference) -> None:
     """Its agent sees nothing of it; there is no other worker on its node."""
     job = prepared(cluster, [*TWO_STAGES, '--sparse-ckpt-hang-timeout', '8'], ranks=2)
     logs = [job.directory / f'agent{node}.log' for node in range(2)]
@@ -95,7 +89,7 @@ def test_stopped_worker_is_killed_and_replaced(
         assert recovered.localized and recovered.stages == [1]
 
 
-def prepared(cluster: Callable[..., Cluster], flags: list[str], ranks: int) -> Cluster:
+def prepared(cluster: Make, flags: list[str], ranks: int) -> Cluster:
     job = cluster(*flags, '--sparse-ckpt-window', '2', ranks=ranks)
     job.directory.mkdir(parents=True)
     return job
@@ -120,7 +114,7 @@ def wait_until(condition: Callable[[], bool], logs: list[Path]) -> None:
 # What is launched
 
 
-def test_help_shows_the_flags_in_a_group(cluster: Callable[..., Cluster]) -> None:
+def test_help_shows_the_flags_in_a_group(cluster: Make) -> None:
     job = cluster(sparse=False, ranks=1)
     job.flags = ['--help']
     job.finish()
@@ -164,7 +158,7 @@ def test_help_shows_the_flags_in_a_group(cluster: Callable[..., Cluster]) -> Non
     ],
 )
 def test_upstream_is_unmodified_without_the_flag(
-    sparse: bool, expected: set[str], cluster: Callable[..., Cluster]
+    sparse: bool, expected: set[str], cluster: Make
 ) -> None:
     job = cluster('--bf16', '--train-iters', '1', sparse=sparse, ranks=1)
     where = job.flags.index('--sparse-ckpt-digest')

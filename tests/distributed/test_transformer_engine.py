@@ -4,13 +4,10 @@
 Stand-ins have its rules on the CPU (`tests/stand_ins`).
 """
 
-from collections.abc import Callable
-
 import pytest
 
 from moevement_ext.events import Recovered
-from tests.distributed.conftest import ON_BOTH_BACKENDS, differences, read_digest
-from tests.distributed.harness.cluster import Cluster
+from tests.distributed.conftest import ON_BOTH_BACKENDS, Make, Reference, differences, read_digest
 
 pytestmark = [pytest.mark.thorough, ON_BOTH_BACKENDS]
 
@@ -27,9 +24,8 @@ AT_FULL_RATE = ('--lr-warmup-iters', '0')
 """From the first update on: one with a rate of 0 is the same whatever steps are counted."""
 
 
-@pytest.mark.thorough
 def test_whole_job_and_localized_recovery_match_a_fault_free_run(
-    cluster: Callable[..., Cluster], reference: Callable[..., dict]
+    cluster: Make, reference: Reference
 ) -> None:
     expected = reference(*PLAIN, stand_in=TRANSFORMER_ENGINE)
     whole = cluster(*FLAGS)
@@ -42,9 +38,8 @@ def test_whole_job_and_localized_recovery_match_a_fault_free_run(
     assert differences(expected, read_digest(local)) == []
 
 
-@pytest.mark.thorough
 def test_survivor_resets_step_counts_for_a_replay_from_the_start(
-    cluster: Callable[..., Cluster], reference: Callable[..., dict]
+    cluster: Make, reference: Reference
 ) -> None:
     expected = reference(*PLAIN, *AT_FULL_RATE, stand_in=TRANSFORMER_ENGINE)
     local = cluster(*FLAGS, *AT_FULL_RATE)
@@ -57,10 +52,7 @@ DRAWS = ('--te-rng-tracker', '--attention-dropout', '0.1')
 GENERATORS = f'{VARIANTS}:generators_tracked'
 
 
-@pytest.mark.thorough
-def test_tracked_generators_are_restored_in_place(
-    cluster: Callable[..., Cluster], reference: Callable[..., dict]
-) -> None:
+def test_tracked_generators_are_restored_in_place(cluster: Make, reference: Reference) -> None:
     """With `--te-rng-tracker` states are no tensors."""
     expected = reference(*PLAIN, *DRAWS, stand_in=GENERATORS)
     whole = cluster(*FLAGS, *DRAWS)
@@ -73,20 +65,14 @@ def test_tracked_generators_are_restored_in_place(
 
 
 @pytest.mark.mutation
-@pytest.mark.thorough
-def test_generators_not_restored_change_the_bits(
-    cluster: Callable[..., Cluster], reference: Callable[..., dict]
-) -> None:
+def test_generators_not_restored_change_the_bits(cluster: Make, reference: Reference) -> None:
     expected = reference(*PLAIN, *DRAWS, stand_in=GENERATORS)
     broken = cluster(*FLAGS, *DRAWS)
     broken.survive(fail_at='1:8:backward', mutation=f'{VARIANTS}:generators_not_restored')
     assert differences(expected, read_digest(broken)) != []
 
 
-@pytest.mark.thorough
-def test_first_expert_of_a_group_may_thaw_last(
-    cluster: Callable[..., Cluster], reference: Callable[..., dict]
-) -> None:
+def test_first_expert_of_a_group_may_thaw_last(cluster: Make, reference: Reference) -> None:
     """The group asks it whether gradients are wanted."""
     expected = reference(*PLAIN, stand_in=TRANSFORMER_ENGINE)
     local = cluster(*FLAGS)
@@ -95,10 +81,7 @@ def test_first_expert_of_a_group_may_thaw_last(
     assert differences(expected, read_digest(local)) == []
 
 
-@pytest.mark.thorough
-def test_delayed_weight_gradients_are_recovered(
-    cluster: Callable[..., Cluster], reference: Callable[..., dict]
-) -> None:
+def test_delayed_weight_gradients_are_recovered(cluster: Make, reference: Reference) -> None:
     """Those of frozen experts are not: nothing was put aside for them."""
     in_turns = (*FLAGS, *IN_TURNS)
     expected = reference(*PLAIN, *IN_TURNS, stand_in=f'{VARIANTS}:delayed_gradients')
@@ -108,10 +91,7 @@ def test_delayed_weight_gradients_are_recovered(
 
 
 @pytest.mark.mutation
-@pytest.mark.thorough
-def test_delayed_gradients_of_frozen_layers_raise(
-    cluster: Callable[..., Cluster],
-) -> None:
+def test_delayed_gradients_of_frozen_layers_raise(cluster: Make) -> None:
     broken = cluster(*FLAGS, *IN_TURNS)
     with pytest.raises((RuntimeError, TimeoutError)):
         broken.survive(
@@ -123,7 +103,6 @@ def test_delayed_gradients_of_frozen_layers_raise(
 
 
 @pytest.mark.mutation
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ('mutation', 'fail_at', 'flags'),
     [
@@ -132,11 +111,7 @@ def test_delayed_gradients_of_frozen_layers_raise(
     ],
 )
 def test_omitting_a_step_for_transformer_engine_changes_the_bits(
-    cluster: Callable[..., Cluster],
-    reference: Callable[..., dict],
-    mutation: str,
-    fail_at: str,
-    flags: tuple[str, ...],
+    cluster: Make, reference: Reference, mutation: str, fail_at: str, flags: tuple[str, ...]
 ) -> None:
     expected = reference(*PLAIN, *flags, stand_in=TRANSFORMER_ENGINE)
     broken = cluster(*FLAGS, *flags)

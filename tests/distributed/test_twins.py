@@ -2,13 +2,15 @@
 """All workers die, a node is lost: a data-parallel peer is the only source of its windows."""
 
 import shutil
-from collections.abc import Callable
 
 import pytest
 
 from moevement_ext.events import Recovered
-from tests.distributed.conftest import differences, read_digest
+from tests.distributed.conftest import Make, Reference, differences, read_digest
 from tests.distributed.harness.cluster import Cluster
+
+pytestmark = pytest.mark.thorough
+
 
 FLAGS = (
     '--bf16 --untie-embeddings-and-output-weights --hidden-dropout 0.1 --train-iters 10 '
@@ -34,10 +36,7 @@ def lose_a_node(job: Cluster, mutation: str = '') -> Cluster:
     return job
 
 
-@pytest.mark.thorough
-def test_twin_is_the_only_source_of_a_window(
-    cluster: Callable[..., Cluster], reference: Callable[..., dict]
-) -> None:
+def test_twin_is_the_only_source_of_a_window(cluster: Make, reference: Reference) -> None:
     job = lose_a_node(cluster(*FLAGS, *PROTECTED))
     assert differences(reference(*FLAGS, stand_in=OWN), read_digest(job)) == []
     assert job.events_of(Recovered, job.ranks - 1)
@@ -48,19 +47,13 @@ def test_twin_is_the_only_source_of_a_window(
 
 
 @pytest.mark.mutation
-@pytest.mark.thorough
-def test_using_the_own_part_of_a_twin_changes_the_bits(
-    cluster: Callable[..., Cluster], reference: Callable[..., dict]
-) -> None:
+def test_using_the_own_part_of_a_twin_changes_the_bits(cluster: Make, reference: Reference) -> None:
     """With its random numbers the bits are others."""
     job = lose_a_node(cluster(*FLAGS, *PROTECTED), ',mutations.whole_job:part_of_the_twin')
     assert differences(reference(*FLAGS, stand_in=OWN), read_digest(job)) != []
 
 
-@pytest.mark.thorough
-def test_stage_recovers_from_a_twin(
-    cluster: Callable[..., Cluster], reference: Callable[..., dict]
-) -> None:
+def test_stage_recovers_from_a_twin(cluster: Make, reference: Reference) -> None:
     """One worker dies with the memory of its node; its stage replays, with its peer's copy."""
     flags = [*FLAGS, '--pipeline-model-parallel-size', '2']
     job = cluster(*flags, *PROTECTED, nodes=4)

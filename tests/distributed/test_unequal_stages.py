@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stages hold different kinds of parameters, so that their optimizers differ by what they hold."""
 
-from collections.abc import Callable
-
 import pytest
 
-from tests.distributed.conftest import ON_BOTH_BACKENDS, differences, read_digest
-from tests.distributed.harness.cluster import Cluster
+from tests.distributed.conftest import ON_BOTH_BACKENDS, Make, Reference, differences, read_digest
 from tests.distributed.test_localized_recovery import check_localized, victims
 from tests.support.quick import with_quick
 
@@ -31,7 +28,7 @@ CASES = {
 @pytest.mark.thorough
 @pytest.mark.parametrize('case', with_quick(CASES, 'stage without experts'))
 def test_replacement_has_the_lost_workers_parameter_groups(
-    case: str, cluster: Callable[..., Cluster], reference: Callable[..., dict]
+    case: str, cluster: Make, reference: Reference
 ) -> None:
     setup, fail_at = CASES[case]
     flags = setup.split()

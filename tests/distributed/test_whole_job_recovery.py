@@ -2,13 +2,11 @@
 """The whole job is SIGKILLed and started again; at the end every bit equals the fault-free run."""
 
 import re
-from collections.abc import Callable
 
 import pytest
 
 from moevement_ext.events import Recovered
-from tests.distributed.conftest import LINES, differences, read_digest
-from tests.distributed.harness.cluster import Cluster
+from tests.distributed.conftest import LINES, Make, Reference, differences, read_digest
 from tests.support.quick import with_quick
 
 BF16 = '--bf16 --use-distributed-optimizer'
@@ -67,7 +65,7 @@ def _flags(setup: str) -> list[str]:
 
 @pytest.mark.parametrize('name', with_quick(SETUPS))
 def test_recovered_run_has_the_bits_of_a_fault_free_run(
-    name: str, cluster: Callable[..., Cluster], reference: Callable[..., dict]
+    name: str, cluster: Make, reference: Reference
 ) -> None:
     setup, window, fail_at = SETUPS[name]
     flags = _flags(setup)
@@ -106,7 +104,7 @@ MUTATIONS = {
 @pytest.mark.mutation
 @pytest.mark.parametrize('mutation', with_quick(MUTATIONS))
 def test_omitting_a_step_of_whole_job_recovery_changes_the_bits(
-    mutation: str, cluster: Callable[..., Cluster], reference: Callable[..., dict]
+    mutation: str, cluster: Make, reference: Reference
 ) -> None:
     flags = MUTATIONS[mutation]
     job = cluster(*flags, '--sparse-ckpt-window', '4')
@@ -117,9 +115,7 @@ def test_omitting_a_step_of_whole_job_recovery_changes_the_bits(
 
 
 @pytest.mark.thorough
-def test_wrong_bit_after_the_newest_capture_shows_in_loss_and_norm(
-    cluster: Callable[..., Cluster],
-) -> None:
+def test_wrong_bit_after_the_newest_capture_shows_in_loss_and_norm(cluster: Make) -> None:
     job = cluster(*BASE, '--sparse-ckpt-window', '3')
     job.run(fail_at='1:7:after-step')
     job.finish(mutation='mutations.localized:one_bit_wrong_after_the_last_capture')

@@ -78,13 +78,6 @@ def test_environment_without_pip_is_rebuilt(checkout: Path) -> None:
     assert '-m venv .venv' in (checkout / 'programs' / 'calls').read_text()
 
 
-def test_environment_interrupted_twice_is_still_half_built(checkout: Path) -> None:
-    (checkout / '.venv' / 'bin' / 'fails').write_text('pip install')
-    assert set_up(checkout).returncode != 0
-    assert (checkout / '.venv' / '.building').exists()
-    assert not (checkout / '.venv' / '.installed').exists()
-
-
 def test_torch_of_a_trial_is_installed_first_from_an_index_without_cuda(checkout: Path) -> None:
     done = set_up(checkout, '--cpu')
     assert done.returncode == 0, done.stderr
@@ -92,20 +85,6 @@ def test_torch_of_a_trial_is_installed_first_from_an_index_without_cuda(checkout
     first, second = (call for call in calls if 'pip install' in call)
     assert '--index-url https://' in first and first.endswith(' torch>=2.11')
     assert '--index-url' not in second and '--editable' in second
-
-
-def test_index_without_this_torch_is_named_in_one_line(checkout: Path) -> None:
-    (checkout / '.venv' / 'bin' / 'fails').write_text('--index-url')
-    done = set_up(checkout, '--cpu')
-    assert done.returncode == 1
-    last = done.stderr.splitlines()[-1]
-    assert last.startswith('[setup_env] --cpu: no PyTorch from https://') and 'CPU_INDEX' in last
-    assert (checkout / '.venv' / '.building').exists()
-
-
-def test_another_flag_is_refused(checkout: Path) -> None:
-    done = set_up(checkout, '--gpu')
-    assert done.returncode == 2 and done.stderr == '[setup_env] --gpu: the only flag is --cpu\n'
 
 
 def test_file_system_without_locks_is_named(checkout: Path) -> None:
