@@ -185,8 +185,8 @@ class SparseCheckpointConfig:
     router; 'decayed': with most tokens, averaged over windows with halving weights; 'capacity':
     with the largest share of --moe-expert-capacity-factor in use; 'fixed': no reordering, the order
     of the model.""")
-    store: str | None = setting(None)("""HOST:PORT of a store outside the training nodes, python -m
-    moevement_ext.store, for the rendezvous of the ranks: no node is then indispensable for the job.
+    store: str | None = setting(None)("""HOST:PORT of a store outside the training nodes, of
+    `moevement store`, for the rendezvous of the ranks: no node is then indispensable for the job.
     Default: the store of the launcher.""")
     recovery: str = setting(AUTO)("""'auto': 'localized', or 'global' if --sparse-ckpt-strategy is
     not 'moevement' and so keeps no log; 'localized': only the pipeline stages that lost a worker
@@ -379,8 +379,8 @@ class SparseCheckpointConfig:
             host = host[1:-1]
         if not host or not port.isdecimal() or not 0 < int(port) < 65536:
             raise ConfigurationError(
-                f'--sparse-ckpt-store {self.store!r} must be HOST:PORT, where python -m '
-                'moevement_ext.store serves.'
+                f'--sparse-ckpt-store {self.store!r} must be HOST:PORT, where `moevement store` '
+                'serves.'
             )
         return host, int(port)
 

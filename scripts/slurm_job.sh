@@ -111,7 +111,7 @@ example() {
         --seed 1234
     )
 
-    # The flags that tools.prepare_data printed.
+    # The flags that moevement prepare-data printed.
     data=(
         --data-path "$data_prefix"
         --tokenizer-type NullTokenizer

@@ -113,11 +113,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def measure(args: argparse.Namespace, console: Console) -> Comparison:
-    """Run all rounds.
-
-    Raises:
-        LabError: plain Megatron failed, or all rows did.
-    """
+    """Run all rounds. Raises LabError: plain Megatron failed, or all rows did."""
     hardware = Hardware.here(gpu=False)
     output, data = prepare(args, 'jobs')
     course = Course(
@@ -192,8 +188,7 @@ def _limited(course: Course, dense_copy: float, iteration_s: float) -> Course:
 def show(args: argparse.Namespace, report: Comparison, console: Console) -> None:
     """Print the report, and write the requested files.
 
-    Raises:
-        LabError: a file cannot be written.
+    Raises LabError: a file cannot be written.
     """
     print_report(report, console)
     try:

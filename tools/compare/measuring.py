@@ -47,8 +47,7 @@ class Curves(msgspec.Struct, frozen=True):
 def span_s(log: RunLog) -> float:
     """Seconds from the first logged iteration to the last.
 
-    Raises:
-        LabError: there are fewer than two.
+    Raises LabError: there are fewer than two.
     """
     if len(log.iterations) < 2:
         raise LabError('a job logged fewer than two iterations; take more --iterations')
@@ -90,11 +89,7 @@ def kept(log: RunLog) -> list[Iteration]:
 
 
 def comebacks(lived: Lived) -> Iterator[Comeback]:
-    """Yield the recovery from each fault.
-
-    Raises:
-        LabError: no new iteration followed a fault.
-    """
+    """Yield the recovery from each fault. Raises LabError: no new iteration followed a fault."""
     ends = [*(fault.at for fault in lived.injected[1:]), float('inf')]
     for fault, end in zip(lived.injected, ends, strict=True):
         yield _comeback(lived, fault.at, end)

@@ -146,8 +146,7 @@ def _wait(job: Job, number: int) -> None:
 def _began_alike(job: Job) -> None:
     """Wait until lm-resiliency has restored all ranks.
 
-    Raises:
-        LabError: the ranks continue from different steps.
+    Raises LabError: the ranks continue from different steps.
     """
     for _ in job.follow('lm-resiliency to restore'):
         steps = _BEGINS.findall(job.text())
@@ -166,11 +165,7 @@ class PeerRuns:
         self._plain: dict[bool, tuple[_Ran, Trained]] = {}
 
     def run(self, number: int, name: str, row: PeerRow) -> PeerFigures:
-        """Run a row.
-
-        Raises:
-            LabError: the job failed, or did not recover.
-        """
+        """Run a row. Raises LabError: the job failed, or did not recover."""
         folder, ran = self._output / f'{number}-{name}', _Ran()
         plain = name in (PLAIN, PLAIN_DATA)
         with memory_directory('moevement-peers-') as memory:
@@ -201,8 +196,7 @@ def compared(
 ) -> PeerFigures:
     """Figures of a job, relative to plain Megatron in the same round.
 
-    Raises:
-        LabError: no new iteration came after the kill.
+    Raises LabError: no new iteration came after the kill.
     """
     mine, other = (one.samples[1] - one.samples[0] for one in (ran, beside))
     log, back, start, again = trained.log, None, 0.0, 0

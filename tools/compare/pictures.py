@@ -18,8 +18,7 @@ _BIN_S = 2.0
 def draw_all(report: Comparison, folder: Path) -> list[Path]:
     """Draw all pictures into a folder; returns their files.
 
-    Raises:
-        OSError: a file cannot be written.
+    Raises OSError: a file cannot be written.
     """
     draw_goodput(report, folder / GOODPUT)
     draw_ettr(report, folder / ETTR)

@@ -112,8 +112,7 @@ class Comparison(msgspec.Struct, frozen=True):
 def figures(row: Row, lived: Lived, plain: Lived, course: Course) -> RowResult:
     """Compute the figures of a job, relative to plain Megatron in the same round.
 
-    Raises:
-        LabError: the job did not recover from a fault.
+    Raises LabError: the job did not recover from a fault.
     """
     log, reference = lived.trained.log, plain.trained.log
     iteration_s = measuring.pace_s(reference)

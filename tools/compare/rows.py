@@ -148,8 +148,7 @@ ROWS = {
 def chosen(names: str, forked: bool) -> dict[str, Row]:
     """Rows by name; `all`: the rows that differ here, except ablations.
 
-    Raises:
-        ValueError: there is no such row; the message names it.
+    Raises ValueError: there is no such row; the message names it.
     """
     if names == 'all':
         return {

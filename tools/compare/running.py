@@ -112,8 +112,7 @@ class Course(NamedTuple):
     def hurt(self, number: int, name: str, row: Row, faults: Sequence[PlannedFault]) -> Lived:
         """Run a row under all faults of the trace.
 
-        Raises:
-            LabError: the run failed, or ended before the last fault.
+        Raises LabError: the run failed, or ended before the last fault.
         """
         folder = self.output / f'{number}-{name}'
         injected: list[InjectedFault] = []
@@ -197,11 +196,7 @@ def since(log: RunLog, number: int) -> RunLog:
 
 
 def _inject(job: Job, row: Row, fault: PlannedFault, due: float) -> InjectedFault:
-    """Wait for the moment of a fault, and inject it.
-
-    Raises:
-        LabError: the job ended first.
-    """
+    """Wait for the moment of a fault, and inject it. Raises LabError: the job ended first."""
     while time.time() < due or not job.pids()[fault.rank]:
         if not job.running():
             raise LabError(

@@ -78,8 +78,7 @@ def read_operators(path: Path) -> OperatorTable:
 def read[Description](path: Path, kind: type[Description]) -> Description:
     """The description in a file; `.yaml` and `.yml` are YAML, anything else is JSON.
 
-    Raises:
-        DescriptionError: the file cannot be read, or a field is missing, unknown or wrong.
+    Raises DescriptionError: the file cannot be read, or a field is missing, unknown or wrong.
     """
     decode = msgspec.yaml.decode if path.suffix in ('.yaml', '.yml') else msgspec.json.decode
     try:

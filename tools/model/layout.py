@@ -120,8 +120,7 @@ class Batch(Checked, frozen=True, forbid_unknown_fields=True):
     def micro_batches(self, data: int) -> int:
         """Micro-batches per iteration on each of `data` data-parallel ranks.
 
-        Raises:
-            FieldError: the global batch is not a multiple.
+        Raises FieldError: the global batch is not a multiple.
         """
         at_once = self.micro_batch_size * data
         rule = f'give a multiple of micro_batch_size x data parallelism = {at_once}'
@@ -226,8 +225,7 @@ class Layout(Checked, frozen=True, forbid_unknown_fields=True):
     def layers_of(self, stage: int, layers: int) -> list[list[int]]:
         """Numbers (from 1) of the layers of each chunk of `stage`, for a model of `layers`.
 
-        Raises:
-            FieldError: the layers cannot be distributed as described.
+        Raises FieldError: the layers cannot be distributed as described.
         """
         if self.chunks > 1:
             slots = self.pipeline * self.chunks

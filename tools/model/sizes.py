@@ -59,8 +59,7 @@ def operator_sizes(
 ) -> OperatorTable:
     """Operators of `stage` in capture order, with bytes for each rank of the stage's group.
 
-    Raises:
-        FieldError: model and layout do not fit together.
+    Raises FieldError: model and layout do not fit together.
     """
     pieces = [_chunk(model, layout, stage, chunk) for chunk in range(layout.chunks)]
     elements = _elements(layout, stage, pieces)

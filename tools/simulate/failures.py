@@ -165,11 +165,7 @@ def as_matrix(
 
 
 def check_size(failures: int) -> None:
-    """Refuse a simulation that exceeds memory.
-
-    Raises:
-        FieldError: there are too many failures.
-    """
+    """Refuse a simulation that exceeds memory. Raises FieldError: there are too many failures."""
     rule = f'above {MOST_FAILURES} failures do not fit in memory; simulate fewer hours'
     fields.require(failures <= MOST_FAILURES, 'hours', failures, rule)
 
@@ -234,8 +230,7 @@ class Trace(Checked, frozen=True):
 def read_trace(path: Path) -> Trace:
     """Read a CSV file in the format of the module's docstring.
 
-    Raises:
-        TraceError: the file is missing or malformed; the message names file, line and rule.
+    Raises TraceError: the file is missing or malformed; the message names file, line and rule.
     """
     try:
         with path.open(newline='', encoding='utf-8') as file:

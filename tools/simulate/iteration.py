@@ -165,8 +165,7 @@ def fit_affine(name: str, measured: Sequence[tuple[float, float]]) -> Affine:
 def stages_of(profile: StageProfile, layers: Sequence[int]) -> np.ndarray:
     """Seconds of a micro-batch on stages with `layers` layers each, float64 [stages].
 
-    Raises:
-        FieldError: the profile has no layers, or all of its layers are at the ends.
+    Raises FieldError: the profile has no layers, or all of its layers are at the ends.
     """
     _check_layers(layers)
     if profile.layers is None:
@@ -199,8 +198,7 @@ def iteration_of(
 ) -> Iteration:
     """Time of an iteration with these layers; None: as measured.
 
-    Raises:
-        FieldError: a value is missing or breaks its rule.
+    Raises FieldError: a value is missing or breaks its rule.
     """
     batches = profile.micro_batches if micro_batches is None else micro_batches
     fields.number('micro_batches', batches, Whole)

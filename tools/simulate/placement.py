@@ -92,8 +92,7 @@ def survival_report(
 ) -> list[Placed]:
     """Placements by `place_replicas` for each of `replicas`, and their survival of failed domains.
 
-    Raises:
-        ValueError: more domains fail than exist, or replicas are negative.
+    Raises ValueError: more domains fail than exist, or replicas are negative.
     """
     failed = list(failed)
     found = []

@@ -110,8 +110,7 @@ class Profile(Checked, frozen=True):
     def written_s(self) -> float:
         """Seconds to write all operators to the storage, or to read them.
 
-        Raises:
-            FieldError: the rate is unknown.
+        Raises FieldError: the rate is unknown.
         """
         if self.disk_bytes_per_s is None:
             rule = 'is missing; the profile does not say it, and this system uses a disk'

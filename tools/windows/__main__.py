@@ -38,6 +38,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moevement_ext.memory.window.refusal import UnreadableWindow
+from moevement_ext.memory.window.settings import Layout
 
 from ..lab.arguments import Parser, at_least, split_at_end
 from ..lab.errors import LabError
@@ -94,33 +95,32 @@ def _run(args: argparse.Namespace) -> int:
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(prog='moevement windows', description=__doc__)
     commands = parser.add_subparsers(dest='command', required=True)
-    for name, about in (
-        ('list', 'what lies where'),
-        ('verify', 'list windows, and compare every checksum'),
-        ('prune', 'delete files that no recovery needs'),
-    ):
-        command = commands.add_parser(name, help=about)
-        command.add_argument('directory', type=Path, metavar='DIR')
-        if name == 'prune':
-            command.add_argument(
-                '--keep', type=at_least(0), default=_KEEP, metavar='N',
-                help=f'complete windows of each run that stay on disk ({_KEEP}); 0: nothing stays',
-            )  # fmt: skip
-            command.add_argument('--yes', action='store_true', help='delete the files')
-        else:
-            command.add_argument('--json', action='store_true')
-    command = commands.add_parser('export', help='make a dense checkpoint of the newest window')
-    command.add_argument('directory', type=Path, metavar='DIR', help='directory of one run')
-    command.add_argument('--to', choices=[TORCH_DIST], required=True, help='format')
-    command.add_argument('--output', type=Path, required=True, metavar='DIR', help='for --load')
-    command.add_argument(
-        '--offline',
-        action='store_true',
-        help='in this process, for any layout: after -- come flags of pretrain_gpt.py alone',
+    listing, verifying, pruning, exporting, checking = (
+        commands.add_parser(name, help=about)
+        for name, about in (
+            ('list', 'what lies where'),
+            ('verify', 'list windows, and compare every checksum'),
+            ('prune', 'delete files that no recovery needs'),
+            ('export', 'make a dense checkpoint of the newest window'),
+            ('check', 'report whether a job would resume from them'),
+        )
     )
-    command = commands.add_parser('check', help='report whether a job would resume from them')
-    command.add_argument('directory', type=Path, metavar='DIR')
-    command.add_argument(
+    for command in (listing, verifying, pruning, exporting, checking):
+        command.add_argument('directory', type=Path, metavar='DIR')
+    for command in (listing, verifying):
+        command.add_argument('--json', action='store_true')
+    pruning.add_argument(
+        '--keep', type=at_least(0), default=_KEEP, metavar='N',
+        help=f'complete windows of each run that stay on disk ({_KEEP}); 0: nothing stays',
+    )  # fmt: skip
+    pruning.add_argument('--yes', action='store_true', help='delete the files')
+    exporting.add_argument('--to', choices=[TORCH_DIST], required=True, help='format')
+    exporting.add_argument('--output', type=Path, required=True, metavar='DIR', help='for --load')
+    exporting.add_argument(
+        '--offline', action='store_true',
+        help='in this process, for any layout: after -- come flags of pretrain_gpt.py alone',
+    )  # fmt: skip
+    checking.add_argument(
         '--nproc', type=at_least(0), metavar='N',
         help='ranks of the job; default: as many as the windows had, or the fewest for the flags',
     )  # fmt: skip
@@ -166,23 +166,19 @@ def _check(found: Sequence[Found], args: argparse.Namespace) -> int:
 
 
 def _as_json(found: Sequence[Found]) -> dict[str, Any]:
-    files = []
-    for one in found:
-        layout = None if one.layout is None else str(one.layout)
-        fields = {**msgspec.structs.asdict(one), 'path': str(one.path), 'layout': layout}
-        files.append({
-            name: _utf8(value) if isinstance(value, str) else value
-            for name, value in fields.items()
-        })  # fmt: skip
-    return {
-        'files': files,
-        'complete': {_utf8(run): windows for run, windows in complete(found).items()},
-    }
+    files = [
+        {name: _plain(value) for name, value in msgspec.structs.asdict(one).items()}
+        for one in found
+    ]
+    whole = {_plain(run): windows for run, windows in complete(found).items()}
+    return {'files': files, 'complete': whole}
 
 
-def _utf8(text: str) -> str:
-    """The text with question marks for bytes of a path that are not UTF-8."""
-    return os.fsencode(text).decode(errors='replace')
+def _plain(value: Any) -> Any:
+    """With question marks for bytes of a path that are not UTF-8."""
+    if isinstance(value, Path | Layout):
+        value = str(value)
+    return os.fsencode(value).decode(errors='replace') if isinstance(value, str) else value
 
 
 def _print(found: Sequence[Found], directory: Path, console: Console) -> None:
@@ -191,34 +187,30 @@ def _print(found: Sequence[Found], directory: Path, console: Console) -> None:
         console.print(f'no windows in {directory}', highlight=False, soft_wrap=True)
         return
     wide = console.width >= _WIDE
-    table = Table(box=HEAVY_HEAD if wide else None, pad_edge=False)
-    headings = ['run', 'rank', 'window', 'slots', 'size', 'held by', 'state', 'checksums']
-    shown = [name for name in headings if wide or name not in _ONLY_WIDE]
-    for heading in shown:
-        table.add_column(
-            heading,
-            justify='right' if heading in ('rank', 'slots', 'size') else 'left',
-            overflow='fold',
-        )
-    for one in found:
-        values = {
-            'run': one.run,
-            'rank': str(one.rank),
-            'window': one.window,
-            'slots': '' if one.slots is None else str(one.slots),
-            'size': size(one.nbytes),
-            'held by': one.held_by,
-            'state': one.state,
-            'checksums': one.problem
-            or ('' if wide or one.state == 'committed' else one.state)
-            or ('right' if one.verified else 'headers right' if one.slots else ''),
-        }
-        table.add_row(*(values[name] for name in shown))
-    console.print(table)
+    shown = Table(box=HEAVY_HEAD if wide else None, pad_edge=False)
+    rows = [_cells(one, wide) for one in found]
+    columns = [name for name in rows[0] if wide or name not in _ONLY_WIDE]
+    for name in columns:
+        right = name in ('rank', 'slots', 'size')
+        shown.add_column(name, justify='right' if right else 'left', overflow='fold')
+    for row in rows:
+        shown.add_row(*(row[name] for name in columns))
+    console.print(shown)
     for run, windows in complete(found).items():
         ranks = len({one.rank for one in found if one.run == run})
         newest = ', '.join(windows) if windows else 'none'
         console.print(f'{run}: whole on all {ranks} ranks seen here: {newest}', highlight=False)
+
+
+def _cells(one: Found, wide: bool) -> dict[str, str]:
+    checked = 'right' if one.verified else 'headers right' if one.slots else ''
+    if one.state != 'committed' and not wide:  # there is no column of states
+        checked = one.state
+    return {
+        'run': one.run, 'rank': str(one.rank), 'window': one.window,
+        'slots': '' if one.slots is None else str(one.slots), 'size': size(one.nbytes),
+        'held by': one.held_by, 'state': one.state, 'checksums': one.problem or checked,
+    }  # fmt: skip
 
 
 def _prune(found: Sequence[Found], args: argparse.Namespace) -> int:

@@ -41,8 +41,7 @@ class Source(NamedTuple):
 def source(found: Sequence[Found], directory: Path) -> Source:
     """Find the windows to export below a directory.
 
-    Raises:
-        LabError: there is no complete window of a finished run, or there are several runs.
+    Raises LabError: there is no complete window of a finished run, or there are several runs.
     """
     run = one_run(found, directory)
     windows = complete(found)[run]
@@ -60,8 +59,7 @@ def source(found: Sequence[Found], directory: Path) -> Source:
 def one_run(found: Sequence[Found], directory: Path) -> str:
     """Name of the run below a directory.
 
-    Raises:
-        LabError: there is none, or there are several, or it has not ended.
+    Raises LabError: there is none, or there are several, or it has not ended.
     """
     runs = sorted({one.run for one in found})
     if len(runs) != 1:
@@ -75,8 +73,7 @@ def one_run(found: Sequence[Found], directory: Path) -> str:
 def export(source: Source, output: Path, command: Sequence[str]) -> int:
     """Launch the run once more, to save in `output`; returns the iteration of the checkpoint.
 
-    Raises:
-        LabError: the run has a newer dense checkpoint, or did not save.
+    Raises LabError: the run has a newer dense checkpoint, or did not save.
     """
     if saved_in(output) is not None:
         raise LabError(f'--output {output}: there is a checkpoint already; name another one')

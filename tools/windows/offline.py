@@ -4,15 +4,18 @@
 import logging
 import os
 import warnings
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from megatron.moevement.seams import cpu_device, starting
 from moevement_ext.errors import UserError
+from moevement_ext.memory.node_store import STUB
+from moevement_ext.memory.shelf import Copy, copy_at_twin, copy_in_file, read_any
 from moevement_ext.memory.window.refusal import RefusedWindow
+from moevement_ext.memory.window.twin import base_path
 
 from ..lab.errors import LabError
-from .copies import Copies
 from .export import one_run, saved_in
 from .found import Found, by_window, missing
 
@@ -49,8 +52,7 @@ def newest(found: Sequence[Found], directory: Path) -> list[Found]:
 def export_offline(window: Sequence[Found], output: Path, flags: Sequence[str]) -> int:
     """Save a window in `output`; returns the iteration of the checkpoint. Once in a process.
 
-    Raises:
-        LabError: flags or windows do not allow it; the message names the cause.
+    Raises LabError: flags or windows do not allow it; the message names the cause.
     """
     if saved_in(output) is not None:
         raise LabError(f'--output {output}: there is a checkpoint already; name another one')
@@ -97,3 +99,50 @@ def _problems(found: Sequence[Found], before: str = '') -> str:
     """Problems of committed files, in one line."""
     problems = [f'{one.path}: {one.problem}' for one in found if one.problem is not None]
     return before + '; '.join(problems) if problems else ''
+
+
+# ---- copies of one window
+
+
+class Copies:
+    """The committed files of one window of one slot, of any owner and holder. One thread.
+
+    Attributes:
+        headers: headers of the slot, by owner.
+
+    Raises:
+        RefusedWindow: no file of an owner can be read.
+    """
+
+    def __init__(self, found: Iterable[Found]) -> None:
+        files: dict[int, list[Path]] = defaultdict(list)
+        for one in found:
+            files[one.rank].append(one.path)
+        self._copies = {owner: _opened(paths) for owner, paths in files.items()}
+        self.headers = {owner: copies[0].headers[0] for owner, copies in self._copies.items()}
+
+    def read(self, owner: int, index: int) -> memoryview:
+        """Bytes of a record, compared with their checksum; RefusedWindow if no copy is right."""
+        return read_any(self._copies[owner], 0, index)
+
+
+def _opened(paths: Iterable[Path]) -> list[Copy]:
+    copies, refusals = [], []
+    for path in paths:
+        try:
+            copies.append(_opened_one(path))
+        except RefusedWindow as refusal:
+            refusals.append(str(refusal))
+    if not copies:
+        raise RefusedWindow('; '.join(refusals))
+    # A copy of other bytes has the same name: it must not stand in for a damaged record.
+    records = [[header.records for header in copy.headers] for copy in copies]
+    return [copy for copy, own in zip(copies, records, strict=True) if own == records[0]]
+
+
+def _opened_one(path: Path) -> Copy:
+    if not path.parent.name.startswith(STUB):
+        return copy_in_file(path)
+    if not base_path(path).exists():
+        raise RefusedWindow(f'{path}: the window that it belongs to is not there')
+    return copy_at_twin(path)

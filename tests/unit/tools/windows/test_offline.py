@@ -10,9 +10,8 @@ from moevement_ext.memory.window.refusal import RefusedWindow
 from moevement_ext.memory.window.settings import Layout, Placed, Seat
 from tests.unit.memory.samples import capacity, content, make_header, named
 from tools.windows.__main__ import main
-from tools.windows.copies import Copies
 from tools.windows.found import find
-from tools.windows.offline import newest
+from tools.windows.offline import Copies, newest
 
 RANKS = 2
 SHELVES = ((0, 0), (1, 1), (1, 0))
