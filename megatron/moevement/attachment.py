@@ -33,8 +33,7 @@ from megatron.core.rerun_state_machine import RerunMode, initialize_rerun_state_
 from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import get_model_config
 
-from megatron.moevement.built import Built, MegatronOptimizer
-from megatron.moevement.facts import JobFacts
+from megatron.moevement.facts import Built, JobFacts, MegatronOptimizer
 from megatron.moevement.job.declared import (
     TrainingPlan,
     facts_of_loop,
@@ -42,9 +41,9 @@ from megatron.moevement.job.declared import (
     refuse_recorded_passes,
     settings_of_loop,
 )
+from megatron.moevement.job.flags import refuse_unsupported
 from megatron.moevement.job.megatron_loop import OperationCount
 from megatron.moevement.job.session import Session, protected_job
-from megatron.moevement.job.unsupported import refuse_unsupported
 from megatron.moevement.seams import adam, compiled, patches
 from megatron.moevement.seams.schedules import MicroBatches
 from megatron.moevement.state.digest import state_digest

@@ -28,8 +28,8 @@ from megatron.training.argument_utils import (
 from megatron.moevement.arguments import add_arguments, config_from_args
 from megatron.moevement.facts import Settings, UpstreamArguments
 from megatron.moevement.job import identity, layout_choice, placing
+from megatron.moevement.job.flags import hazard, refusals, whole_job_reasons
 from megatron.moevement.job.named_files import empty_part, missing_data, refuse_missing
-from megatron.moevement.job.unsupported import hazard, refusals, whole_job_reasons
 from megatron.moevement.seams import adam, cpu_device, dense_tier, patches, warming
 from moevement_ext import events
 from moevement_ext.config import GLOBAL, WHOLE_JOB, SparseCheckpointConfig

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Properties of a job: those that stay constant while it runs, and its counters."""
+"""Properties of a job: those that stay constant while it runs, and its counters.
+
+And the types of the objects that upstream builds. Upstream ships no type information, so these
+names serve readers more than the type checker.
+"""
 
 import argparse
 import dataclasses
@@ -9,7 +13,26 @@ from datetime import timedelta
 from typing import Protocol
 
 import torch
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer import TransformerConfig
+
+__all__ = [
+    'Built',
+    'Chunks',
+    'DistributedDataParallel',
+    'MegatronOptimizer',
+    'OptimizerParamScheduler',
+    'TransformerConfig',
+]
+
+Chunks = list[DistributedDataParallel]
+"""Model chunks of a rank: one, or several in an interleaved schedule."""
+
+Built = tuple[Chunks, MegatronOptimizer, OptimizerParamScheduler]
+"""Model chunks, optimizer and scheduler."""
 
 UpstreamArguments = argparse.Namespace
 """Upstream's parsed arguments, before they are converted to `JobFacts` and `Settings`."""

@@ -70,13 +70,12 @@ if __name__ != '__mp_main__':  # a subprocess, e.g. one that writes a checkpoint
     from megatron.moevement.arguments import add_arguments
     from megatron.moevement.facts import UpstreamArguments
     from megatron.moevement.job import layout_choice
-    from megatron.moevement.job.unsupported import refuse_unsupported
+    from megatron.moevement.job.flags import refuse_unsupported
     from megatron.moevement.program import run_with_sparse_checkpointing
     from megatron.moevement.seams import (
         adam,
         datasets,
         dense_tier,
-        layout_memory,
         quiet,
         warming,
     )
@@ -246,8 +245,8 @@ def _take_layout(flags: Sequence[str]) -> list[str]:
     """Return the flags of a layout that fits; set aside ranks that the layout does not use."""
 
     def too_little(flags: Sequence[str], ranks: int) -> str | None:
-        capacity = layout_memory.NodeCapacity.here()
-        return layout_memory.too_little(flags, ranks, capacity, _add_arguments)
+        capacity = layout_choice.NodeCapacity.here()
+        return layout_choice.too_little(flags, ranks, capacity, _add_arguments)
 
     started = int(os.environ.get('WORLD_SIZE', '1'))
     ranks, more_flags = layout_choice.fitted(flags, started, too_little)

@@ -20,9 +20,9 @@ from megatron.core.rerun_state_machine import (
 from megatron.moevement.arguments import config_from_args
 from megatron.moevement.facts import Counters, JobFacts, Settings, UpstreamArguments, facts_of
 from megatron.moevement.job import reports
+from megatron.moevement.job.flags import refuse_unsupported
 from megatron.moevement.job.megatron_loop import OperationCount, decode_handover
 from megatron.moevement.job.session import Session, protected_job, serve_instead
-from megatron.moevement.job.unsupported import refuse_unsupported
 from megatron.moevement.job.upstream_trainer import UpstreamTrainer
 from megatron.moevement.seams import adam, compiled, patches, upstream
 from megatron.moevement.seams.data_position import UpstreamData

@@ -38,7 +38,7 @@ def _said(files: Sequence[Found], flags: Sequence[str], ranks: int | None) -> Sa
     with warnings.catch_warnings(
         action='ignore'
     ):  # about missing packages, which only training needs
-        from megatron.moevement.offline.trying import answer
+        from megatron.moevement.offline.run_flags import answer
 
     first = files[0]
     name = f'{first.run}, window {first.window}'

@@ -14,14 +14,13 @@ from typing import NoReturn
 
 from megatron.core.utils import get_model_config
 
-from megatron.moevement.built import Built
-from megatron.moevement.facts import Counters, JobFacts, Settings
+from megatron.moevement.facts import Built, Counters, JobFacts, Settings
 from megatron.moevement.job import identity, reports
+from megatron.moevement.job.flags import hazard, not_localized
 from megatron.moevement.job.megatron_loop import OperationCount, Surroundings
 from megatron.moevement.job.megatron_trainer import MegatronTrainer
 from megatron.moevement.job.named_files import refuse_missing
 from megatron.moevement.job.reports import describe
-from megatron.moevement.job.unsupported import hazard, not_localized
 from megatron.moevement.seams import datasets, upstream
 from megatron.moevement.seams.data_position import DataPosition
 from megatron.moevement.seams.post_step import PostStep

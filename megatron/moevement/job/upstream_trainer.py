@@ -8,13 +8,15 @@ from typing import Any, NamedTuple
 import megatron.training.training as training
 import torch
 
-from megatron.moevement.built import (
+from megatron.moevement.facts import (
     Built,
     Chunks,
+    Counters,
+    JobFacts,
     MegatronOptimizer,
     OptimizerParamScheduler,
+    Settings,
 )
-from megatron.moevement.facts import Counters, JobFacts, Settings
 from megatron.moevement.job.named_files import empty_part, missing_data
 from megatron.moevement.job.reports import logged_loss
 from megatron.moevement.job.session import Session

@@ -31,9 +31,8 @@ from megatron.training.argument_utils import (
 )
 from megatron.training.global_vars import set_global_variables
 
-from megatron.moevement.built import Built
 from megatron.moevement.checking import told
-from megatron.moevement.facts import Counters, UpstreamArguments
+from megatron.moevement.facts import Built, Counters, UpstreamArguments
 from megatron.moevement.offline import run_flags
 from megatron.moevement.offline.filling import DenseSlot, fill
 from megatron.moevement.seams import patches

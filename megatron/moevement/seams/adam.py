@@ -20,8 +20,7 @@ from typing import Any
 
 import torch
 
-from megatron.moevement.built import MegatronOptimizer
-from megatron.moevement.facts import Settings, UpstreamArguments
+from megatron.moevement.facts import MegatronOptimizer, Settings, UpstreamArguments
 from megatron.moevement.seams import patches
 from moevement_ext.config import ConfigurationError
 

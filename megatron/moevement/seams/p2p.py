@@ -18,8 +18,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.utils import get_model_config
 from torch.distributed import ProcessGroup
 
-from megatron.moevement.built import Chunks, TransformerConfig
-from megatron.moevement.facts import JobFacts
+from megatron.moevement.facts import Chunks, JobFacts, TransformerConfig
 from megatron.moevement.seams import upstream
 from moevement_ext import faults
 from moevement_ext.faults import Phase

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import megatron.training.training as training
 import msgspec
 
-from megatron.moevement.built import Chunks
-from megatron.moevement.facts import Counters, JobFacts
+from megatron.moevement.facts import Chunks, Counters, JobFacts
 from megatron.moevement.seams import patches, upstream
 from megatron.moevement.seams.data_position import DataPosition
 from moevement_ext import faults

@@ -13,13 +13,13 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
-from megatron.moevement.built import (
+from megatron.moevement.facts import (
     Chunks,
+    Counters,
     MegatronOptimizer,
     OptimizerParamScheduler,
     TransformerConfig,
 )
-from megatron.moevement.facts import Counters
 from megatron.moevement.seams import patches
 from moevement_ext.membership.exchange import Exchange
 from moevement_ext.regroup.process_groups import stand_in_for

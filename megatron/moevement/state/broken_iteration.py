@@ -21,7 +21,7 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 from megatron.core.utils import get_model_config
 from megatron.training import global_vars
 
-from megatron.moevement.built import Chunks, DistributedDataParallel
+from megatron.moevement.facts import Chunks, DistributedDataParallel
 from megatron.moevement.state.model_operators import Operator
 from moevement_ext.memory.tensors import copy_all
 

@@ -5,8 +5,7 @@ from collections.abc import Iterator
 
 import torch
 
-from megatron.moevement.built import Chunks, MegatronOptimizer, OptimizerParamScheduler
-from megatron.moevement.facts import Counters
+from megatron.moevement.facts import Chunks, Counters, MegatronOptimizer, OptimizerParamScheduler
 from megatron.moevement.state import iteration_state, low_precision
 from megatron.moevement.state.model_operators import operator_inventory
 from megatron.moevement.state.optimizer_state import (

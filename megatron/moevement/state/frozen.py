@@ -18,7 +18,7 @@ from megatron.core.models.common.embeddings.language_model_embedding import Lang
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.utils import get_model_config
 
-from megatron.moevement.built import Chunks, MegatronOptimizer
+from megatron.moevement.facts import Chunks, MegatronOptimizer
 from megatron.moevement.seams import patches
 from megatron.moevement.state.model_operators import Operator
 from megatron.moevement.state.optimizer_state import ParameterState, chained

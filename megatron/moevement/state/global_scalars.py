@@ -21,7 +21,7 @@ from megatron.core.optimizer import clip_grads
 from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 
-from megatron.moevement.built import Chunks, MegatronOptimizer, TransformerConfig
+from megatron.moevement.facts import Chunks, MegatronOptimizer, TransformerConfig
 from megatron.moevement.seams import patches
 from megatron.moevement.seams.upstream import detaches_heads
 from megatron.moevement.state.optimizer_state import links

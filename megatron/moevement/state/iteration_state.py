@@ -20,8 +20,7 @@ from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.tensor_parallel.random import convert_cuda_rng_state
 
-from megatron.moevement.built import MegatronOptimizer, OptimizerParamScheduler
-from megatron.moevement.facts import Counters
+from megatron.moevement.facts import Counters, MegatronOptimizer, OptimizerParamScheduler
 from megatron.moevement.state.global_scalars import GlobalScalars
 from megatron.moevement.state.optimizer_state import chained, counts_steps_per_group
 from moevement_ext.capture.trainer_state import (

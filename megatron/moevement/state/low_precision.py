@@ -21,7 +21,7 @@ import torch
 from megatron.core import fp8_utils
 from megatron.core.utils import get_model_config
 
-from megatron.moevement.built import TransformerConfig
+from megatron.moevement.facts import TransformerConfig
 
 # For tensors with one scale, and for weights with a scale per block.
 _BYTES = ('_data', '_rowwise_data')

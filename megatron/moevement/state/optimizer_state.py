@@ -20,7 +20,7 @@ from megatron.core.optimizer.optimizer import (
     FP32Optimizer,
 )
 
-from megatron.moevement.built import Chunks, MegatronOptimizer
+from megatron.moevement.facts import Chunks, MegatronOptimizer
 from megatron.moevement.state import low_precision
 from moevement_ext.capture.trainer_state import broadcast_packed
 from moevement_ext.errors import SparseCheckpointError

@@ -13,7 +13,7 @@ import torch
 from megatron.core.transformer.moe.moe_utils import get_capacity
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron.moevement.built import Chunks
+from megatron.moevement.facts import Chunks
 from megatron.moevement.seams import patches
 from megatron.moevement.state.model_operators import num_experts, router_modules
 from moevement_ext.plan.replanning import TokenCounter

@@ -6,8 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from megatron.moevement.built import Chunks, MegatronOptimizer, OptimizerParamScheduler
-from megatron.moevement.facts import Counters
+from megatron.moevement.facts import Chunks, Counters, MegatronOptimizer, OptimizerParamScheduler
 from megatron.moevement.seams import patches
 from megatron.moevement.state import iteration_state, low_precision
 from megatron.moevement.state.dp_copy import copy_state

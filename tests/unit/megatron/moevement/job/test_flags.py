@@ -14,8 +14,13 @@ import torch
 from megatron.core import fp8_utils
 
 from megatron.moevement.job.flag_rules import WITHOUT_ADAM, WITHOUT_ENGINE, Rule
-from megatron.moevement.job.flags import REFUSED, WHOLE_JOB
-from megatron.moevement.job.unsupported import hazard, not_localized, refuse_unsupported
+from megatron.moevement.job.flags import (
+    REFUSED,
+    WHOLE_JOB,
+    hazard,
+    not_localized,
+    refuse_unsupported,
+)
 from moevement_ext.config import ConfigurationError
 from tests.stand_ins.fused_adam import FusedAdam
 from tests.support.each import each

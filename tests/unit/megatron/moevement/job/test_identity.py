@@ -29,7 +29,7 @@ from megatron.moevement.job.declared import (
     facts_of_loop,
     settings_of_loop,
 )
-from megatron.moevement.job.unsupported import not_localized, refuse_unsupported
+from megatron.moevement.job.flags import not_localized, refuse_unsupported
 from moevement_ext.config import SparseCheckpointConfig
 from moevement_ext.membership.report import Report
 from moevement_ext.memory.window.format import Expected

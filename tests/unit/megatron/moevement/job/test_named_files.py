@@ -291,10 +291,10 @@ def test_checkout_before_the_installed_release_is_named(tmp_path: Path) -> None:
     (core / 'package_info.py').unlink()
     (core / 'package_info.py').write_text(f"{information}\n__version__ = '0.20.0'\n")
     program = (
-        'from megatron.moevement.job import computing, unsupported\n'
+        'from megatron.moevement.job import computing, flags\n'
         'found = computing.versions(on_cpu=True)\n'
         'print(found["megatron-core"], found["folder of megatron-core"], sep=" in ")\n'
-        'print(unsupported.hazard({}))'
+        'print(flags.hazard({}))'
     )
     ours = Path(computing.__file__).parents[3]
     path = os.pathsep.join(map(str, (ours, tmp_path)))

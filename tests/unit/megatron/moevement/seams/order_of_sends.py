@@ -12,13 +12,17 @@ import os
 import sys
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
-from megatron.core.enums import ModelType
-from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
-from megatron.core.transformer.transformer_config import TransformerConfig
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from megatron.moevement.seams import cpu_device
+
+cpu_device.install()
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from megatron.core import parallel_state  # noqa: E402
+from megatron.core.enums import ModelType  # noqa: E402
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func  # noqa: E402
+from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
 CHUNKS = 2
 SHAPE = (4, 1, 8)
