@@ -15,7 +15,7 @@ from moevement_ext.membership.rendezvous import launcher_store
 from moevement_ext.membership.standstill import Guard
 from moevement_ext.memory import limits, reservation
 from moevement_ext.memory.node_store import NodeStore
-from moevement_ext.protect.protection import Protection
+from moevement_ext.protect.protection import Reserved
 from moevement_ext.regroup import waits
 
 _STORE_TIMEOUT = timedelta(seconds=60)
@@ -43,15 +43,15 @@ def check_loaded(iteration: int, dense_iteration: int) -> None:
         )
 
 
-def check_limits(rank: Rank, protection: Protection | None, joining: bool) -> None:
+def check_limits(rank: Rank, reserved: Reserved | None, joining: bool) -> None:
     """Check the system limits that a recovery needs. Training thread.
 
-    `protection` is None for unprotected training; `joining`: this process replaces a lost one.
+    `reserved` is None for unprotected training; `joining`: this process replaces a lost one.
     Raises `HostMemoryError` if a limit on this rank is too low, and protection is required.
     """
-    if protection is None or joining:
+    if reserved is None or joining:
         return
-    ranks = len(protection.memory.plan.ranks)
+    ranks = len(reserved.memory.plan.ranks)
     for reason in limits.shortages(ranks, limits.over_infiniband(rank.backend)):
         if rank.config.strict:
             raise HostMemoryError(reason)

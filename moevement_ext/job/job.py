@@ -53,7 +53,7 @@ from moevement_ext.memory.window.refusal import UnreadableWindow
 from moevement_ext.memory.window.slot import SlotHeader
 from moevement_ext.plan.strategy.choice import disk_only
 from moevement_ext.protect.planner import Planner
-from moevement_ext.protect.protection import Protection
+from moevement_ext.protect.protection import Protection, Reserved
 from moevement_ext.recover import whole_job
 from moevement_ext.recover.own_report import handovers
 from moevement_ext.recover.trainer import Trainer
@@ -101,6 +101,7 @@ class Job:
         self.entry = LoopEntry()
         self.joining = membership is not None and membership.joining
         """This process replaces a lost one in a running job."""
+        self.reserved: Reserved | None = None
         self.protection: Protection | None = None
         self._disk = self._open_disk()
         self._on_disk: WindowName | None = None
@@ -190,8 +191,8 @@ class Job:
             reserving.wait()
         self._protect(required=self.joining or found)
         forget_prepared_maps()
-        if not self.joining and self.protection is not None:
-            leave_for_successors(self.rank, self.membership, self.protection.memory.store)
+        if not self.joining and self.reserved is not None:
+            leave_for_successors(self.rank, self.membership, self.reserved.memory.store)
         if predecessor is not None and found:
             self._restart = self._obtain(predecessor, find_s)
             if self._restart is None:
@@ -257,7 +258,7 @@ class Job:
         trainer, config = self.trainer, self.rank.config
         own_device.bind()
         try:
-            self.protection = Protection(
+            self.reserved = Reserved(
                 self.rank,
                 self.planner,
                 trainer.operators,
@@ -272,9 +273,9 @@ class Job:
             self.rank.events.emit(ProtectionReduced(reason=str(error)))
             logger.warning('TRAINING IS UNPROTECTED: %s', error)
             return
-        self._layouts.keep_until_replaced(self.protection.memory, self._disk)
-        if self.protection.memory.first_on_node():
-            print(f' sparse ckpt | {self.protection.memory.describe()} |', flush=True)
+        self._layouts.keep_until_replaced(self.reserved.memory, self._disk)
+        if self.reserved.memory.first_on_node():
+            print(f' sparse ckpt | {self.reserved.memory.describe()} |', flush=True)
 
     @property
     def _logs(self) -> bool:
@@ -283,16 +284,17 @@ class Job:
 
     def _obtain(self, predecessor: whole_job.Predecessor, find_s: float) -> Restart | None:
         """Fetch and verify the window to convert; set the data position to the replay's start."""
-        assert self.protection is not None  # it was required
+        assert self.reserved is not None  # it was required
+        memory = self.reserved.memory
         began = time.perf_counter()
         captured: list[SlotHeader] = []
-        conversion = self._layouts.obtain(self.protection.memory, self.trainer, predecessor)
+        conversion = self._layouts.obtain(memory, self.trainer, predecessor)
         if conversion is not None:  # nothing of another layout has the same bits
             predecessor = replace(predecessor, candidates=[], committed=-1)
         elif predecessor.candidates:
-            captured = self.protection.captured_after(predecessor.candidates[0].start)
+            captured = self.reserved.captured_after(predecessor.candidates[0].start)
             check = self.trainer.operators.check
-            conversion = whole_job.obtain(self.protection.memory, predecessor, self.rank, check)
+            conversion = whole_job.obtain(memory, predecessor, self.rank, check)
         if conversion is None:
             return None
         seconds = {'find': find_s, 'obtain': time.perf_counter() - began}
@@ -304,7 +306,7 @@ class Job:
         # The data iterators are built next: training data from the start of the replay,
         # validation data from its end (a replay does not evaluate).
         self.trainer.auxiliary_state.set_counters(first.state, validation=last.state)
-        ledger, newest = self.protection.memory.ledger, predecessor.committed
+        ledger, newest = memory.ledger, predecessor.committed
         wanted = self.rank.config.verify != OFF
         recorded = ledger.entries(first.iteration, newest) if wanted else []
         return Restart(predecessor, conversion, captured, recorded, seconds)
@@ -316,7 +318,7 @@ class Job:
 
         The loop `run` calls `step` for every iteration.
         """
-        before_training.check_limits(self.rank, self.protection, self.joining)
+        before_training.check_limits(self.rank, self.reserved, self.joining)
         if self.membership is not None:
             self.membership.have_met()
         else:
@@ -366,39 +368,43 @@ class Job:
 
     def _start(self) -> UnprotectedMode | WholeJobMode:
         """Start capturing, with the running job's plan if joining, otherwise with a new plan."""
-        if self.protection is None:
+        reserved, restart, last = self.reserved, self._restart, self.trainer.last_iteration
+        if reserved is None:
             return UnprotectedMode(self.trainer)
         store = own_store(self.membership, self.rank)
-        self.protection.last_iteration = self.trainer.last_iteration
         if self.membership is not None and self.joining:
             in_force = handovers(self.membership.reports)[0]
-            self.protection.start(
-                self.protection.agreed_plan(in_force.version, in_force.origin, store), store
-            )
+            plan = reserved.agreed_plan(in_force.version, in_force.origin, store)
+            self.protection = Protection(reserved, plan, store, last)
             return self._protected(self.protection)
-        if self._restart is not None:
-            self.trainer.auxiliary_state.set_counters(self._restart.conversion.last.state)
+        if restart is not None:
+            self.trainer.auxiliary_state.set_counters(restart.conversion.last.state)
         self.trainer.loop.start()
         origin = iteration = self.trainer.iteration
-        if self._restart is not None and self.protection.stops:
-            iteration = self._restart.catches_up_to  # what was recorded until then judges
+        if restart is not None and reserved.stops:
+            iteration = restart.catches_up_to  # what was recorded until then judges
             origin = iteration + 1  # which is committed once all ranks have judged
-        self.protection.memory.ledger.forget_after(iteration)  # entries of an abandoned history
-        plan = self.protection.first_plan(origin)
-        self.protection.start(plan, store, self._on_disk, forget_former_places=not reads_memory())
-        base = None if self._restart is None else self._restart.conversion.window
-        self.protection.checkpointer.history = History(self._history, base)
-        if self._restart is not None:
-            conversion = self._restart.conversion
-            if not self.protection.stops:  # else once the recovery is judged
-                until = self._restart.catches_up_to
-                self.protection.room_for_recovery(conversion.window.start, until)
-                self.protection.windows.go_back_to(conversion.window)
-            self.protection.windows.replicate_again(conversion.window, conversion.file())
-            self._restart.tokens_lost = tokens_lost(self.rank, self.protection, conversion)
+        reserved.memory.ledger.forget_after(iteration)  # entries of an abandoned history
+        self.protection = protection = Protection(
+            reserved,
+            reserved.first_plan(origin),
+            store,
+            last,
+            self._on_disk,
+            forget_former_places=not reads_memory(),
+        )
+        base = None if restart is None else restart.conversion.window
+        protection.checkpointer.history = History(self._history, base)
+        if restart is not None:
+            conversion = restart.conversion
+            if not protection.stops:  # else once the recovery is judged
+                protection.room_for_recovery(conversion.window.start, restart.catches_up_to)
+                protection.windows.go_back_to(conversion.window)
+            protection.windows.replicate_again(conversion.window, conversion.file())
+            restart.tokens_lost = tokens_lost(self.rank, protection, conversion)
         else:
-            self.protection.windows.forget_the_past()
-        return self._protected(self.protection)
+            protection.windows.forget_the_past()
+        return self._protected(protection)
 
     def _protected(self, protection: Protection) -> WholeJobMode:
         if self.membership is None:
@@ -438,7 +444,7 @@ class Job:
     @property
     def kept_in(self) -> Path | None:
         """Directory of this rank's windows, None while training is unprotected."""
-        return None if self.protection is None else self.protection.memory.store.path
+        return None if self.reserved is None else self.reserved.memory.store.path
 
     def __enter__(self) -> Self:
         return self
@@ -496,8 +502,8 @@ class Job:
         """Stop all threads; with `remove` free host memory, unless an export has read it."""
         remove = remove and not reads_memory()
         self._stop()
-        if self.protection is not None:
-            self.protection.close(remove, keep_disk=is_export())
+        if self.reserved is not None:
+            self.reserved.close(remove, keep_disk=is_export())
         self.rank.events.emit(Finished(removed=remove))  # no thread is left
         for part in (self._observer, self._disk, self.membership, self.rank.events):
             if part is not None:

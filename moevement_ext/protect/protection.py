@@ -47,8 +47,8 @@ if TYPE_CHECKING:  # jobs of other strategies do not import it
 _LEAST_OF_SHARE = 0.25
 
 
-class Protection:
-    """The engine of one rank. Construction is collective.
+class Reserved:
+    """Host memory of one rank, and the first plan, before training. Construction is collective.
 
     Args:
         tokens: counts the experts' load.
@@ -70,40 +70,27 @@ class Protection:
         logged: Logged,
         disk: DiskWindows | None = None,
     ) -> None:
-        self._rank = rank
+        self.rank = rank
         self.planner = planner
-        self._operators = operators
-        self._counter = tokens
+        self.operators = operators
+        self.tokens = tokens
         tokens.soft = rank.config.order == SOFT
-        self._counted: tuple[dict[str, float], float | None] = ({}, None)
-        self._seconds: list[float] = []
-        self._windows_seen = 0
-        self._position = 0
-        self._step_began = 0.0
-        self._waited_before = 0.0
-        self._started = self._former_places = False
-        self._statistics = CaptureStatistics(rank.events)
-        self._other_work = OtherWork()
-        self.last_iteration = 0  # last iteration of training; for a lossy strategy
-        self._experts: ExpertLedger | None = None
+        self.statistics = CaptureStatistics(rank.events)
+        self.experts: ExpertLedger | None = None
         if rank.config.lossy:
             from moevement_ext.protect.expert_ledger import expert_ledger
 
-            self._experts = expert_ledger(rank, tokens, operators)
-            context_bytes += self._experts.context_bytes
+            self.experts = expert_ledger(rank, tokens, operators)
+            context_bytes += self.experts.context_bytes
         capacity = partial(planner.capacity, context_bytes=context_bytes)
         stub = partial(planner.stub_capacity, context_bytes=context_bytes)
         longest = longest_window(rank, capacity, stub, planner.family, logged)
-        self._strategy = strategy_of(rank.config, longest, self._shortest_window)
-        counting = sampled(planner.place.members)
-        self._counts = self._strategy.counts_tokens and rank.number in counting
+        self.strategy = strategy_of(rank.config, longest, self._shortest_window)
         if rank.config.window == AUTO:
             planner.compare_windows(longest)
-        self._first_plan = planner.first_plan(self._strategy.first())
+        self._first_plan = planner.first_plan(self.strategy.first())
         window = self._first_plan.plan.window
         self._longest = longest
-        self._device = with_index(operators.device)
-        self._disk: DiskTier | None = None
         lengths = window_lengths(longest) if rank.config.window == AUTO else []
         share = Share(
             rank.identity,
@@ -118,9 +105,13 @@ class Protection:
             slot_bytes=planner.slot_bytes(window),
             own_parts=planner.own_parts,
         )
-        self.memory = reserve(rank, share, operators.device, self._statistics.degraded)
-        self._room = WindowRoom(self.memory, self._statistics.degraded)
+        self.memory = reserve(rank, share, operators.device, self.statistics.degraded)
         self.memory.connect(partial(rank.exchange, 'addresses'))
+
+    @property
+    def stops(self) -> bool:
+        """True if the job ends when a recovery computes other bits; until then, no capture."""
+        return self.rank.config.verify == STOP
 
     def first_plan(self, iteration: int) -> Cycle:
         """Return the first plan of a job, starting at `iteration`."""
@@ -129,33 +120,90 @@ class Protection:
     def agreed_plan(self, version: int, origin: int, store: torch.distributed.Store) -> Cycle:
         """The plan in force in a running job, from `origin` on, for a joining process.
 
-        `store` is the one that the other ranks passed to `start`.
+        `store` is the one that the other ranks passed to `Protection`.
         """
         if version == self._first_plan.version:
             return self.first_plan(origin)
         plan = self.planner.announced_plan(version, store)
         return msgspec.structs.replace(plan, origin=origin)
 
-    def start(
+    def captured_after(self, start: int) -> list[SlotHeader]:
+        """Headers to verify a recovery from the window at `start`; empty without checks.
+
+        A recovery that is cut off has overwritten some of them for the next one.
+        """
+        if self.rank.config.verify == OFF:
+            return []
+        own = self.rank.identity
+        here = own.run, own.topology, own.rank
+        found = self.memory.captured_after(start)
+        return [it for it in found if (it.run, it.topology, it.owner) == here]
+
+    def close(self, remove: bool, keep_disk: bool = False) -> None:
+        """Give up the memory; with `remove` delete windows and replicas, and those on disk."""
+        if remove and self.memory.disk is not None and not keep_disk:
+            self.memory.disk.remove(self.rank.events.iteration)
+        self.memory.close(remove)
+
+    def _shortest_window(self, seen: Measured) -> int | None:
+        """Return the fewest slots that all ranks' links and cores sustain at these rates."""
+        copies = max(map(len, self.memory.copies.holders))
+        carried = budgets(
+            seen.iteration_s,
+            seen.copy_bytes_per_s,
+            seen.send_bytes_per_s,
+            copies,
+            network_bytes_per_s=self.rank.config.network_bytes_per_s,
+            cpu_bytes_per_s=seen.cpu_bytes_per_s,
+        )
+        return self.planner.shortest_window(carried, self._longest)
+
+
+class Protection:
+    """The engine of one rank in training: captures by the plan in force.
+
+    Args:
+        present: the plan in force.
+        store: the store of this start of the job, the same on all ranks, on a separate connection.
+        last_iteration: of the training; for a lossy strategy.
+        on_disk: the newest window that all ranks have on disk.
+        forget_former_places: once all ranks have a window, free memory on this node that earlier
+            starts of the job kept for ranks now on other nodes. Not in a joining process, which
+            does not have the list of all ranks of the node.
+    """
+
+    def __init__(
         self,
+        reserved: Reserved,
         present: Cycle,
         store: torch.distributed.Store,
+        last_iteration: int,
         on_disk: WindowName | None = None,
         forget_former_places: bool = False,
     ) -> None:
-        """Begin to capture by the plan in force.
-
-        Args:
-            present: the plan in force.
-            store: the store of this start of the job, the same on all ranks, on a separate
-                connection.
-            on_disk: the newest window that all ranks have on disk.
-            forget_former_places: once all ranks have a window, free memory on this node that
-                earlier starts of the job kept for ranks now on other nodes. Not in a joining
-                process, which does not have the list of all ranks of the node.
-        """
+        rank, memory, operators = reserved.rank, reserved.memory, reserved.operators
+        self._rank = rank
+        self.planner = reserved.planner
+        self.memory = memory
+        self.stops = reserved.stops
+        self.captured_after = reserved.captured_after
+        self._operators = operators
+        self._counter = reserved.tokens
+        self._counted: tuple[dict[str, float], float | None] = ({}, None)
+        self._seconds: list[float] = []
+        self._windows_seen = 0
+        self._position = 0
+        self._step_began = 0.0
+        self._waited_before = 0.0
         self._former_places = forget_former_places
-        rank, memory = self._rank, self.memory
+        self._statistics = reserved.statistics
+        self._other_work = OtherWork()
+        self._last_iteration = last_iteration
+        self._experts = reserved.experts
+        counting = sampled(self.planner.place.members)
+        self._counts = reserved.strategy.counts_tokens and rank.number in counting
+        self._device = with_index(operators.device)
+        self._room = WindowRoom(memory, self._statistics.degraded)
         self._room.before(present.plan.window)
         self._disk = disk_tier(rank, memory, store, on_disk, self._statistics)
         self._reached = memory.peer_addresses()
@@ -168,13 +216,12 @@ class Protection:
             self._statistics,
             rank.config.max_wait,
         )
-        config = rank.config
-        self.windows.replicator.limit = config.network_bytes_per_s
-        self.windows.replicator.spreads = config.network_gb_per_s == AUTO
+        self.windows.replicator.limit = rank.config.network_bytes_per_s
+        self.windows.replicator.spreads = rank.config.network_gb_per_s == AUTO
         self.checkpointer = SparseCheckpointer(
             rank.identity,
-            self._operators.slices,
-            self._operators.device,
+            operators.slices,
+            operators.device,
             self.windows,
             present,
             self._experts,
@@ -184,11 +231,16 @@ class Protection:
             rank.number,
             rank.world_size,
             present,
-            self._strategy.next,
+            reserved.strategy.next,
             self.planner.next_plan,
             self._adopt,
         )
-        self._started = True
+        self._running: tuple[SparseCheckpointer | Replanner | WindowLifecycle | DiskTier, ...] = (
+            self.checkpointer,
+            self._replanner,
+            self.windows,
+            *([] if self._disk is None else [self._disk]),
+        )
         rank.events.emit(self._protected(present))
 
     def _protected(self, cycle: Cycle) -> Protected:
@@ -217,18 +269,6 @@ class Protection:
         if self.memory.log is not None:
             self.memory.log.in_vain = in_vain
 
-    def captured_after(self, start: int) -> list[SlotHeader]:
-        """Headers to verify a recovery from the window at `start`; empty without checks.
-
-        A recovery that is cut off has overwritten some of them for the next one.
-        """
-        if self._rank.config.verify == OFF:
-            return []
-        own = self._rank.identity
-        here = own.run, own.topology, own.rank
-        found = self.memory.captured_after(start)
-        return [it for it in found if (it.run, it.topology, it.owner) == here]
-
     def rewind_log(self, iteration: int) -> None:
         """Rewind the log to `iteration`: later sends are logged again."""
         if self.memory.log is not None:
@@ -249,7 +289,7 @@ class Protection:
         """
         if self._experts is None:
             return None
-        lost = self._experts.go_back(file.header(0), self.last_iteration)
+        lost = self._experts.go_back(file.header(0), self._last_iteration)
         self._rank.events.emit(lost)
         return lost.tokens
 
@@ -258,11 +298,6 @@ class Protection:
         if self.stops:  # the first window after that begins at its end
             until += self.checkpointer.schedule.plan.window
         self._room.for_recovery(start, until)
-
-    @property
-    def stops(self) -> bool:
-        """True if the job ends when a recovery computes other bits; until then, no capture."""
-        return self._rank.config.verify == STOP
 
     def begin_window(self, iteration: int) -> None:
         """Begin a window with the state after `iteration`, by the plan in force, on all ranks.
@@ -363,10 +398,10 @@ class Protection:
         )
         if self._experts is None:
             return load
-        return self._experts.load(load, self.last_iteration, self._counts, holders)
+        return self._experts.load(load, self._last_iteration, self._counts, holders)
 
     def figures(self) -> Figures:
-        """Current figures of protection. Any thread, after `start`."""
+        """Current figures of protection. Any thread."""
         counted = {field.name: getattr(self._statistics, field.name) for field in fields(Figures)}
         return replace(
             Figures(**counted),
@@ -381,18 +416,10 @@ class Protection:
         return self._disk is None or self._disk.keep_last(window, timeout_s)
 
     def stop(self) -> None:
-        if self._started:
-            self._started = False
-            for part in (self.checkpointer, self._replanner, self.windows, self._disk):
-                if part is not None:
-                    part.stop()
-
-    def close(self, remove: bool, keep_disk: bool = False) -> None:
-        """Stop all threads; with `remove` delete windows and replicas, and those on disk."""
-        self.stop()
-        if remove and self.memory.disk is not None and not keep_disk:
-            self.memory.disk.remove(self._rank.events.iteration)
-        self.memory.close(remove)
+        """Stop all threads, once; the memory stays."""
+        parts, self._running = self._running, ()
+        for part in parts:
+            part.stop()
 
     def _persisted(self, window: WindowName) -> None:
         if not self.memory.disk_only:
@@ -411,19 +438,6 @@ class Protection:
     def _withdraw_on_disk(self, window: WindowName) -> None:
         if self._disk is not None:
             self._disk.withdraw_after(window)
-
-    def _shortest_window(self, seen: Measured) -> int | None:
-        """Return the fewest slots that all ranks' links and cores sustain at these rates."""
-        copies = max(map(len, self.memory.copies.holders))
-        carried = budgets(
-            seen.iteration_s,
-            seen.copy_bytes_per_s,
-            seen.send_bytes_per_s,
-            copies,
-            network_bytes_per_s=self._rank.config.network_bytes_per_s,
-            cpu_bytes_per_s=seen.cpu_bytes_per_s,
-        )
-        return self.planner.shortest_window(carried, self._longest)
 
     def _cpu_bytes_per_s(self) -> float | None:
         """See `WindowLoad`. Each byte is copied, sent to each holder, and received there."""

@@ -84,7 +84,7 @@ def test_pipeline_is_taken_over_before_training_and_slots_are_sealed(
     trainer.pipeline = pipeline = NotingPipeline()
     job = Job(rank, None)
     job.set_up(lambda with_dense: trainer, lambda: None, last_iteration=ITERATIONS)
-    assert job.protection is not None and not pipeline.taken_over
+    assert not pipeline.taken_over
 
     def loop() -> None:
         while trainer.iteration < ITERATIONS:
@@ -92,7 +92,7 @@ def test_pipeline_is_taken_over_before_training_and_slots_are_sealed(
 
     job.train(loop)
     try:
-        assert pipeline.taken_over == [(0, None)]
+        assert pipeline.taken_over == [(0, None)] and job.protection is not None
         sealed = {header.iteration for header in job.protection.captured_after(0)}
         assert sealed == set(range(WINDOW, ITERATIONS))
     finally:

@@ -17,7 +17,7 @@ from moevement_ext.cpu_cost import OtherWork
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.plan.auto_window import Measured
-from moevement_ext.protect.protection import Protection
+from moevement_ext.protect.protection import Protection, Reserved
 from moevement_ext.replicate.client import ReplicaClient
 from moevement_ext.replicate.replicator import Replicator
 from tests.unit.memory.samples import SECRET, capacity, commit, named, tmpfs_directory
@@ -86,11 +86,12 @@ def test_without_a_share_and_on_a_gpu_the_cores_are_no_limit() -> None:
 @pytest.mark.parametrize('cpu', [None, 1e7])
 def test_cpu_share_limits_the_mean_of_a_window(cpu: float | None) -> None:
     training, asked = protection(), []
+    training.rank = training._rank
     training.planner = SimpleNamespace(
         shortest_window=lambda carried, longest: asked.append(carried)
     )
     training._longest = 8
-    Protection._shortest_window(training, Measured(0.5, 1e9, None, cpu))  # type: ignore[arg-type]
+    Reserved._shortest_window(training, Measured(0.5, 1e9, None, cpu))  # type: ignore[arg-type]
     assert [carried.cpu_bytes for carried in asked] == [cpu and 5_000_000]
 
 

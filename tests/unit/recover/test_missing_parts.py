@@ -153,8 +153,8 @@ def test_lost_holder_is_asked_again_and_silent_one_a_limited_number_of_times(
         asked.append(next(found).process)  # type: ignore[attr-defined]
         if len(asked) == 1:
             held = asked[0].protected
-            assert held is not None and held.protection is not None
-            held.protection.memory.server.stop()
+            assert held is not None and held.reserved is not None
+            held.reserved.memory.server.stop()
         return fetch(memory, window, rank, *others)
 
     def leave_when_it_is_dead(membership: Membership, reason: str) -> None:

@@ -174,7 +174,8 @@ def test_refused_start_of_the_whole_job_is_not_continued(
         job = Launched(directory, ITERATIONS, [fault], **STOP)
         with pytest.raises(Ended):
             job.run()
-        assert job.restarts == 1 and not job.recovered
+        assert job.restarts == 1
+        assert len(job.recovered) <= forgets, 'it has nothing to object to'
         files = directory.glob('run/*/*/*/w*-*')  # window- or writing-
         histories = {path.name.split('-')[2][:16] for path in files}
         assert len(histories) == 1, 'nothing is captured on the way'

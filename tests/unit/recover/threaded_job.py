@@ -184,7 +184,9 @@ class Process:
             self.membership._loss.close()
         protected, self.protected = self.protected, None
         if protected is not None and protected.protection is not None:
-            protected.protection.close(remove=False)
+            protected.protection.stop()
+        if protected is not None and protected.reserved is not None:
+            protected.reserved.close(remove=False)
         if protected is not None and protected._disk is not None:
             protected._disk.close()
 

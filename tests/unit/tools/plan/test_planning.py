@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from moevement_ext.config import SparseCheckpointConfig
 from moevement_ext.plan.auto_window import Measured
 from moevement_ext.plan.byte_planner import InfeasiblePlan, bytes_over_budget, fewest_slots
-from moevement_ext.protect.protection import Protection
+from moevement_ext.protect.protection import Reserved
 from tests.unit.plan.test_byte_planner import one_size, table
 from tools.model.algorithm1 import plan_as_printed
 from tools.model.description import CLUSTERS, PRESETS, Cluster
@@ -122,11 +122,11 @@ def test_a_limit_of_the_network_is_that_of_the_training():
     training = SimpleNamespace(
         memory=SimpleNamespace(copies=SimpleNamespace(holders=[[1] * job.copies])),
         planner=SimpleNamespace(shortest_window=lambda carried, longest: asked.append(carried)),
-        _rank=SimpleNamespace(config=config),
+        rank=SimpleNamespace(config=config),
         _longest=8,
     )
     seen = Measured(job.iteration_s, job.cluster.copy_bytes_per_s, link)
-    Protection._shortest_window(training, seen)
+    Reserved._shortest_window(training, seen)
     assert asked == [hidden_budgets(job)]
     assert hidden_budgets(job).network_bytes == rate * job.iteration_s / job.copies
     assert plan_job(job).network_bytes() == rate * job.ranks_per_node * job.iteration_s
