@@ -78,10 +78,15 @@ def test_cpu_device_is_not_bound(bound: dict[str, list[torch.device]]) -> None:
 
 
 class Runtime:
-    """CUDA's runtime on a machine without a GPU; it keeps the last error like CUDA's."""
+    """CUDA's runtime on a machine without a GPU; it keeps the last error like CUDA's.
 
-    def __init__(self, status: int) -> None:
+    It registers nothing before `gate` is set.
+    """
+
+    def __init__(self, status: int, gate: threading.Event | None = None) -> None:
         self.status = status
+        self.gate = gate
+        self.timely = True
         self.last_error = 0
         self.registered: list[tuple[int, int]] = []
         self.unregistered: list[int] = []
@@ -95,6 +100,7 @@ class Runtime:
         self.devices[threading.get_ident()] = device
 
     def cudaHostRegister(self, pointer: int, size: int, flags: int) -> int:
+        self.timely &= self.gate is None or self.gate.wait(30)
         self.used.append(torch.device('cuda', self.current_device()))
         self.registered.append((pointer, size))
         self.last_error = self.status

@@ -5,8 +5,6 @@ from pathlib import Path
 import pytest
 
 from moevement_ext.config import ConfigurationError
-from moevement_ext.memory import holder_lock
-from moevement_ext.memory.holder_lock import StoreInUseError
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.format import Expected
@@ -49,18 +47,6 @@ def test_forked_child_does_not_keep_the_lock(store: NodeStore) -> None:
         os.waitpid(child, 0)
         os.close(started)
         os.close(starting)
-
-
-def test_lock_of_a_rank_does_not_lock_out_other_ranks(
-    store: NodeStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(holder_lock, 'LOCK_S', 0.0)
-    store.lock(0)
-    other = NodeStore(store.root, store.run_id, 'node0')
-    other.lock(1)
-    with pytest.raises(StoreInUseError):
-        other.lock(0)
-    other.close()
 
 
 # Scan and removal

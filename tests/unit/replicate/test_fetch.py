@@ -79,16 +79,6 @@ def test_headers_of_a_window_that_was_cut_off_are_served(
         client.fetch_headers(OWNER + 1, 0)
 
 
-def test_any_window_on_the_node_is_served(shm: Path, client: ReplicaClient) -> None:
-    neighbour = NodeStore(shm, 'run1', f'node{HOLDER}')
-    commit(OwnerWindows(neighbour, 6, 6, capacity()), 3)
-    assert stored(shm) == [(6, named(3))]
-    into = WindowFile.create(shm / 'into', capacity())
-    into.begin(named(3))
-    assert len(client.fetch_window(6, named(3), into)) == WINDOW
-    neighbour.close()
-
-
 def test_damaged_copy_is_refused_and_another_copy_served(shm: Path, client: ReplicaClient) -> None:
     neighbour = NodeStore(shm, 'run1', f'node{HOLDER}')
     copies = [commit(OwnerWindows(neighbour, holder, 6, capacity()), 3) for holder in (6, 7)]

@@ -4,7 +4,6 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -13,7 +12,6 @@ import torch
 
 from moevement_ext.config import ConfigurationError, SparseCheckpointConfig
 from moevement_ext.errors import HostMemoryError
-from moevement_ext.memory import device as device_module
 from moevement_ext.memory.budget import NOTHING_LOGGED, Logged
 from moevement_ext.memory.mapped import in_pages
 from moevement_ext.memory.upstream_log.record import Direction, LogKey
@@ -39,6 +37,7 @@ from tests.unit.memory.samples import (
     named,
     write_window,
 )
+from tests.unit.memory.test_device import Runtime, use
 from tests.unit.replicate.peers import CPU, host_memory_of, member_of, put_window
 
 NODES = ('node-a', 'node-b')
@@ -180,14 +179,6 @@ def test_inventory_omits_foreign_and_damaged_windows(job: Job) -> None:
     assert held_windows(store, RankIdentity(RUN, 'other-topology', 1)) == []
 
 
-def test_clean_exit_leaves_nothing(job: Job, shm: Path) -> None:
-    job.commit(0)
-    for memory in job.ranks:
-        memory.close(remove=True)
-    assert not (shm / 'run1').exists()
-    job.ranks.clear()
-
-
 def test_over_budget_is_refused_before_anything_is_reserved(shm: Path) -> None:
     config = settings(shm, host_memory_gb=0.0001)
     with pytest.raises(HostMemoryError, match='--sparse-ckpt-host-memory-gb'):
@@ -232,14 +223,6 @@ def test_the_log_of_a_rank_is_in_the_budget_and_served_to_others(job: Job) -> No
     assert torch.equal(torch.frombuffer(found[1], dtype=torch.float32), sent)
 
 
-def test_disabled_log_is_not_created(job: Job, shm: Path) -> None:
-    first, second = job.ranks
-    assert second.log is None
-    assert [path.is_relative_to(first.store.path) for path in shm.rglob('upstream-log')] == [True]
-    with pytest.raises(PeerRefused):
-        first.client(1).fetch_log(LogKey(1, Direction.DOWN, 0))
-
-
 def test_log_that_is_too_small_reports_it(job: Job) -> None:
     log = job.ranks[0].log
     assert log is not None and job.degraded == []
@@ -249,10 +232,6 @@ def test_log_that_is_too_small_reports_it(job: Job) -> None:
 
 
 # Failure domains
-
-
-def test_a_node_is_its_own_domain_without_a_file() -> None:
-    assert failure_domains(['a', 'a', 'b'], None) == ['a', 'a', 'b']
 
 
 def test_topology_file_gives_the_domains(tmp_path: Path) -> None:
@@ -478,41 +457,6 @@ def served(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return done
 
 
-class Gpu:
-    """CUDA's runtime and driver without a GPU; registers nothing before `gate` is set."""
-
-    def __init__(self, gate: threading.Event, status: int = 0) -> None:
-        self.gate = gate
-        self.status = status
-        self.bound: dict[int, torch.device] = {}
-        self.registered: list[torch.device] = []
-        self.timely = True
-
-    def set_device(self, device: torch.device) -> None:
-        self.bound[threading.get_ident()] = device
-
-    def current_device(self) -> int:
-        return self.bound[threading.get_ident()].index
-
-    def cudart(self) -> 'Gpu':
-        return self
-
-    def cudaHostRegister(self, pointer: int, size: int, flags: int) -> int:
-        self.timely &= self.gate.wait(DEADLINE_S)
-        self.registered.append(self.bound[threading.get_ident()])
-        return self.status
-
-    def cudaHostUnregister(self, pointer: int) -> None:
-        pass
-
-
-def use(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    driver = SimpleNamespace(cuThreadExchangeStreamCaptureMode=lambda mode: 0)
-    monkeypatch.setattr(device_module, 'driver', lambda: driver)
-    monkeypatch.setattr(torch, 'cuda', gpu)
-    monkeypatch.setattr(torch, 'zeros', lambda *size, **others: None)
-
-
 def reserve(shm: Path, device: torch.device, logged: Logged = NOTHING_LOGGED) -> HostMemory:
     members = [member_of(node, logged=logged) for node in ('node-a', 'node-b')]
     config = SparseCheckpointConfig(dir=str(shm), replicas=1, window=1)
@@ -523,12 +467,13 @@ def reserve(shm: Path, device: torch.device, logged: Logged = NOTHING_LOGGED) ->
 def test_own_windows_are_pinned_while_replicas_are_reserved(
     shm: Path, served: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gpu = Gpu(served)
-    use(gpu, monkeypatch)
+    runtime = Runtime(0, served)
+    runtime.devices.clear()
+    use(runtime, monkeypatch)
     memory = reserve(shm, GPU)
     try:
-        assert gpu.timely and gpu.registered == [GPU] * 2
-        assert threading.get_ident() not in gpu.bound
+        assert runtime.timely and runtime.used == [GPU] * 2
+        assert threading.get_ident() not in runtime.devices
     finally:
         memory.close(remove=True)
 
@@ -536,7 +481,7 @@ def test_own_windows_are_pinned_while_replicas_are_reserved(
 def test_memory_that_cannot_be_pinned_fails_the_set_up_and_is_freed(
     shm: Path, served: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    use(Gpu(served, status=2), monkeypatch)
+    use(Runtime(2, served), monkeypatch)
     with pytest.raises(HostMemoryError, match='CUDA cannot pin'):
         reserve(shm, GPU)
     assert not [path for path in shm.rglob('*') if path.is_file()]
@@ -548,7 +493,7 @@ def test_windows_outlive_a_start_whose_memory_cannot_be_pinned(
     before = reserve(shm, CPU)
     path = commit(before.windows, 0).path
     before.close(remove=False)
-    use(Gpu(served, status=2), monkeypatch)
+    use(Runtime(2, served), monkeypatch)
     with pytest.raises(HostMemoryError, match='CUDA cannot pin'):
         reserve(shm, GPU)
     assert path.exists(), 'the next start needs it'

@@ -79,15 +79,6 @@ def test_a_single_domain_has_no_holders():
     assert place_replicas([], 2) == []
 
 
-def test_near_domains_are_preferred():
-    rack = {'a': 0, 'b': 1, 'c': 0, 'd': 1}
-    domains = ['a', 'b', 'c', 'd']
-    holders = place_replicas(
-        domains, 1, distance=lambda one, other: abs(rack[domains[one]] - rack[domains[other]])
-    )
-    assert holders == [(2,), (3,), (0,), (1,)]
-
-
 def test_cheap_links_between_pairs_are_found():
     # No turn of the ring stays below the switches of {a, b} and {c, d}.
     domains = ['a', 'b', 'c', 'd']

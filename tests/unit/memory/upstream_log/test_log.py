@@ -119,18 +119,6 @@ def test_tensor_is_released_before_its_checksum(log: UpstreamLog, reports: Repor
     assert seen.get(timeout=DEADLINE_S)
 
 
-def test_dropped_record_gets_no_checksum(log: UpstreamLog, reports: Reports) -> None:
-    read: list[int] = []
-    Watched.first = lambda: read.append(1)
-    log.array = log.array.view(Watched)
-    with held_worker(log, reports, 0):
-        log.append(1, DOWN, region(1))
-        log.drop_until(1)
-    log.append(2, DOWN, region(2))
-    log.drain()
-    assert len(read) == 1
-
-
 def test_first_iteration_is_the_first_logged_one(log: UpstreamLog) -> None:
     assert log.first_iteration is None
     log.drop_until(3)
@@ -261,17 +249,6 @@ def test_failed_copy_forgets_its_iteration(log: UpstreamLog, reports: Reports) -
     assert 'a window that starts with iteration 2 or later is persisted' in reason
     assert log.first_iteration == 3
     assert value(log, 3, DOWN, 0) == 3
-
-
-def test_failed_checksum_forgets_its_iteration(
-    log: UpstreamLog, reports: Reports, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patched:
-        patched.setattr(log, '_complete', lambda record: [][record])
-        log.append(1, DOWN, region(1))
-        assert 'has failed' in reports.next()
-    log.append(2, DOWN, region(2))
-    assert value(log, 2, DOWN, 0) == 2
 
 
 def test_error_of_the_callback_ends_neither_worker_nor_training(shm: Path) -> None:

@@ -16,7 +16,7 @@ from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory.window import file as window_file
 from moevement_ext.memory.window import format as window_format
 from moevement_ext.memory.window.file import WindowFile
-from moevement_ext.memory.window.format import PREAMBLE_BYTES, Expected, window_capacity
+from moevement_ext.memory.window.format import PREAMBLE_BYTES, Expected
 from moevement_ext.memory.window.name import RankIdentity
 from moevement_ext.memory.window.refusal import (
     CorruptWindow,
@@ -27,7 +27,7 @@ from moevement_ext.memory.window.refusal import (
     WrongWindow,
 )
 from moevement_ext.memory.window.settings import Layout, Placed, RunSettings, Seat, encode
-from moevement_ext.memory.window.slot import FORMAT_VERSION, frame_bytes_bound
+from moevement_ext.memory.window.slot import FORMAT_VERSION
 from tests.unit.memory.samples import (
     RUN,
     TOPOLOGY,
@@ -68,13 +68,6 @@ def test_sealed_slots_are_read_back(shm: Path) -> None:
         assert np.array_equal(file.payload(header.slot), content(header))
         assert header.context == b'rng state'
         assert all(record.checksum for record in header.records)
-
-
-def test_capacity_suffices_for_large_iterations(shm: Path) -> None:
-    make_file(shm / 'w', start=2**40)
-    headers = [make_header(slot) for slot in range(WINDOW)]
-    needed = window_capacity((h.payload_bytes, frame_bytes_bound(h)) for h in headers)
-    assert (shm / 'w').stat().st_size == needed
 
 
 def test_payloads_are_aligned(shm: Path) -> None:

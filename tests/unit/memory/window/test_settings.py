@@ -50,10 +50,6 @@ def test_file_missing_on_one_rank_is_no_difference() -> None:
     assert not differences(blind, OWN) and not differences(OWN, blind)
 
 
-def test_encoded_settings_are_decoded() -> None:
-    assert settings.decode(settings.encode(OWN)) == OWN
-
-
 @pytest.mark.parametrize(
     'damaged', [b'', b'x', settings.encode(OWN)[:-20], settings.encode(OWN)[4:]]
 )
