@@ -35,7 +35,7 @@ from moevement_ext.replicate.secret import marks_here
 logger = logger_of(__name__)
 
 
-class Inventory(msgspec.Struct, frozen=True):
+class Inventory(msgspec.Struct, frozen=True, kw_only=True):
     """Windows that a rank finds at the start of a job."""
 
     memory: list[HeldWindow]
@@ -175,12 +175,12 @@ def take_stock(
     except UnreadableWindow as refusal:
         traces = Traces(node_name(), -1, [], unread=unread | not_read(refusal))
     return Inventory(
-        sorted(memory.windows),
-        sorted(on_disk.windows, reverse=True),
-        traces,
-        sorted(memory.other_settings | on_disk.other_settings),
-        sorted(memory.doubtful | on_disk.doubtful),
-        digest_of(identity.settings),
+        memory=sorted(memory.windows),
+        disk=sorted(on_disk.windows, reverse=True),
+        traces=traces,
+        refused=sorted(memory.other_settings | on_disk.other_settings),
+        doubtful=sorted(memory.doubtful | on_disk.doubtful),
+        settings=digest_of(identity.settings),
     )
 
 

@@ -19,25 +19,24 @@ from moevement_ext.recover.inventory import candidates
 _MOST_TOLD = 4
 
 
-class Localized(msgspec.Struct, frozen=True):
+class Localized(msgspec.Struct, frozen=True, kw_only=True):
     """Some or all stages replay in living processes; the other stages keep their state."""
 
     target: int
     """The newest committed iteration, from which all ranks continue."""
-    stages: frozenset[int]
+    stages: frozenset[int] = frozenset()
     """Stages that replay; empty if no rank lost its state."""
-    ranks: frozenset[int]
+    ranks: frozenset[int] = frozenset()
     """All ranks of those stages."""
-    replacements: frozenset[int]
+    replacements: frozenset[int] = frozenset()
     """Ranks with a new process."""
-    window: Window | None
+    window: Window | None = None
     """Window at the start of the replay; None without a replay."""
     copies: dict[int, int] = {}
     """Source rank by rank, for ranks that copy their whole state from a replica."""
     going_on: frozenset[int] = frozenset()
     """Members of `ranks` whose replay continues: this failure affects neither their stage nor a
     neighbour. They began from their own window; `window` applies to the other ranks."""
-
     together: bool = False
     """All stages replay, connected by the pipeline; no log is read or written."""
 
@@ -130,13 +129,21 @@ def decide_recovery(
     copies = {rank: replica for rank, replica in copies.items() if stage_of[rank] not in stages}
     ranks = frozenset(rank for rank, stage in enumerate(stage_of) if stage in stages)
     if not stages:
-        return Localized(target, stages, ranks, replacements, None, copies)
+        return Localized(target=target, replacements=replacements, copies=copies)
     job = _JobState(reports, target, stage_of, frozenset(tied), interleaved)
     window, going_on = _replays(job, stages)
     if isinstance(window, str):
         return WholeJob(window)
-    on = job.ranks_of(going_on)
-    return Localized(target, stages, ranks, replacements, window, copies, on, together)
+    return Localized(
+        target=target,
+        stages=stages,
+        ranks=ranks,
+        replacements=replacements,
+        window=window,
+        copies=copies,
+        going_on=job.ranks_of(going_on),
+        together=together,
+    )
 
 
 def survivors_history(reports: Sequence[Report]) -> History:

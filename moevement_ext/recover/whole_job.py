@@ -42,7 +42,7 @@ logger = logger_of(__name__)
 _INVENTORY = msgspec.msgpack.Decoder(Inventory)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Predecessor:
     """Windows of an earlier start of the job, in host memory and on disk of all nodes."""
 
@@ -106,13 +106,13 @@ def find(
     if everything or committed >= 0:
         rank.events.emit(FailureDetected(committed=committed, windows=len(complete)))
     predecessor = Predecessor(
-        [inventory.memory for inventory in inventories],
-        candidates(on_disk, rank.world_size),
-        usable,
-        committed,
-        dense_iteration,
-        min((death for one in inventories for death in one.deaths), default=None),
-        inventories[0].history,
+        inventories=[inventory.memory for inventory in inventories],
+        on_disk=candidates(on_disk, rank.world_size),
+        candidates=usable,
+        committed=committed,
+        dense_iteration=dense_iteration,
+        first_death=min((death for one in inventories for death in one.deaths), default=None),
+        history=inventories[0].history,
     )
     forget_deaths(store.shared)  # all ranks have read them: `rank.exchange` is collective
     if not (everything or refused):

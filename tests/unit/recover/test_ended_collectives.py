@@ -88,7 +88,7 @@ def test_iteration_does_not_begin_in_a_round_that_has_ended() -> None:
     assert position.position is before
 
 
-COPIED = Localized(9, frozenset(), frozenset(), frozenset({1}), None, {1: 0})
+COPIED = Localized(target=9, replacements=frozenset({1}), copies={1: 0})
 
 
 def test_state_of_an_aborted_copy_is_not_whole() -> None:
@@ -150,7 +150,7 @@ def test_deaths_of_sources_refuse_no_window(monkeypatch: pytest.MonkeyPatch) -> 
     membership.reports = reports
     recovery = recovery_of(RankState(9), membership)
     window = Window(WindowName(7, 'plan'), 3)
-    verdict = Localized(9, frozenset({1}), frozenset({1}), frozenset({0}), window)
+    verdict = Localized(target=9, ranks=frozenset({1}), replacements=frozenset({0}), window=window)
     recovery._replay.run = Mock(side_effect=SourceLost('the neighbour died'))
     monkeypatch.setattr(localized, 'decide_recovery', lambda *given, **layout: verdict)
     for _ in range(2 * TRIES):

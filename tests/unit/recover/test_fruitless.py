@@ -202,7 +202,7 @@ def test_error_after_a_step_with_a_death(
 
 # The count
 
-GO_ON = Localized(7, frozenset(), frozenset(), frozenset(), None)
+GO_ON = Localized(target=7)
 NO_WINDOW = WholeJob('no window')
 
 

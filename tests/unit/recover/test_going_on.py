@@ -191,7 +191,7 @@ def test_connected_sets_partition_the_ranks(ranks: int) -> None:
     for does in product((WAITS, BEGINS, 4, 5), repeat=ranks):
         going_on = frozenset(rank for rank, what in enumerate(does) if isinstance(what, int))
         replays = going_on | {rank for rank, what in enumerate(does) if what == BEGINS}
-        verdict = Localized(9, frozenset(), replays, frozenset(), NEW, going_on=going_on)
+        verdict = Localized(target=9, ranks=replays, window=NEW, going_on=going_on)
         reports = [
             replays_since(UnderWay(NEW, 9, what)) if isinstance(what, int) else survivor(9)
             for what in does

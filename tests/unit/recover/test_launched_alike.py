@@ -40,7 +40,9 @@ def check(*launched: RunSettings, strict: bool = False, **found: Any) -> list[st
         exchange=lambda name, own: [settings.encode(one) for one in launched],
     )
     inventories = [
-        Inventory([], [], Traces('node0', -1, []), settings=settings.digest_of(one))
+        Inventory(
+            memory=[], disk=[], traces=Traces('node0', -1, []), settings=settings.digest_of(one)
+        )
         for one in launched
     ]
     inventories[-1] = replace(inventories[-1], **found)

@@ -40,7 +40,13 @@ def report(process: int, survivor: bool = True, node: str = 'n0') -> Report:
 
 
 WINDOW = Window(WindowName(3, 'plan'), 3)
-LOST_STAGE = Localized(8, frozenset({1}), frozenset({1, 2}), frozenset({2}), WINDOW)
+LOST_STAGE = Localized(
+    target=8,
+    stages=frozenset({1}),
+    ranks=frozenset({1, 2}),
+    replacements=frozenset({2}),
+    window=WINDOW,
+)
 
 
 def recover(launcher: Store, rank: int, verdict: Localized = LOST_STAGE) -> Outage:
@@ -93,8 +99,7 @@ def test_reason_without_a_death(launcher: Store, capsys: pytest.CaptureFixture[s
     reports = [report(10), report(11)]
     outage.begins('the network', 0.0, reports)
     outage.met(reports)
-    nothing = Localized(8, frozenset(), frozenset(), frozenset(), None)
-    outage.is_over(PrefixStore('round/7', launcher), nothing, reports, {})
+    outage.is_over(PrefixStore('round/7', launcher), Localized(target=8), reports, {})
     outage.say()
     out = capsys.readouterr().out
     assert 'no process died: the network' in out and 'verified' not in out

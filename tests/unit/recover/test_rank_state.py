@@ -50,14 +50,8 @@ Step = Callable[[RankState, Memory], Memory]
 
 
 def verdict(target: int, *, replays: bool = False, copies: bool = False) -> Localized:
-    return Localized(
-        target,
-        frozenset({0} if replays else ()),
-        frozenset({RANK} if replays else ()),
-        frozenset(),
-        None,
-        {RANK: 1} if copies else {},
-    )
+    own = frozenset({RANK} if replays else ())
+    return Localized(target=target, stages=own, ranks=own, copies={RANK: 1} if copies else {})
 
 
 def here(memory: Memory) -> Start:

@@ -102,6 +102,12 @@ def replicate(job: Job, file: WindowFile) -> None:
     client.close()
 
 
+def predecessor_with(inventories: list[list[HeldWindow]], *usable: Window) -> Predecessor:
+    return Predecessor(
+        inventories=inventories, on_disk=[], candidates=[*usable], committed=3, dense_iteration=-1
+    )
+
+
 def damage(file: WindowFile, slot: int) -> None:
     file.payload(slot)[0] ^= 1
 
@@ -482,7 +488,7 @@ def test_an_older_window_is_taken_where_every_replica_is_damaged(doubtful: Job) 
     exchange = SimpleNamespace(all_agree=lambda name, mine: mine)
     events = SimpleNamespace(emit=lambda event: None)
     rank = SimpleNamespace(number=0, identity=OWN, exchange=exchange, events=events)
-    predecessor = Predecessor(doubtful.inventories(), [], [NEXT, CANDIDATE], 3, -1)
+    predecessor = predecessor_with(doubtful.inventories(), NEXT, CANDIDATE)
     found = obtain(doubtful.ranks[0], predecessor, rank, lambda header: None)  # type: ignore[arg-type]
     assert found is not None and found.tier == 'rank 1'
     file = doubtful.ranks[0].windows.file(named(0))

@@ -14,13 +14,13 @@ from moevement_ext.membership.rendezvous import RoundEnded
 from moevement_ext.membership.report import Report
 from moevement_ext.memory.ledger import LedgerEntry
 from moevement_ext.memory.upstream_log.record import Direction
-from moevement_ext.memory.window.name import RankIdentity, Window
+from moevement_ext.memory.window.name import RankIdentity
 from moevement_ext.recover.sources import ArrivingWindow
 from moevement_ext.recover.stage_replay import StageReplay
 from moevement_ext.recover.verdict import Localized
 from moevement_ext.replicate import host_memory
 from moevement_ext.replicate.secret import of_attempt
-from tests.unit.memory.samples import RUN, SECRET, TOPOLOGY, WINDOW, named, tmpfs_directory
+from tests.unit.memory.samples import RUN, SECRET, TOPOLOGY, tmpfs_directory
 from tests.unit.recover.fake_trainer import FakeTrainer
 from tests.unit.replicate.peers import silent_peer
 from tests.unit.replicate.test_host_memory import CANDIDATE, Job
@@ -94,9 +94,8 @@ def take_over(
         Report(survivor=True, node='a', process=1, windows=[], address=it) for it in addresses
     ]
     reports[1] = own
-    verdict = Localized(
-        target, frozenset({1}), frozenset({1}), frozenset(), Window(named(0), WINDOW)
-    )
+    own = frozenset({1})
+    verdict = Localized(target=target, stages=own, ranks=own, window=CANDIDATE)
     replay.of_stage.take_over_ledger(verdict, reports, stage_of, replay.broken.is_set)
     found = map(replay.memory.ledger.get, range(1, 5))
     return [entry and entry.grad_norms for entry in found]

@@ -32,7 +32,7 @@ from moevement_ext.recover.absence import refuse_to_forget
 from moevement_ext.recover.conversion import Conversion
 from moevement_ext.recover.reshard import stock
 from moevement_ext.recover.reshard.found import Elsewhere, merged, require_parts
-from moevement_ext.recover.whole_job import Predecessor, obtain
+from moevement_ext.recover.whole_job import obtain
 from moevement_ext.replicate.client import PeerLost
 from tests.unit.memory.samples import (
     WINDOW,
@@ -45,7 +45,7 @@ from tests.unit.memory.samples import (
     tmpfs_directory,
 )
 from tests.unit.recover.reshard import test_resharded as resharded
-from tests.unit.recover.test_sources import replicate
+from tests.unit.recover.test_sources import predecessor_with, replicate
 from tests.unit.replicate.test_host_memory import CANDIDATE, Job
 
 pytestmark = pytest.mark.timeout(300)
@@ -132,7 +132,7 @@ class Obtaining:
             config=SparseCheckpointConfig(forget=forget),
             events=SimpleNamespace(emit=self.told.append),
         )
-        predecessor = Predecessor(self._inventories, [], [CANDIDATE], 3, -1)
+        predecessor = predecessor_with(self._inventories, CANDIDATE)
         return obtain(self.memory, predecessor, rank, check)  # type: ignore[arg-type]
 
 

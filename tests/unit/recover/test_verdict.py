@@ -224,8 +224,7 @@ def test_exactly_the_stages_that_lost_something_replay_whole(job: Job) -> None:
 @given(committed=ITERATIONS, stages=st.integers(1, 4), tied=st.booleans())
 def test_no_rank_replays_without_a_loss(committed: int, stages: int, tied: bool) -> None:
     job = Job([survivor(committed, first_logged=NOWHERE)] * stages, [*range(stages)], tied)
-    nothing: frozenset[int] = frozenset()
-    assert job.verdict(committed) == Localized(committed, nothing, nothing, nothing, None)
+    assert job.verdict(committed) == Localized(target=committed)
 
 
 @pytest.mark.parametrize(
