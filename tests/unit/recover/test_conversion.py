@@ -11,9 +11,10 @@ import pytest
 from moevement_ext.memory.mapped import Bytes
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.name import WindowName
-from moevement_ext.memory.window.slot import FORMAT_VERSION, Record, SlotContext, SlotHeader
+from moevement_ext.memory.window.slot import SlotContext, SlotHeader
 from moevement_ext.recover.conversion import Conversion
 from moevement_ext.recover.verification import Verification
+from tests.unit.memory.samples import make_header
 from tests.unit.recover.fake_trainer import FakeTrainer
 
 Plan = Sequence[Sequence[str]]
@@ -39,30 +40,12 @@ class FakeWindow:
         slices = trainer.operators.slices
         records, payload = [], b''
         for part in (*(slices[n].full[0] for n in full), *(slices[n].weights[0] for n in weights)):
-            content = part.source.numpy().tobytes()
-            record = Record(
-                operator=part.operator,
-                tensor=part.tensor,
-                part=part.part,
-                dtype='uint8',
-                start=0,
-                end=len(content),
-                offset=len(payload),
-                nbytes=len(content),
-            )
-            records.append(record)
-            payload += content
-        context = SlotContext(full, weights, trainer.auxiliary_state.now())
-        header = SlotHeader(
-            version=FORMAT_VERSION,
-            run='run',
-            topology='pp1',
-            owner=0,
-            start=self.name.start,
-            window=self.window,
-            slot=slot,
-            iteration=self.name.start + slot,
-            plan='plan',
+            records.append(part.record(len(payload)))
+            payload += part.source.numpy().tobytes()
+        state = trainer.auxiliary_state.now()
+        context = SlotContext(full=full, weights=weights, state=state)
+        header = msgspec.structs.replace(
+            make_header(slot, self.name.start, 'plan', window=self.window),
             payload_bytes=len(payload),
             records=records,
             context=msgspec.msgpack.encode(context),

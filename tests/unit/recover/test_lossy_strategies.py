@@ -109,13 +109,6 @@ def launch(schedule: list[Fault], restarts: int = 0, **chosen: Any) -> Lived:
     return Lived(job)
 
 
-def test_all_experts_in_each_checkpoint_are_exact() -> None:
-    expected = launch([], experts=EXPERTS).job.states
-    lived = launch([Fault(1, Phase.FORWARD, STRUCK)], expected=expected, experts=EXPERTS)
-    assert {event.tokens for event in lived.lost} == {0}
-    assert not any(event.differing for event in lived.recovered)
-
-
 def loaded(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
     masters: dict[str, bytes] = {}
 

@@ -2,7 +2,6 @@
 """Sources of a window, between real ranks over TCP; it is converted while it is fetched."""
 
 import contextlib
-import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -129,17 +128,6 @@ def test_own_window_is_taken_without_a_transfer(job: Job, arriving: Callable) ->
     assert bytes_of(window) == expected
     assert window.file() is file
     assert bytes_of(VerifiedWindow(file)) == expected
-
-
-def test_lost_window_is_fetched_from_its_holder_and_kept(job: Job, arriving: Callable) -> None:
-    file = job.commit(0)
-    expected = digest(file.path)
-    replicate(job, file)
-    job.ranks[0].windows.discard(named(0))
-    window = arriving()
-    assert [window.slot(index)[0].slot for index in range(WINDOW)] == list(range(WINDOW))
-    assert digest(window.file().path) == expected
-    assert job.ranks[0].windows.file(named(0)) is window.file()
 
 
 @pytest.mark.parametrize('slot', range(WINDOW))
@@ -356,13 +344,6 @@ def test_disk_is_used_when_memory_is_damaged_and_no_replica_exists(kept: Job) ->
     assert arrived == [0, 0, 1, 2]
 
 
-def test_longer_window_is_read_from_disk(kept: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected, shm = payloads(own(kept)), kept.ranks[0].store.root
-    memory = kept.begin_again(shm, monkeypatch, capacity(window=1))
-    file, source = verified_window(memory, CANDIDATE, [], OWN)
-    assert source == 'disk' and payloads(file) == expected
-
-
 def test_a_damaged_window_on_disk_is_refused_and_its_file_in_memory_is_free(kept: Job) -> None:
     kept.ranks[0].windows.discard(named(0))
     content = bytearray(on_disk(kept).read_bytes())
@@ -374,15 +355,6 @@ def test_a_damaged_window_on_disk_is_refused_and_its_file_in_memory_is_free(kept
     assert kept.commit(0).name == named(0)
 
 
-def test_list_of_the_disk_omits_torn_windows(kept: Job) -> None:
-    disk = kept.ranks[0].disk
-    assert disk is not None
-    store = kept.ranks[0].store
-    assert held_windows(store, OWN, disk.path) == [HeldWindow(CANDIDATE, 0)]
-    os.truncate(on_disk(kept), 70_000)
-    assert held_windows(store, OWN, disk.path) == []
-
-
 @pytest.mark.parametrize(
     ('usable', 'left'),
     [((0, 3), [3]), ((3,), [3]), ((0,), [0]), ((), [3])],
@@ -392,17 +364,12 @@ def test_room_for_a_fetched_window(usable: tuple[int, ...], left: list[int], kep
     windows = kept.ranks[0].windows
     kept.commit(0, start=3)
     assert windows.begin(named(9)) is None
+    make_room(windows, Window(named(3), WINDOW), [])  # which is there
+    assert [window.name.start for window in windows.committed()] == [3, 0]
     wanted = Window(named(9), WINDOW)
     make_room(windows, wanted, [wanted, *(Window(named(start), WINDOW) for start in usable)])
     assert [window.name.start for window in windows.committed()] == left
     assert windows.begin(named(9)) is not None
-
-
-def test_window_already_in_memory_needs_no_room(kept: Job) -> None:
-    windows = kept.ranks[0].windows
-    kept.commit(0, start=3)
-    make_room(windows, Window(named(3), WINDOW), [])
-    assert [window.name.start for window in windows.committed()] == [3, 0]
 
 
 class HungReads:

@@ -14,10 +14,10 @@ from moevement_ext.config import REPORT, STOP
 from moevement_ext.memory.ledger import LedgerEntry
 from moevement_ext.memory.tensors import copy_all
 from moevement_ext.memory.window.file import WindowFile
-from moevement_ext.memory.window.slot import FORMAT_VERSION, SlotContext, SlotHeader
+from moevement_ext.memory.window.slot import SlotContext, SlotHeader
 from moevement_ext.plan.byte_planner import WindowPlan
 from moevement_ext.recover.verification import Verification
-from tests.unit.memory.samples import PLAN, named
+from tests.unit.memory.samples import make_header, named
 
 SLOTS = (('expert.0',), ('expert.1',))
 
@@ -51,18 +51,11 @@ def captured(path: Path, slices: dict[str, OperatorSlices], slot: int) -> SlotHe
     payload = file.reserve_slot(slot, layout.payload_bytes)
     for piece in (*layout.copies(payload, volatile=True), *layout.copies(payload, volatile=False)):
         copy_all(piece.targets, piece.sources)
-    header = SlotHeader(
-        version=FORMAT_VERSION,
-        run='run',
-        topology='topology',
-        owner=0,
-        start=6,
-        window=2,
-        slot=slot,
-        iteration=6 + slot,
-        plan=PLAN,
+    header = msgspec.structs.replace(
+        make_header(slot, start=6, window=2),
         payload_bytes=layout.payload_bytes,
         records=layout.records,
+        context=b'',
     )
     return file.seal_slot(header)
 

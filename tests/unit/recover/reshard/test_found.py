@@ -5,6 +5,7 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from moevement_ext.config import SparseCheckpointConfig
@@ -14,7 +15,7 @@ from moevement_ext.memory.shelf import Part, Shelf
 from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.memory.window.name import RankIdentity, Window, WindowName
 from moevement_ext.memory.window.settings import Layout, Placed, Seat
-from moevement_ext.memory.window.slot import FORMAT_VERSION, SlotHeader
+from moevement_ext.memory.window.slot import FORMAT_VERSION
 from moevement_ext.recover.reshard import found
 from moevement_ext.recover.reshard.found import (
     Candidate,
@@ -24,34 +25,18 @@ from moevement_ext.recover.reshard.found import (
     require_parts,
 )
 from moevement_ext.recover.reshard.stock import Stock, _Seen, take_stock
-from tests.unit.memory.samples import RUN, TOPOLOGY, capacity, commit, tmpfs_directory
+from tests.unit.memory.samples import RUN, TOPOLOGY, capacity, commit, make_header, tmpfs_directory
 
 PLACED = Placed('training', Layout(2, data=2), Seat())
-HEADER = SlotHeader(
-    version=FORMAT_VERSION,
-    run='run',
-    topology='topology',
-    owner=0,
-    start=4,
-    window=1,
-    slot=0,
-    iteration=4,
-    plan='plan',
-    payload_bytes=0,
-    records=[],
-    placed=PLACED,
-)
+HEADER = msgspec.structs.replace(make_header(0, 4, 'plan', window=1), placed=PLACED)
 
 
 def candidate(slots: int) -> Candidate:
     return Candidate('run', Window(WindowName(4, 'plan'), slots), Layout(4, data=4))
 
 
-def test_a_window_of_one_iteration_is_exact_in_any_layout() -> None:
+def test_missing_ranks_are_counted_unless_any_layout_is_exact() -> None:
     require_exact(candidate(1), 2)
-
-
-def test_missing_ranks_are_counted() -> None:
     with pytest.raises(NodesMissing, match='has 3 slots.*1 of its ranks are missing') as refused:
         require_exact(candidate(3), 3)
     assert refused.value.ranks == 4
