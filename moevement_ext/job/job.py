@@ -320,7 +320,7 @@ class Job:
         """
         before_training.check_limits(self.rank, self.reserved, self.joining)
         if self.membership is not None:
-            self.membership.have_met()
+            self.membership.wait_for_first_rendezvous()
         else:
             self._guard = before_training.guarded(self.rank)
         if watchdog.under_torchrun():

@@ -48,7 +48,7 @@ from moevement_ext.recover import launched_alike
 from moevement_ext.recover.inventory import launch_of, replacement_report
 from moevement_ext.regroup.process_groups import FAKE, stand_in_for
 from moevement_ext.replicate.secret import VARIABLE, closed_between_nodes, marks_here
-from moevement_ext.store.server import meet_there
+from moevement_ext.store.server import use_outside_store
 from moevement_ext.system.leaving import last_acts, leave_in_any_case
 from moevement_ext.system.orphans import end_orphans, find_orphans
 from moevement_ext.system.process_setup import ask_again_soon, isolate_children
@@ -148,7 +148,7 @@ def _meet(
     orphans = find_orphans(directory / of_all_layouts)
     watch_set_up(max(timeout.total_seconds(), config.hang_timeout))
     warn_unless_in_memory(directory)
-    meet_there(config, of_all_layouts, timeout)
+    use_outside_store(config, of_all_layouts, timeout)
     _let_agent_serve(identity.rank, world_size, config)
     launcher = launcher_store(timeout)
     if launcher is None:
@@ -169,7 +169,7 @@ def _meet(
         report = partial(
             replacement_report, node, identity, only_source(config, run_id, identity.rank)
         )
-        membership = Membership(
+        membership = Membership.join(
             place,
             timeout,
             config.hang_timeout,

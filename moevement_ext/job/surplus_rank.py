@@ -24,7 +24,7 @@ from moevement_ext.recover.reshard.surplus import Call, Dismissed, LetGo, Messag
 from moevement_ext.replicate.own_address import host_identity, local_host
 from moevement_ext.replicate.replica_server import ReplicaServer
 from moevement_ext.replicate.secret import given_in, of_attempt
-from moevement_ext.store.server import meet_there
+from moevement_ext.store.server import use_outside_store
 
 logger = logger_of(__name__)
 
@@ -61,7 +61,7 @@ class SurplusRank:
         Raises `UserError` if another job has the run's windows, or if this node is not
         reachable.
         """
-        meet_there(self._config, base_of(self._run_id), self._timeout)
+        use_outside_store(self._config, base_of(self._run_id), self._timeout)
         print(
             f' sparse ckpt | rank {self._rank} does not train: the layout has no place for it | '
             f'it serves the windows of node {node_name()} |',

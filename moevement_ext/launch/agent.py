@@ -47,7 +47,7 @@ class Devices:
         self._found: queue.SimpleQueue[nvml.Finding] = queue.SimpleQueue()
         self._watch = None if source is None else DeviceWatch(source, self._add)
         if self._watch is not None:
-            self._watch.look()
+            self._watch.poll()
 
     def watch(self) -> None:
         if self._watch is not None:
@@ -80,12 +80,12 @@ class Agent:
         self._devices = devices
         self._loop = FdLoop()
         own = {NODE: host, **variables_of(secret)}
-        self._machine = Machine(job, own, self._loop, self._tell, self._report)
+        self._machine = Machine(job, own, self._loop, self._send, self._report)
 
     def run(self) -> None:
         """Serve until the connection ends; return when no process of the job runs on this node."""
         self._loop.watch(self._link.fd, self._obey)
-        self._loop.watch(self._devices.fd, self._tell_of_devices)
+        self._loop.watch(self._devices.fd, self._send_device_faults)
         self._devices.watch()
         beats = Beats(lambda: [self._link])
         try:
@@ -103,15 +103,15 @@ class Agent:
         if isinstance(message, messages.SimulateNodeLoss):  # the supervisor must detect the loss
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def _tell(self, message: messages.FromAgent) -> None:
+    def _send(self, message: messages.FromAgent) -> None:
         if isinstance(message, messages.Ended) and message.code != 0:
-            self._tell_of_devices()  # first, so that the rank does not restart on a broken GPU
+            self._send_device_faults()  # first, so that the rank does not restart on a broken GPU
         self._link.send(message)
 
     def _report(self, event: Event) -> None:
         self._link.send(messages.Happened(line_of(event)))
 
-    def _tell_of_devices(self) -> None:
+    def _send_device_faults(self) -> None:
         for message in self._devices.take():
             self._link.send(message)
 

@@ -67,6 +67,9 @@ class SlurmStarter:
         self._program = messages.program(config, default_variables(config))
         self._secret = new_secret()
         self._listener: Listener | None = None
+        self._address: Address | None = None
+        self._beats: Beats | None = None
+        self._variables: dict[str, str] = {}
         self._began = 0.0
         self._vacated = 0.0
         self._met = False
@@ -88,11 +91,11 @@ class SlurmStarter:
                 self._ask_for_agent(node)
 
     def start(
-        self, rank: int, restarts: int, heard: Callable[[int], None] | None = None
+        self, rank: int, restarts: int, on_iteration: Callable[[int], None] | None = None
     ) -> RemoteChild:
         """Start or restart a rank; its process starts once the rank's seat has a host."""
         own = rank_variables(self._config, rank, restarts)
-        child = self._children.add(rank, restarts, {**self._variables, **own}, heard)
+        child = self._children.add(rank, restarts, {**self._variables, **own}, on_iteration)
         self._start_waiting()
         return child
 
@@ -116,13 +119,13 @@ class SlurmStarter:
         names = f' ({" ".join(spare)})' if spare else ''
         return f'{len(spare)} nodes{names}'
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Handle lost nodes, free hosts, and agents that do not connect.
 
         Raises `LaunchError` if a seat is empty, and no host can take it now or later.
         """
         for node in self._nodes.values():
-            node.look()
+            node.poll()
         for child in [child for child in self._children if child.is_overdue]:
             child.give_up(f'its agent does not start rank {child.order.rank}')
         self._gathered = self._gathered or self._are_enough()
@@ -143,6 +146,7 @@ class SlurmStarter:
     def close(self) -> None:
         if self._listener is not None:
             self._listener.close()
+        if self._beats is not None:
             self._beats.close()
         deadline = time.monotonic() + _CLOSING_S
         for node in self._nodes.values():
@@ -153,6 +157,7 @@ class SlurmStarter:
     # Agents
 
     def _ask_for_agent(self, node: Node) -> None:
+        assert self._address is not None
         try:
             node.begin(self._start_step(node.host, self._address))
         except OSError as error:  # such as the process limit of this host

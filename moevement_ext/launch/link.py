@@ -27,7 +27,7 @@ _HEARTBEAT_S = 1.0
 _MESSAGE_S = 10.0
 # Limit of the silence counted between two checks: this process, or the whole allocation, may have
 # been suspended in between.
-_MOST_BETWEEN_LOOKS_S = 2.0
+_MOST_BETWEEN_CHECKS_S = 2.0
 
 
 class Address(NamedTuple):
@@ -60,7 +60,7 @@ class Link[Received]:
         self._sending = threading.Lock()
         self._closed = False
         self._decoder = decoder
-        self._silent_s, self._looked = 0.0, time.monotonic()
+        self._silent_s, self._checked_at = 0.0, time.monotonic()
         self._sent = 0.0
 
     @property
@@ -73,8 +73,8 @@ class Link[Received]:
         if _is_ready(self.fd, select.POLLIN):
             self._silent_s = 0.0
         else:
-            self._silent_s += min(now - self._looked, _MOST_BETWEEN_LOOKS_S)
-        self._looked = now
+            self._silent_s += min(now - self._checked_at, _MOST_BETWEEN_CHECKS_S)
+        self._checked_at = now
         return self._silent_s
 
     def send(self, message: msgspec.Struct) -> None:
@@ -85,7 +85,7 @@ class Link[Received]:
         """Wait for a message, at most a few seconds."""
         self._connection.set_deadline(_MESSAGE_S)
         message = self._connection.receive(self._decoder)
-        self._silent_s, self._looked = 0.0, time.monotonic()
+        self._silent_s, self._checked_at = 0.0, time.monotonic()
         return message
 
     def heartbeat(self) -> None:

@@ -41,25 +41,26 @@ class LocalStarter:
         self._report = report
         self._children = Children(report)
         self._machine: Machine | None = None
+        self._variables: dict[str, str] = {}
         self._own = FdLoop()
         loop.watch(self._own.fd, partial(self._own.turn, 0.0))
-        self._told: deque[messages.FromAgent] = deque()
-        self._is_told = os.eventfd(0)
-        self._own.watch(self._is_told, self._act)
+        self._messages: deque[messages.FromAgent] = deque()
+        self._has_messages = os.eventfd(0)
+        self._own.watch(self._has_messages, self._act)
 
     def open(self, port: int) -> None:
         self._variables = job_variables(self._config, '127.0.0.1', port)
         if self._machine is None:
             job = messages.program(self._config, default_variables_here(self._config))
             own = secret.variables()
-            self._machine = Machine(job, own, self._own, self._tell, self._report)
+            self._machine = Machine(job, own, self._own, self._send, self._report)
 
     def start(
-        self, rank: int, restarts: int, heard: Callable[[int], None] | None = None
+        self, rank: int, restarts: int, on_iteration: Callable[[int], None] | None = None
     ) -> RemoteChild:
         """Start or restart a rank: from a hot spare, by a fork of the template, or from scratch."""
         own = variables_here(self._config, rank, restarts)
-        child = self._children.add(rank, restarts, {**self._variables, **own}, heard)
+        child = self._children.add(rank, restarts, {**self._variables, **own}, on_iteration)
         child.start_on(self)
         return child
 
@@ -74,7 +75,7 @@ class LocalStarter:
         more = f' ({starting} starting)' if starting else ''
         return f'{ready} hot{more}' if self._config.spares else '0 hot (none asked for)'
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Does nothing: this machine has no lost nodes."""
 
     def lose_node(self, node: int, memory: Callable[[str], NodeStore]) -> Path:
@@ -87,7 +88,7 @@ class LocalStarter:
         if self._machine is not None:
             self._machine.close()
         self._own.close()
-        os.close(self._is_told)
+        os.close(self._has_messages)
 
     # As the node of a child
 
@@ -95,19 +96,19 @@ class LocalStarter:
         assert self._machine is not None
         self._machine.obey(message)
 
-    def hear(self) -> None:
+    def handle_message(self) -> None:
         self._own.turn(_TURN_S)
 
     def give_up(self, why: str) -> None:
         """Raise `LaunchError`, as there is no other machine."""
         raise LaunchError(f'{why}; this machine may have to be restarted.')
 
-    def _tell(self, message: messages.FromAgent) -> None:
+    def _send(self, message: messages.FromAgent) -> None:
         """Queue the message for the next turn, as the supervisor may be inside a call."""
-        self._told.append(message)
-        os.eventfd_write(self._is_told, 1)
+        self._messages.append(message)
+        os.eventfd_write(self._has_messages, 1)
 
     def _act(self) -> None:
-        os.eventfd_read(self._is_told)
-        while self._told:
-            self._children.act(self._told.popleft())
+        os.eventfd_read(self._has_messages)
+        while self._messages:
+            self._children.act(self._messages.popleft())

@@ -59,7 +59,7 @@ class Machine:
         job: the program and its environment.
         variables: environment variables of all processes here; these override the user's.
         loop: calls this object when a process prints, is ready or dies.
-        tell: called with messages to the supervisor.
+        send: called with messages to the supervisor.
         report: called with events of hot spares.
     """
 
@@ -68,14 +68,14 @@ class Machine:
         job: messages.Program,
         variables: Mapping[str, str],
         loop: FdLoop,
-        tell: Callable[[messages.FromAgent], None],
+        send: Callable[[messages.FromAgent], None],
         report: Callable[[Event], None],
     ) -> None:
         log_dir = None if job.log_dir is None else Path(job.log_dir)
         self._config = LaunchConfig(job.program, tuple(job.flags), log_dir=log_dir)
         self._environment = {**job.defaults, **os.environ, **variables}
         self._loop = loop
-        self._tell = tell
+        self._send = send
         self.spares = SparePool(self._config, self._environment, loop, report)
         self._template = (
             Template.spawn(job.program, job.flags, self._environment) if job.fork else None
@@ -132,13 +132,13 @@ class Machine:
             if relay is not None:
                 os.close(relay.fd)
             why = f'cannot be started on {node}: {error}'
-            self._tell(messages.Ended(order.key, _NOT_STARTED, [why]))
+            self._send(messages.Ended(order.key, _NOT_STARTED, [why]))
             return
         if relay is not None:
             self._loop.watch(relay.fd, partial(self._pump, relay))
         self._running[order.key] = _Running(child, node, log, relay)
         self._loop.watch(child.death, partial(self._ended, order.key))
-        self._tell(messages.Started(order.key, child.pid, was_spare=was_spare))
+        self._send(messages.Started(order.key, child.pid, was_spare=was_spare))
         self.spares.retry()
 
     def _once_there_is_room[T](self, step: Callable[[], T]) -> T:
@@ -163,7 +163,7 @@ class Machine:
 
     def _relayed(self, order: messages.StartWorker) -> tuple[Relay, BinaryIO]:
         """Create a pipe to this process's output; returns its relay and its write end."""
-        heard = partial(self._heard, order.key) if order.watched else _ignore
+        heard = partial(self._on_line, order.key) if order.watched else _ignore
         fd, output = os.pipe()
         return Relay(fd, f'[rank {order.rank}] ', heard), os.fdopen(output, 'wb')
 
@@ -199,7 +199,7 @@ class Machine:
             self._loop.forget(running.relay.fd)
             running.relay.finish()
             os.close(running.relay.fd)
-        self._tell(messages.Ended(key, code, running.last_lines() if code else []))
+        self._send(messages.Ended(key, code, running.last_lines() if code else []))
 
     def _reserve(self, memory: NodeStore, sizes: Sequence[int]) -> None:
         """Reserve pages on a separate thread, so that orders are not delayed."""
@@ -229,10 +229,10 @@ class Machine:
         if not relay.pump():
             self._loop.forget(relay.fd)
 
-    def _heard(self, key: int, line: str) -> None:
+    def _on_line(self, key: int, line: str) -> None:
         iteration = logged_iteration(line)
         if iteration is not None:
-            self._tell(messages.IterationLogged(key, iteration))
+            self._send(messages.IterationLogged(key, iteration))
 
 
 def _with_room(log: BinaryIO) -> BinaryIO:

@@ -164,9 +164,9 @@ class Node:
         self.link = link
         self.is_hot = False
         self._pause_s = _FIRST_PAUSE_S
-        self._loop.watch(link.fd, self.hear)
+        self._loop.watch(link.fd, self.handle_message)
 
-    def look(self) -> None:
+    def poll(self) -> None:
         self._left = [step for step in self._left if step.ended() is None]
         if self.link is not None and self.link.silent_s > SILENT_S:
             self.lose(f'no message for {SILENT_S:.0f} s')
@@ -178,7 +178,7 @@ class Node:
             link = self.link
             self._attempt(lambda: link.send(message))
 
-    def hear(self) -> None:
+    def handle_message(self) -> None:
         if self.link is not None:
             self._attempt(self._receive)
 

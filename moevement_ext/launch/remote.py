@@ -35,7 +35,7 @@ class _Commands(Protocol):
     def send(self, message: Signal | StartWorker) -> None:
         """Send a message to the agent; if the agent is lost, its workers count as ended."""
 
-    def hear(self) -> None:
+    def handle_message(self) -> None:
         """Wait for a message of the agent and handle it; if the agent is lost, its workers end."""
 
     def give_up(self, why: str) -> None:
@@ -52,7 +52,7 @@ class RemoteChild(Child):
     Args:
         order: message that starts the worker.
         restarts: number of restarts of its rank.
-        heard: called with the iterations that the worker logs.
+        on_iteration: called with the iterations that the worker logs.
 
     Attributes:
         pid: process id; 0 before the start.
@@ -63,27 +63,29 @@ class RemoteChild(Child):
     """
 
     def __init__(
-        self, order: StartWorker, restarts: int, heard: Callable[[int], None] | None = None
+        self, order: StartWorker, restarts: int, on_iteration: Callable[[int], None] | None = None
     ) -> None:
         super().__init__(0, os.eventfd(0))
         self.last_lines: list[str] = []
         self.lost_with = ''
         self.order = order
         self.restarts = restarts
-        self.heard = heard
+        self.on_iteration = on_iteration
         self.node: _Commands | None = None
         self.is_settled = False
         self._code: int | None = None
-        self._started_at = math.inf
+        self._asked_for_at = self._started_at = math.inf
 
     @property
     def waits_for_node(self) -> bool:
         return self.node is None and self._code is None
 
     @property
-    def is_new_for_s(self) -> float:
-        """Seconds since its process started, until it is settled; negative before and after."""
-        return -1.0 if self.is_settled else time.monotonic() - self._started_at
+    def joining_age_s(self) -> float | None:
+        """Age of a process that has not joined yet, else None."""
+        if self.is_settled or not self.pid:
+            return None
+        return time.monotonic() - self._started_at
 
     def start_on(self, node: _Commands) -> None:
         self.node = node
@@ -118,7 +120,7 @@ class RemoteChild(Child):
         """Handle messages of the agent until the worker is dead; False if it does not die."""
         while self._code is None and self.to_die_s:
             assert self.node is not None
-            self.node.hear()
+            self.node.handle_message()
         return self._code is not None
 
     def _send(self, number: int) -> None:
@@ -132,7 +134,7 @@ class RemoteChild(Child):
     def _how_it_ended(self) -> int:
         while self._code is None:
             assert self.node is not None
-            self.node.hear()
+            self.node.handle_message()
         return self._code
 
     def _reap(self) -> int:
@@ -155,12 +157,12 @@ class Children:
         rank: int,
         restarts: int,
         variables: dict[str, str],
-        heard: Callable[[int], None] | None,
+        on_iteration: Callable[[int], None] | None,
     ) -> RemoteChild:
         """Add a worker before its start; see `Starter.start`."""
         variables = {**variables, PROCESS: new_process()}
-        order = StartWorker(next(self._keys), rank, variables, watched=heard is not None)
-        child = RemoteChild(order, restarts, heard)
+        order = StartWorker(next(self._keys), rank, variables, watched=on_iteration is not None)
+        child = RemoteChild(order, restarts, on_iteration)
         self._children[order.key] = child
         return child
 
@@ -171,9 +173,9 @@ class Children:
                 child.started(pid)
                 self._report(WorkerLaunched(child.order.rank, pid, child.restarts, was_spare))
             case IterationLogged(key, iteration):
-                heard = self._children[key].heard
-                if heard is not None:
-                    heard(iteration)
+                on_iteration = self._children[key].on_iteration
+                if on_iteration is not None:
+                    on_iteration(iteration)
             case Ended(key, code, last_lines):
                 child = self._children.pop(key)
                 child.last_lines = last_lines
@@ -200,11 +202,11 @@ class Starter(Protocol):
         """Prepare for workers that use the store at `port`; called again for a new store."""
 
     def start(
-        self, rank: int, restarts: int, heard: Callable[[int], None] | None = None
+        self, rank: int, restarts: int, on_iteration: Callable[[int], None] | None = None
     ) -> RemoteChild:
         """Start or restart a rank; the process is reported once it exists.
 
-        `heard` is called with the iterations that the worker logs, if it has no log file.
+        `on_iteration` is called with the iterations that the worker logs, if it has no log file.
         """
 
     def keep_spares(self) -> None:
@@ -220,7 +222,7 @@ class Starter(Protocol):
     def spares_left(self) -> str:
         """Describe the remaining spares."""
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Do periodic work, ten times a second; `LaunchError` if a worker cannot be started."""
 
     def lose_node(self, node: int, memory: Callable[[str], NodeStore]) -> Path | None:

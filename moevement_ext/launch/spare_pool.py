@@ -104,7 +104,7 @@ class SparePool:
     def _heard_from(self, spare: Template) -> None:
         """Record that a spare is ready; ignore a connection that ended, as at the spare's death."""
         self._loop.forget(spare.fd)
-        if spare.hear():
+        if spare.handle_message():
             self._importing.remove(spare)
             self._ready.append(spare)
             self._report(SpareReady(spare.process.pid))

@@ -115,7 +115,10 @@ class Supervisor:
         self._report = Journal(config.log_dir, on_event)
         self._starter = starter(config, self._loop, self._report)
         self._answers: AnswerWatch | None = None
-        self._open_store()
+        self._evictions = 0  # as counted in the present store
+        self._reserved = not self._starter.moves_ranks
+        self.store = self._connect(_STORE_TIMEOUT)
+        self._mailbox = of_launch(self.store, config.launch)
         self.workers: list[Worker] = []
         self._outcome = Outcome(self._report, self._starter.spares_left)
         self._faults = StagedFaults(config)
@@ -125,19 +128,22 @@ class Supervisor:
         self._failed_at_exit: list[str] = []
         self._look_for_store_at: float | None = None
 
-    def _open_store(self, to_connect: timedelta = _STORE_TIMEOUT) -> None:
-        self._evictions = 0  # as counted in the new store
-        self._reserved = not self._starter.moves_ranks
+    def _connect(self, timeout: timedelta) -> TCPStore:
         address = store_address(self.config.flags)
-        if address is not None:
-            self.store = server.connect(*address, to_connect)
-            self.store.set_timeout(_STORE_TIMEOUT)
-            self._answers = self._answers or AnswerWatch(self.store, _TO_ANSWER_S)
-        else:
-            self.store = TCPStore(
+        if address is None:
+            return TCPStore(
                 '127.0.0.1', 0, is_master=True, wait_for_workers=False, timeout=_STORE_TIMEOUT
             )
-        self._said = of_launch(self.store, self.config.launch)
+        store = server.connect(*address, timeout)
+        store.set_timeout(_STORE_TIMEOUT)
+        self._answers = self._answers or AnswerWatch(store, _TO_ANSWER_S)
+        return store
+
+    def _use_new_store(self, to_connect: timedelta = _STORE_TIMEOUT) -> None:
+        self.store = self._connect(to_connect)
+        self._mailbox = of_launch(self.store, self.config.launch)
+        self._evictions = 0
+        self._reserved = not self._starter.moves_ranks
 
     def run(self) -> int:
         """Run the job to its end; no process of the job is left afterwards.
@@ -156,7 +162,7 @@ class Supervisor:
         finally:
             self._kill_all()
             self._outcome.ended(code)
-            self._report_what_is_told()
+            self._report_remains()
             if self._answers is not None:
                 self._answers.close()
             self._report.close()
@@ -181,8 +187,8 @@ class Supervisor:
                 return self._terminate()
             if time.monotonic() >= next_poll:
                 next_poll = time.monotonic() + _POLL_S
-                self._starter.look()
-                self._look_into_store()
+                self._starter.poll()
+                self._poll_store()
                 self._give_up_unkillable_workers(self._living())
                 if tail is not None:
                     tail.pump()
@@ -194,8 +200,8 @@ class Supervisor:
 
     def _start(self, worker: Worker, restarts: int) -> None:
         watched = worker.rank == self.config.world_size - 1 and self._faults.pending
-        heard = self._stage_faults if watched else None
-        worker.child = self._starter.start(worker.rank, restarts, heard)
+        on_iteration = self._stage_faults if watched else None
+        worker.child = self._starter.start(worker.rank, restarts, on_iteration)
         self._loop.watch(worker.child.death, partial(self._ended, worker))
 
     def _ended(self, worker: Worker) -> None:
@@ -220,7 +226,7 @@ class Supervisor:
         others = [worker for worker in self.workers if worker.rank not in bad]
         done = [worker for worker in others if self._is_done(worker)]
         refuse_mistakes(self._bad_ends, self.workers)
-        survivors = read_survivors(self._said)
+        survivors = read_survivors(self._mailbox)
         if done and self._may_end_first(done):
             return
         if done:
@@ -238,7 +244,7 @@ class Supervisor:
         worker = end.worker
         if worker.finished:
             return True
-        announced = self._told(worker)
+        announced = self._announced(worker)
         if announced is None:
             return False
         if end.code != announced:  # reported after the ends of the other workers
@@ -272,7 +278,7 @@ class Supervisor:
     def _replace_all(self) -> None:
         while self._bad_ends:
             end = self._bad_ends[0]
-            self._outcome.lost(self._said, end)
+            self._outcome.lost(self._mailbox, end)
             announce_failure(self.store, end.worker.rank, end.how)
             refuse_useless(end, self.config.max_restarts)
             self._bad_ends.pop(0)
@@ -286,11 +292,11 @@ class Supervisor:
         self._report(AllStartAgain(cause.how))
         # A new store: in the old one torch would find the dead workers' keys and wait for them.
         try:
-            self._open_store()
+            self._use_new_store()
         except ConfigurationError as error:
             raise LaunchError(str(error)) from error
         restarts = 1 + max(any_worker.restarts for any_worker in self.workers)
-        self._outcome.all_lost(self._said, cause, restarts)
+        self._outcome.all_lost(self._mailbox, cause, restarts)
         self._bad_ends.clear()  # only now: if the store is lost before, the ends are judged again
         self._starter.open(self.store.port)
         for any_worker in self.workers:
@@ -316,10 +322,10 @@ class Supervisor:
                 worker.child.give_up(f'{what}: it waits in the kernel, see dmesg')
 
     def _is_done(self, worker: Worker) -> bool:
-        return worker.finished or self._told(worker) is not None
+        return worker.finished or self._announced(worker) is not None
 
-    def _told(self, worker: Worker) -> int | None:
-        return read_finished(self._said, worker.rank, worker.process)
+    def _announced(self, worker: Worker) -> int | None:
+        return read_finished(self._mailbox, worker.rank, worker.process)
 
     # The end
 
@@ -346,10 +352,10 @@ class Supervisor:
         self._starter.close()
         self._loop.close()
 
-    def _report_what_is_told(self) -> None:
+    def _report_remains(self) -> None:
         """Report the windows that an unfinished job left behind, and the ranks that it needs."""
         try:
-            memory, needed = read_memory(self._said), read_needed_ranks(self._said)
+            memory, needed = read_memory(self._mailbox), read_needed_ranks(self._mailbox)
         except DistError:
             return
         if needed is not None:
@@ -362,20 +368,20 @@ class Supervisor:
 
     # Killed on purpose
 
-    def _look_into_store(self) -> None:
+    def _poll_store(self) -> None:
         try:
             if self._look_for_store_at is None or self._look_for_store():
                 self._evict()
                 self._kill_the_late()
-                self._outcome.look(self._said)
+                self._outcome.poll(self._mailbox)
                 self._reserve_elsewhere()
         except DistError:
             self._lose_store()
 
     def _reserve_elsewhere(self) -> None:
         """Once all ranks have reported their files, reserve memory for them on spare nodes."""
-        memory = None if self._reserved else read_memory(self._said)
-        kept = read_files(self._said, self.config.world_size) if memory is not None else None
+        memory = None if self._reserved else read_memory(self._mailbox)
+        kept = read_files(self._mailbox, self.config.world_size) if memory is not None else None
         if memory is not None and kept is not None:
             self._reserved = True
             self._starter.reserve(memory, [sizes_in(files) for files in kept])
@@ -394,7 +400,7 @@ class Supervisor:
         if time.monotonic() < self._look_for_store_at:
             return False
         try:
-            self._open_store(_GLANCE)
+            self._use_new_store(_GLANCE)
         except ConfigurationError as error:
             self._look_for_store_at = time.monotonic() + _GLANCE.total_seconds()
             if self._bad_ends and time.monotonic() > self._bad_ends[0].at + _WITHOUT_STORE_S:
@@ -408,17 +414,17 @@ class Supervisor:
         return True
 
     def _kill_the_late(self) -> None:
-        for worker in late_workers(self._said, self._living()):
+        for worker in late_workers(self._mailbox, self._living()):
             worker.child.signal(signal.SIGKILL)
             self._report(WorkerLate(worker.rank, worker.pid))
 
     def _evict(self) -> None:
-        asked = evictions(self._said)
+        asked = evictions(self._mailbox)
         if asked == self._evictions:
             return
         for worker in self._living():
             # A request about an earlier process of the rank is outdated.
-            if take_eviction(self._said, worker.rank) == worker.process:
+            if take_eviction(self._mailbox, worker.rank) == worker.process:
                 worker.child.signal(signal.SIGKILL)
                 self._report(WorkerEvicted(worker.rank, worker.pid))
         self._evictions = asked
@@ -443,6 +449,6 @@ class Supervisor:
                 self._report(FaultStaged(str(fault)))
 
     def _kill_node(self, fault: StagedFault) -> None:
-        memory = partial(self._faults.memory_of, read_memory(self._said))
+        memory = partial(self._faults.memory_of, read_memory(self._mailbox))
         deleted = self._starter.lose_node(fault.target, memory)
         self._report(FaultStaged(str(fault), None if deleted is None else str(deleted)))

@@ -73,7 +73,7 @@ class Template:
             )
         return cls(process, own)
 
-    def hear(self) -> bool:
+    def handle_message(self) -> bool:
         """Wait until the program is imported; False if the process dies before."""
         if self.forks is None:
             with contextlib.suppress(OSError):
@@ -96,7 +96,7 @@ class Template:
         Raises `TemplateLost` if the process is dead, or cannot start another worker, and
         `OSError` if there is no room for one.
         """
-        if not self.hear():
+        if not self.handle_message():
             raise TemplateLost('the template of all workers is gone')
         order = {'argv': list(command), 'env': dict(environment)}
         outputs = [output.fileno(), (errors or output).fileno()]

@@ -160,7 +160,7 @@ def late_workers(store: Store, living: Sequence[Worker]) -> list[Worker]:
     time: a cold start of the whole job may take long. `store` is the part of this launch;
     raises `DistError` if it does not answer.
     """
-    overdue = [worker for worker in living if worker.child.is_new_for_s > _TO_JOIN_S]
+    overdue = [one for one in living if (one.child.joining_age_s or 0.0) > _TO_JOIN_S]
     if not (overdue and any(worker.restarts for worker in living) and read_survivors(store)):
         return []
     joined = {worker.rank: read_joining(store, worker.rank) for worker in overdue}
@@ -188,7 +188,7 @@ class Outcome:
         self._spares = spares
         self._began = time.monotonic()
         self._failures = self._recoveries = 0
-        self._published_spares = self._told = ''
+        self._published_spares = self._reported = ''
         self._waits = False
 
     def lost(self, store: Store, end: BadEnd) -> None:
@@ -205,7 +205,7 @@ class Outcome:
         self._waits = True
         self._published_spares = ''
 
-    def look(self, store: Store) -> None:
+    def poll(self, store: Store) -> None:
         """Read a pending recovery's outcome, ten times a second; `DistError`: no store."""
         if not self._waits:
             return
@@ -214,8 +214,8 @@ class Outcome:
             write_spares(store, spares)
             self._published_spares = spares
         line = read_recovery(store)
-        if line and line != self._told:
-            self._told = line
+        if line and line != self._reported:
+            self._reported = line
             self._waits = False
             self._recoveries += 1
             self._report(JobRecovered(line, spares))

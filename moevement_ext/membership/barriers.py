@@ -74,7 +74,7 @@ class Deadline:
     ) -> None:
         self._timeout_s = timeout.total_seconds()
         self._heartbeats = heartbeats
-        self._heard: Mapping[Absent, int] | None = None
+        self._counts: Mapping[Absent, int] | None = None
         self._ends = self.until = time.monotonic() + self._timeout_s
 
     def is_over(self) -> bool:
@@ -82,10 +82,10 @@ class Deadline:
         now = time.monotonic()
         if now < self.until:
             return False
-        before, self._heard = self._heard, self._heartbeats()
-        if before is None and self._heard:  # the next counts show whether they still rise
+        before, self._counts = self._counts, self._heartbeats()
+        if before is None and self._counts:  # the next counts show whether they still rise
             self._ends = now + _BETWEEN_HEARTBEATS_S
-        elif before is not None and _all_rose(before, self._heard):
+        elif before is not None and _all_rose(before, self._counts):
             self._ends = now + self._timeout_s
         self.until = min(now + _BETWEEN_HEARTBEATS_S, self._ends)
         return now >= self._ends

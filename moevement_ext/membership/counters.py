@@ -51,9 +51,9 @@ def sign(store: Store, name: str, rank: int, world_size: int) -> RankArrival:
     return RankArrival(is_first, order, is_last, is_spread)
 
 
-def place_in(round: int, rank: int) -> str:
+def place_in(round_id: int, rank: int) -> str:
     """Key of a rank's report in a round."""
-    return f'join/{round}/{rank}'
+    return f'join/{round_id}/{rank}'
 
 
 def has_signed(store: Store, name: str, rank: int) -> bool:
@@ -102,37 +102,37 @@ _PAUSE_S = 0.2
 class Heartbeats:
     """The heartbeats of a rank in a round. Used by one thread."""
 
-    def __init__(self, store: Store, round: int, rank: int) -> None:
+    def __init__(self, store: Store, round_id: int, rank: int) -> None:
         self._store = store
-        self._round = round
+        self._round = round_id
         self._rank = rank
-        self._counter = store.add(_beat_key(round, rank), 0)
+        self._counter = store.add(_beat_key(round_id, rank), 0)
 
-    def give(self) -> None:
+    def send(self) -> None:
         # The rank's bits wrap around.
         step = 1 if _beats(self._counter, self._rank) < _MOST_BEATS else -_MOST_BEATS
         added = step << _beat_shift(self._rank)
         self._counter = self._store.add(_beat_key(self._round, self._rank), added)
 
-    def heard_of(self, rank: int) -> int:
+    def read(self, rank: int) -> int:
         """A value that changes with each heartbeat of a rank.
 
-        Costs no request for ranks of the same counter, whose value is that of the last `give`.
+        Costs no request for ranks of the same counter, whose value is that of the last `send`.
         """
         if _beat_key(self._round, rank) == _beat_key(self._round, self._rank):
             return _beats(self._counter, rank)
-        return hear(self._store, self._round, rank)
+        return read_heartbeats(self._store, self._round, rank)
 
 
-def hear(store: Store, round: int, rank: int) -> int:
+def read_heartbeats(store: Store, round_id: int, rank: int) -> int:
     """A value that changes with each heartbeat of a rank."""
-    return _beats(store.add(_beat_key(round, rank), 0), rank)
+    return _beats(store.add(_beat_key(round_id, rank), 0), rank)
 
 
-def lives(store: Store, round: int) -> bool:
+def lives(store: Store, round_id: int) -> bool:
     """True if one of the first ranks sends a heartbeat in the round; waits for it."""
-    before, until = store.add(_beat_key(round, 0), 0), time.monotonic() + _SURELY_HEARD_S
-    while (now := store.add(_beat_key(round, 0), 0)) == before and time.monotonic() < until:
+    before, until = store.add(_beat_key(round_id, 0), 0), time.monotonic() + _SURELY_HEARD_S
+    while (now := store.add(_beat_key(round_id, 0), 0)) == before and time.monotonic() < until:
         time.sleep(_PAUSE_S)
     return now != before
 
@@ -144,8 +144,8 @@ def turn_of(rank: int, period_s: float) -> tuple[int, float]:
     return int(number), period_s - since_s
 
 
-def _beat_key(round: int, rank: int) -> str:
-    return f'beat/{round}/{rank // _SENDERS_OF_A_COUNTER}'
+def _beat_key(round_id: int, rank: int) -> str:
+    return f'beat/{round_id}/{rank // _SENDERS_OF_A_COUNTER}'
 
 
 def _beat_shift(rank: int) -> int:

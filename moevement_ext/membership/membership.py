@@ -5,11 +5,11 @@ A process goes through rounds (see `rendezvous`): it *meets* the other ranks, se
 trains, and *leaves* when the round ends. Which thread meets and leaves depends on the state:
 
 - *Setting up*, before `settle`, a new process of a running job cannot be interrupted: it builds its
-  model. A separate thread joins the first round (`have_met`), and later rounds when that one is
-  broken, so that the process does not count as hung. It submits the report from the start of the
-  process, which has no other state yet, and captures nothing. `settle` gives the training thread
-  the newest rendezvous only: in the earlier ones no rank has trained, as all ranks wait for the new
-  process.
+  model. A separate thread joins the first round (`wait_for_first_rendezvous`), and later rounds
+  when that one is broken, so that the process does not count as hung. It submits the report from
+  the start of the process, which has no other state yet, and captures nothing. `settle` gives the
+  training thread the newest rendezvous only: in the earlier ones no rank has trained, as all ranks
+  wait for the new process.
 - *From `settle` on* only the training thread leaves and meets. Its waits end: process groups,
   stores and barriers raise. Other calls (a write, a loader) are not interrupted.
 - *During a replay* another thread can meet in its place (see `beside`), while it continues.
@@ -27,7 +27,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import msgspec
 from torch.distributed import DistError, PrefixStore, Store
@@ -48,7 +48,7 @@ from moevement_ext.membership.rendezvous import (
 from moevement_ext.membership.rendezvous_runner import RendezvousRunner, waiting_survivor
 from moevement_ext.membership.report import NOWHERE, Report, decode_all
 from moevement_ext.membership.round_groups import RoundGroups
-from moevement_ext.membership.round_watch import HEARTBEAT_SECONDS, Connections, RoundWatch
+from moevement_ext.membership.round_watch import HEARTBEAT_S, Connections, RoundWatch
 from moevement_ext.membership.standstill import Standstill, ends_within, replace_this_process
 from moevement_ext.membership.store_loss import StoreLoss, StoreLost
 from moevement_ext.membership.training_thread import TrainingThread
@@ -56,25 +56,35 @@ from moevement_ext.system.leaving import end_at_once
 
 logger = logger_of(__name__)
 
-_UPDATE_GRACE_SECONDS = 1.0
+_UPDATE_GRACE_S = 1.0
 _CLOSING = timedelta(seconds=20)
-_UNBLOCK_SECONDS = 30.0  # a GPU may never release its waits
+_UNBLOCK_S = 30.0  # a GPU may never release its waits
+
+
+class _Joined(NamedTuple):
+    """A round that this process has joined."""
+
+    result: RendezvousResult
+    reports: list[Report]
+    watch: RoundWatch
 
 
 class Membership:
     """Takes part in the rounds of the job.
 
-    The constructor waits for all ranks, unless a survivor is already waiting: then another thread
-    meets the ranks during the set-up, and before `have_met` returns `reports` has only that
-    survivor's.
+    Made by `join`.
 
-    Args:
-        rendezvous: this process's rendezvous in the launcher's store.
-        timeout: limit of waits for other ranks, and of a collective.
-        hang_timeout_s: as of `RoundWatch`.
-        report: makes this process's report for each rendezvous during its set-up; called once.
-        stuck_timeout_s: as of `Standstill`; also applies to the set-up of a process that joins a
-            running job.
+    Attributes:
+        reports: reports of all ranks in the training thread's round, by rank; before
+            `wait_for_first_rendezvous`, of a process that joins a running job, one survivor's.
+        origin: round in which all ranks of this attempt of the job started together.
+        joining: this process has joined a running job.
+        committed: newest iteration committed on this rank; written by the training thread.
+        not_updating: clear while the optimizer writes, so that an update which its ranks can
+            complete is not cut off.
+        reason: why the round ended that this rank left.
+        detect_s: seconds from that end until `leave`.
+        ended_round: that `leave` ended the round, and nothing had interrupted this rank before.
     """
 
     def __init__(
@@ -82,8 +92,8 @@ class Membership:
         rendezvous: Rendezvous,
         timeout: timedelta,
         hang_timeout_s: float,
-        report: Callable[[], Report],
-        stuck_timeout_s: float = 0.0,
+        first_report: Report,
+        stuck_timeout_s: float,
     ) -> None:
         self._rendezvous = rendezvous
         self._store = store = rendezvous.store
@@ -93,6 +103,8 @@ class Membership:
         self._timeout = timeout
         self._hang_timeout_s = hang_timeout_s
         self._groups = RoundGroups(rendezvous.world_size, timeout)
+        self.reports: list[Report] = []
+        self.origin = self.committed = NOWHERE
         self.joining = self.ended_round = False
         self._standstill = Standstill(rendezvous.rank, timeout.total_seconds(), stuck_timeout_s)
         self._wake: Callable[[], None] = lambda: None
@@ -104,29 +116,65 @@ class Membership:
         self._lost: SparseCheckpointError | None = None
         self.reason = ''
         self.detect_s = 0.0
-        self.committed = NOWHERE
-        """Newest iteration committed on this rank; written by the training thread."""
         self.not_updating = threading.Event()
-        """Clear while the optimizer writes, so that an update which its ranks can complete is not
-        cut off."""
         self.not_updating.set()
-        self._rendezvous.predecessor_took_part()
-        self._brought = report()
+        self._first_report = first_report
         self._interrupted = threading.Event()
         self._first: threading.Thread | None = None
-        waiting = waiting_survivor(rendezvous)
+        self._taken: RendezvousResult | None = None
+        self._newest: _Joined | None = None
+
+    @classmethod
+    def join(
+        cls,
+        rendezvous: Rendezvous,
+        timeout: timedelta,
+        hang_timeout_s: float,
+        report: Callable[[], Report],
+        stuck_timeout_s: float = 0.0,
+    ) -> 'Membership':
+        """Wait for all ranks, unless a survivor is already waiting.
+
+        In that case a helper thread meets the ranks during the set-up.
+
+        Args:
+            rendezvous: this process's rendezvous in the launcher's store.
+            timeout: limit of waits for other ranks, and of a collective.
+            hang_timeout_s: as of `RoundWatch`.
+            report: makes this process's report for each rendezvous during its set-up; called once.
+            stuck_timeout_s: as of `Standstill`; also applies to the set-up of a process that joins
+                a running job.
+        """
+        rendezvous.predecessor_took_part()
+        member = cls(rendezvous, timeout, hang_timeout_s, report(), stuck_timeout_s)
+        member._meet_first(waiting_survivor(rendezvous))
+        return member
+
+    def _meet_first(self, waiting: Report | None) -> None:
         with self._setting_up:
             if waiting is None:
-                self._take(self._runner.meet_first(self._brought))
+                self._take(self._runner.meet_first(self._first_report))
             else:
                 self.reports = [waiting]
             # Within the lock: if the round has ended, a thread that joins the next one reads these.
             self.origin = max([one.origin for one in self.reports if one.survivor] or [NOWHERE])
             self.joining = self.origin != NOWHERE
             if not self.joining:
-                self.origin = self._result.round
+                self.origin = self.taken.round
         if waiting is not None:
-            self._first = self._join(partial(self._join_beside, None))
+            self._first = self._start(partial(self._join_beside, None))
+
+    @property
+    def taken(self) -> RendezvousResult:
+        """The training thread's round."""
+        assert self._taken is not None  # else `wait_for_first_rendezvous` has not returned
+        return self._taken
+
+    @property
+    def _joined(self) -> '_Joined':
+        """The newest round that this process has joined."""
+        assert self._newest is not None  # as in `taken`
+        return self._newest
 
     @property
     def store(self) -> Store:
@@ -156,11 +204,11 @@ class Membership:
         While the store is unreachable, waits until it counts as lost.
         """
         try:
-            return is_broken(self._loss.reconnect(), self._result.round)
+            return is_broken(self._loss.reconnect(), self._joined.result.round)
         except (DistError, StoreLost):
             return False
 
-    def have_met(self) -> None:
+    def wait_for_first_rendezvous(self) -> None:
         """Wait for the rendezvous that another thread joins in the set-up. Training thread."""
         if self._first is not None:
             self._first.join()
@@ -175,7 +223,7 @@ class Membership:
             FencedOut: this process has been replaced meanwhile.
             SparseCheckpointError: a rank did not respond in time.
         """
-        self.have_met()
+        self.wait_for_first_rendezvous()
         with self._setting_up:
             self._settled = True
         if self._lost is not None:
@@ -189,7 +237,7 @@ class Membership:
         """
         self._wake = wake
         self._standstill.thread = TrainingThread()
-        self._watch.judge()
+        self._joined.watch.judge()
         self._groups.make(distributed_backend)
         if self.broken:
             self._unblock()
@@ -198,30 +246,28 @@ class Membership:
         """Announce a failure in the present round, unless one is known; unblock this process.
 
         Ends the process if its GPU is lost: its report would promise a state that is gone. Sets
-        `reason`, why the round ended; `detect_s`, the seconds since the announcement; and
-        `ended_round`, True if this call ended the round, and nothing had interrupted this rank
-        before.
+        `reason`, `detect_s` and `ended_round`.
         """
         self._groups.end_calls()
-        round, self.ended_round = self._result.round, False
-        while not self._announced(round, reason):
+        round_id, self.ended_round = self._joined.result.round, False
+        while not self._announced(round_id, reason):
             pass
-        self._watch.wait_until_woken()
+        self._joined.watch.wait_until_woken()
         # The announcement has another node's clock.
-        self.detect_s = max(time.time() - self._watch.announced, 0.0)
+        self.detect_s = max(time.time() - self._joined.watch.announced, 0.0)
         self._check_device()  # still watched: if this call hangs, the process is replaced
-        self._watch.stop()
-        self.reason = self._watch.reason or reason
+        self._joined.watch.stop()
+        self.reason = self._joined.watch.reason or reason
 
-    def _announced(self, round: int, reason: str) -> bool:
+    def _announced(self, round_id: int, reason: str) -> bool:
         """Announce the failure over a new connection; False if that one is lost, too."""
         self._store = store = self._runner.reconnect()  # the old one may be lost
         try:
-            if not self._watch.broken.is_set():
+            if not self._joined.watch.broken.is_set():
                 before = self.broken  # the watching thread also detects this announcement
-                self.ended_round = end_round(store, round, reason) and not before
-                found = how_broken(store, round) or Ending(time.time(), reason)
-                self._watch.conclude(found.reason, found.since)
+                self.ended_round = end_round(store, round_id, reason) and not before
+                found = how_broken(store, round_id) or Ending(time.time(), reason)
+                self._joined.watch.conclude(found.reason, found.since)
         except DistError:
             return False
         return True
@@ -229,7 +275,9 @@ class Membership:
     def lose_device(self, what: str) -> NoReturn:
         """End this process, whose GPU is lost, and the round. Any thread."""
         store, rank = self._store.clone(), self._rendezvous.rank
-        replace_this_process(store, self._result.round, rank, f'its GPU is lost: {what}', None)
+        replace_this_process(
+            store, self._joined.result.round, rank, f'its GPU is lost: {what}', None
+        )
 
     def meet(self, report: Callable[[], Report]) -> list[Report]:
         """Join the round after the present one; returns the reports of all ranks, by rank.
@@ -241,21 +289,21 @@ class Membership:
         """
         if self._lost is not None:
             raise self._lost
-        self._take(self._runner.meet(report, self._result.round))
-        self._see_that_it_is_the_same_job(self.reports)
+        self._take(self._runner.meet(report, self._joined.result.round))
+        self._check_same_attempt(self.reports)
         return self.reports
 
-    def _see_that_it_is_the_same_job(self, reports: Sequence[Report]) -> None:
+    def _check_same_attempt(self, reports: Sequence[Report]) -> None:
         if self.origin < max(other.origin for other in reports):
             raise FencedOut('the job was started again without this process, which ends')
 
     @contextmanager
-    def leaving_it_to(self, beside: Beside) -> Iterator[None]:
+    def delegated_to(self, beside: Beside) -> Iterator[None]:
         """Within the context a failure interrupts only a replay that cannot continue."""
         self._beside = beside
         try:
-            if self._watch.broken.is_set():  # it may have been before anybody knew of this
-                raise RoundEnded(self._watch.reason or 'unknown')
+            if self._joined.watch.broken.is_set():  # it may have been before anybody knew of this
+                raise RoundEnded(self._joined.watch.reason or 'unknown')
             yield
         finally:
             with self._setting_up:
@@ -265,10 +313,10 @@ class Membership:
         """Move to the newest round that was joined; returns and raises as `Beside.take`."""
         met = beside.take(wait)
         if met:
-            self.taken, self.reports = met[-1].result, met[-1].reports
+            self._taken, self.reports = met[-1].result, met[-1].reports
         return met
 
-    def leaves_nothing_to(self, beside: Beside) -> bool:
+    def try_detach(self, beside: Beside) -> bool:
         """Let the training thread leave and meet again; False if it must first take over rounds."""
         with self._setting_up:
             if beside.has_met:
@@ -280,7 +328,7 @@ class Membership:
         """Called with the lock. A joining thread that has not begun yet will do nothing."""
         self._beside = None
         beside.end()
-        if self._watch.broken.is_set():
+        if self._joined.watch.broken.is_set():
             self._interrupt()
 
     def barrier(self, name: str) -> None:
@@ -325,7 +373,7 @@ class Membership:
 
     def stop(self) -> None:
         """Watch no rank any more, as all have trained to the end."""
-        self._watch.stop()
+        self._joined.watch.stop()
         self._closed.set()
         self._loss.close()
 
@@ -337,38 +385,39 @@ class Membership:
         """
         self.stop()
         try:
-            self._rendezvous.barrier(self._result, 'over', _CLOSING)
-            end_round(self._store, self._result.round, 'the job is over')
-            self._watch.join()
+            self._rendezvous.barrier(self._joined.result, 'over', _CLOSING)
+            end_round(self._store, self._joined.result.round, 'the job is over')
+            self._joined.watch.join()
             self._rendezvous.finish()
         except (SparseCheckpointError, DistError) as error:  # a rank, or the launcher, is gone
             logger.warning('exiting without waiting for the other ranks: %s', error)
 
     def _raise_if_broken(self) -> None:
         if self.broken:
-            raise RoundEnded(self._watch.reason or 'unknown')
+            raise RoundEnded(self._joined.watch.reason or 'unknown')
 
     def _take(self, result: RendezvousResult) -> None:
         """Enter the next round. Training thread, or the thread that joins in its place."""
         # Set when the training thread must leave the round.
         self._interrupted = threading.Event()
-        self.taken, self.reports = result, decode_all(result.reports)
+        self._taken, self.reports = result, decode_all(result.reports)
         self._arrive(result, self.reports)
 
     def _arrive(self, result: RendezvousResult, reports: list[Report]) -> None:
-        self._result, self._store = result, result.connection
-        self._reports = reports
+        self._store = result.connection
         self._standstill.unblocked_at = None
         # Heartbeats from now on: the set-up of a new process may take long.
-        self._watch = RoundWatch(
+        watch = RoundWatch(
             self._watching,
             result.round,
             self._rendezvous.rank,
             [report.process for report in reports],
             self._hang_timeout_s,
             self._on_broken,
-            self._look_at_training_thread,
+            self._check_training_thread,
         )
+        self._newest = _Joined(result, reports, watch)
+        watch.start()
 
     def _on_broken(self, reason: str) -> None:
         """Called on the watching thread, or on the thread that leaves."""
@@ -376,10 +425,10 @@ class Membership:
         if beside is None:
             self._interrupt()
         if beside is not None or not self._settled:
-            next_one = partial(self._join_beside, self._result.round)
-            self._join(next_one if beside is None else partial(self._meet_beside, beside))
+            next_one = partial(self._join_beside, self._joined.result.round)
+            self._start(next_one if beside is None else partial(self._meet_beside, beside))
 
-    def _join(self, join: Callable[[], None]) -> threading.Thread:
+    def _start(self, join: Callable[[], None]) -> threading.Thread:
         thread = threading.Thread(target=join, name='sparse-ckpt-join', daemon=True)
         thread.start()
         return thread
@@ -387,8 +436,8 @@ class Membership:
     def _interrupt(self) -> None:
         """End all waits of the training thread, which must leave. Any thread."""
         self._interrupted.set()
-        self.not_updating.wait(_UPDATE_GRACE_SECONDS)
-        with ends_within(_UNBLOCK_SECONDS, self._rendezvous.rank, self._standstill.thread):
+        self.not_updating.wait(_UPDATE_GRACE_S)
+        with ends_within(_UNBLOCK_S, self._rendezvous.rank, self._standstill.thread):
             self._unblock()
         self._standstill.unblocked_at = time.monotonic()
 
@@ -401,10 +450,10 @@ class Membership:
         with self._setting_up:
             if self._settled or not self.joining or self._lost is not None:
                 return
-            midway = msgspec.structs.replace(self._brought, midway=True)
+            midway = msgspec.structs.replace(self._first_report, midway=True)
             try:
                 self._take(self._meet_next(lambda: midway, after))
-                self._see_that_it_is_the_same_job(self.reports)
+                self._check_same_attempt(self.reports)
             except SparseCheckpointError as error:  # raised by `settle`
                 self._lost = error
                 return
@@ -417,18 +466,18 @@ class Membership:
         with self._setting_up:
             if self._beside is not beside:
                 return  # the training thread has left by itself
-            goes_on, watch, before = False, self._watch, self._reports
+            (left, before, watch), goes_on = self._joined, False
             detect_s = max(time.time() - watch.announced, 0.0)
             try:
-                result = self._meet_next(beside.report, self._result.round)
+                result = self._meet_next(beside.report, left.round)
                 reports = decode_all(result.reports)
                 self._arrive(result, reports)
-                self._see_that_it_is_the_same_job(reports)
+                self._check_same_attempt(reports)
                 goes_on = beside.goes_on(reports)
                 if goes_on:
                     # The other ranks wait until all know each other's addresses.
                     self._rendezvous.sign(result, 'ready')
-                    self._watch.judge()
+                    self._joined.watch.judge()
                     beside.add(Met(watch.reason or '', detect_s, before, result, reports))
             except DistError:
                 goes_on = False  # the training thread opens another connection
@@ -442,19 +491,19 @@ class Membership:
     def _meet_next(self, report: Callable[[], Report], after: int | None) -> RendezvousResult:
         """Join in place of the training thread, over a separate connection."""
         if after is not None:
-            self._watch.stop()
-            logger.warning('joining again: %s', self._watch.reason)
+            self._joined.watch.stop()
+            logger.warning('joining again: %s', self._joined.watch.reason)
         self._runner.reconnect()
         return self._runner.meet(report, after)
 
-    def _look_at_training_thread(self, store: Store) -> None:
+    def _check_training_thread(self, store: Store) -> None:
         """On the heartbeat thread."""
-        round = self._result.round
+        round_id = self._joined.result.round
         if self._standstill.thread is None:
-            self._standstill.look_at_set_up(store, round, self.joining)
+            self._standstill.check_set_up(store, round_id, self.joining)
         else:
-            processes = [report.process for report in self._reports]
-            self._standstill.look(store, round, processes, self.committed)
+            processes = [report.process for report in self._joined.reports]
+            self._standstill.check(store, round_id, processes, self.committed)
 
     def _check_device(self) -> None:
         """End this process if its GPU is lost."""
@@ -465,7 +514,7 @@ class Membership:
             self._groups.check_device()
         except RuntimeError as error:
             what = f'its GPU is lost: {error}'
-            replace_this_process(self._store, self._result.round, rank, what, thread)
+            replace_this_process(self._store, self._joined.result.round, rank, what, thread)
 
     def _without_store(self) -> None:
         """Interrupt this rank if others seem to have left, while the store is lost.
@@ -475,8 +524,8 @@ class Membership:
         the other ranks had not left then.
         """
         self._standstill.got_on_to = None
-        while self._loss.lost.is_set() and not self._closed.wait(HEARTBEAT_SECONDS):
+        while self._loss.lost.is_set() and not self._closed.wait(HEARTBEAT_S):
             if self.broken:
                 return
             if self._standstill.waits_for_others_s(self.committed) > self._hang_timeout_s:
-                self._watch.conclude('the store is lost, and the other ranks do not arrive')
+                self._joined.watch.conclude('the store is lost, and the other ranks do not arrive')

@@ -35,7 +35,7 @@ from moevement_ext.membership.barriers import (
     is_open,
     open_barrier,
 )
-from moevement_ext.membership.counters import RankArrival, hear, place_in
+from moevement_ext.membership.counters import RankArrival, place_in, read_heartbeats
 from moevement_ext.store.answers import peek
 
 logger = logger_of(__name__)
@@ -49,7 +49,7 @@ _END_OF_A_RECOVERY = 'replayed'
 _FIRST_LOOKERS = 3
 _OTHER_LOOKERS = 8
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.002, 0.064
-_FINISH_SECONDS = 5.0
+_FINISH_S = 5.0
 _REPLACED = 'rank {} was replaced by another process; this one ends (a --node-rank given twice?)'
 _OF_A_ROUND = re.compile(
     r'(?:broken|coming|join|here|begun|full|met|answered|gathers|beat|progress|round)'
@@ -91,37 +91,37 @@ def present_round(store: Store) -> int:
     return store.add('round', 0)
 
 
-def end_round(store: Store, round: int, reason: str) -> bool:
-    """End `round`; True if this call was the first.
+def end_round(store: Store, round_id: int, reason: str) -> bool:
+    """End `round_id`; True if this call was the first.
 
     If this process is killed, another one completes it.
     """
-    if is_over(store, round):
+    if is_over(store, round_id):
         return False
     announced = f'{time.time():.6f} {reason or "unknown"}'
-    if store.compare_set(f'broken/{round}', '', announced) == announced.encode():
-        _finish_breaking(store, round)
+    if store.compare_set(f'broken/{round_id}', '', announced) == announced.encode():
+        _finish_breaking(store, round_id)
         return True
-    see_to_the_end(store, round)
+    complete_end(store, round_id)
     return False
 
 
-def _finish_breaking(store: Store, round: int) -> None:
-    of_all = (_barrier_key(round, name) for name in BARRIERS)
-    for barrier in (f'full/{round}', f'met/{round}', *of_all):
+def _finish_breaking(store: Store, round_id: int) -> None:
+    of_all = (_barrier_key(round_id, name) for name in BARRIERS)
+    for barrier in (f'full/{round_id}', f'met/{round_id}', *of_all):
         close_barrier(store, barrier)
-    store.compare_set('round', str(round), str(round + 1))
+    store.compare_set('round', str(round_id), str(round_id + 1))
 
 
-def see_to_the_end(store: Store, round: int) -> None:
+def complete_end(store: Store, round_id: int) -> None:
     """Wait until another process has ended a round, and complete the end if that process does not.
 
     All ranks see the first of the three steps; only one rank should take the other two.
     """
     pause_s = _FIRST_PAUSE_S
-    while not is_over(store, round):
+    while not is_over(store, round_id):
         if pause_s > _LAST_PAUSE_S:  # the process that began has died half-way
-            _finish_breaking(store, round)
+            _finish_breaking(store, round_id)
             return
         time.sleep(pause_s)
         pause_s *= 2
@@ -129,9 +129,9 @@ def see_to_the_end(store: Store, round: int) -> None:
 
 def repair(store: Store) -> None:
     """Complete the end of the present round if the process that began it has died."""
-    round = present_round(store)
-    if is_broken(store, round):
-        see_to_the_end(store, round)
+    round_id = present_round(store)
+    if is_broken(store, round_id):
+        complete_end(store, round_id)
 
 
 def announce_failure(store: Store, rank: int, reason: str) -> None:
@@ -139,9 +139,9 @@ def announce_failure(store: Store, rank: int, reason: str) -> None:
 
     Does nothing if the other ranks have already moved on without it.
     """
-    round = present_round(store)
-    if counters.has_signed(store, f'here/{round}', rank):
-        end_round(store, round, reason)
+    round_id = present_round(store)
+    if counters.has_signed(store, f'here/{round_id}', rank):
+        end_round(store, round_id, reason)
 
 
 class Ending(NamedTuple):
@@ -152,47 +152,47 @@ class Ending(NamedTuple):
     reason: str
 
 
-def is_broken(store: Store, round: int) -> bool:
+def is_broken(store: Store, round_id: int) -> bool:
     """True once a process has begun to end the round; safe to call during the round."""
-    return store.check([f'broken/{round}'])
+    return store.check([f'broken/{round_id}'])
 
 
-def how_broken(store: Store, round: int) -> Ending | None:
+def how_broken(store: Store, round_id: int) -> Ending | None:
     """When and why a round ended. Call this only for a round that is over: see `peek`."""
-    found = peek(store, f'broken/{round}')
+    found = peek(store, f'broken/{round_id}')
     if found is None:
         return None
     since, _, reason = found.decode().partition(' ')
     return Ending(float(since), reason)
 
 
-def why_broken(store: Store, round: int) -> str | None:
+def why_broken(store: Store, round_id: int) -> str | None:
     """Why a round ended. Call this only for a round that is over: see `peek`."""
-    found = how_broken(store, round)
+    found = how_broken(store, round_id)
     return found.reason if found else None
 
 
-def is_over(store: Store, round: int) -> bool:
+def is_over(store: Store, round_id: int) -> bool:
     """True once the round's number is outdated; costs one request."""
-    return present_round(store) > round
+    return present_round(store) > round_id
 
 
 def absent(store: Store, world_size: int) -> list[Absent]:
     """Ranks that have not joined the present round; empty before the first rendezvous."""
-    round = present_round(store)
-    missing = _absent_in(store, round, world_size)
-    last_met = _last_met_before(store, round) if missing else None
+    round_id = present_round(store)
+    missing = _absent_in(store, round_id, world_size)
+    last_met = _last_met_before(store, round_id) if missing else None
     return [] if last_met is None else [Absent(last_met, rank) for rank in missing]
 
 
-def _last_met_before(store: Store, round: int) -> int | None:
-    while round > 0:
-        round -= 1
-        barrier = peek(store, f'met/{round}')  # no rank waits there now
+def _last_met_before(store: Store, round_id: int) -> int | None:
+    while round_id > 0:
+        round_id -= 1
+        barrier = peek(store, f'met/{round_id}')  # no rank waits there now
         if barrier is None:
             return None
         if is_open(barrier):
-            return round
+            return round_id
     return None
 
 
@@ -202,26 +202,26 @@ def holding_up(store: Store, world_size: int) -> list[Absent]:
     These are the ranks that do not answer, as they may have stopped since they joined; if all have
     answered, the rank that packs the reports, or `UNKNOWN` until that rank has named itself.
     """
-    round = present_round(store)
-    if not store.check([f'full/{round}']) or store.check([f'met/{round}']):
+    round_id = present_round(store)
+    if not store.check([f'full/{round_id}']) or store.check([f'met/{round_id}']):
         return []
-    silent = counters.missing(store, f'answered/{round}', world_size)
-    packs = peek(store, f'gathers/{round}')
+    silent = counters.missing(store, f'answered/{round_id}', world_size)
+    packs = peek(store, f'gathers/{round_id}')
     found = silent or [UNKNOWN if packs is None else int(packs)]
-    return [Absent(round, rank) for rank in found]
+    return [Absent(round_id, rank) for rank in found]
 
 
-def brought_to(store: Store, round: int, rank: int) -> bytes | None:
+def report_of(store: Store, round_id: int, rank: int) -> bytes | None:
     """A rank's report in a round; None if there is none, or its keys are deleted.
 
     If the rank has stopped while joining: the report of the new process, or that of the previous
     rendezvous.
     """
-    found = peek(store, place_in(round, rank)) or peek(store, f'coming/{round}/{rank}')
+    found = peek(store, place_in(round_id, rank)) or peek(store, f'coming/{round_id}/{rank}')
     if found is not None:
         return exchange.unpacked(found)
-    before = _last_met_before(store, round)
-    return None if before is None else brought_to(store, before, rank)
+    before = _last_met_before(store, round_id)
+    return None if before is None else report_of(store, before, rank)
 
 
 class Rendezvous:
@@ -237,16 +237,18 @@ class Rendezvous:
         self.world_size = world_size
         self._joined: set[int] = set()
         self._signed: set[str] = set()
-        self.looks_for_others = False
+        self.monitors_missing_ranks = False
         """True if this rank is one of the few that detect missing ranks. Any thread."""
         self._forgetting: threading.Thread | None = None
 
     def predecessor_took_part(self) -> bool:
         """End the present round if an earlier process of this rank is in it; True if so."""
-        round = present_round(self.store)
-        if round in self._joined or not counters.has_signed(self.store, f'here/{round}', self.rank):
+        round_id = present_round(self.store)
+        if round_id in self._joined or not counters.has_signed(
+            self.store, f'here/{round_id}', self.rank
+        ):
             return False
-        end_round(self.store, round, f'rank {self.rank} was started again')
+        end_round(self.store, round_id, f'rank {self.rank} was started again')
         return True
 
     def meet(
@@ -265,18 +267,20 @@ class Rendezvous:
         """
         deadline = Deadline(timeout, self._heartbeats)
         while True:
-            round = present_round(self.store)
-            if after is not None and round <= after:
+            round_id = present_round(self.store)
+            if after is not None and round_id <= after:
                 end_round(self.store, after, f'rank {self.rank} left')
                 continue
-            if not self._join(round, report(), survivor=after is not None):
-                end_round(self.store, round, f'rank {self.rank} was started again')
+            if not self._join(round_id, report(), survivor=after is not None):
+                end_round(self.store, round_id, f'rank {self.rank} was started again')
                 continue
-            reports = self._wait_for_all(round, deadline)
+            reports = self._wait_for_all(round_id, deadline)
             if reports is not None:
                 if after is None:
-                    self._forget_before(self.store, round)
-                return RendezvousResult(round, _of_round(self.store, round), reports, self.store)
+                    self._forget_before(self.store, round_id)
+                return RendezvousResult(
+                    round_id, _of_round(self.store, round_id), reports, self.store
+                )
 
     @property
     def newest_joined(self) -> int | None:
@@ -309,80 +313,80 @@ class Rendezvous:
             if store.add(f'round/{result.round}/barrier/{name}', 1) == self.world_size:
                 open_barrier(store, barrier)
 
-    def _join(self, round: int, report: bytes, survivor: bool) -> bool:
+    def _join(self, round_id: int, report: bytes, survivor: bool) -> bool:
         """Take this rank's place in the round; False if a dead predecessor has it."""
         # The store keeps the keys of the last round that all ranks met in, and of later rounds.
-        slept_through = range(max(self._joined, default=round) + 1, round)
+        slept_through = range(max(self._joined, default=round_id) + 1, round_id)
         if any(counters.has_signed(self.store, f'here/{one}', self.rank) for one in slept_through):
             raise FencedOut(_REPLACED.format(self.rank))
         left = exchange.packed(report)
         # Otherwise no rank could evict this process if it stops between the requests.
         if not survivor:
-            self.store.set(f'coming/{round}/{self.rank}', left)  # type: ignore[arg-type]
-        self._joined.add(round)  # even if the store's answer is lost
-        arrival = counters.sign(self.store, f'here/{round}', self.rank, self.world_size)
+            self.store.set(f'coming/{round_id}/{self.rank}', left)  # type: ignore[arg-type]
+        self._joined.add(round_id)  # even if the store's answer is lost
+        arrival = counters.sign(self.store, f'here/{round_id}', self.rank, self.world_size)
         if not arrival.is_first:
             if survivor:
                 raise FencedOut(_REPLACED.format(self.rank))
-            self._joined.discard(round)
+            self._joined.discard(round_id)
             return False
-        self.store.set(place_in(round, self.rank), left)  # type: ignore[arg-type]
-        self.looks_for_others = self._is_to_look(round, arrival)
+        self.store.set(place_in(round_id, self.rank), left)  # type: ignore[arg-type]
+        self.monitors_missing_ranks = self._elected_as_monitor(round_id, arrival)
         if arrival.is_last:
-            open_barrier(self.store, f'full/{round}')
+            open_barrier(self.store, f'full/{round_id}')
         return True
 
-    def _is_to_look(self, round: int, arrival: RankArrival) -> bool:
+    def _elected_as_monitor(self, round_id: int, arrival: RankArrival) -> bool:
         """Elect the first ranks that join, and some that are spread over the others.
 
         Ranks of a node join together, and are lost together.
         """
         every = max(self.world_size // _OTHER_LOOKERS, 1)
         is_early = arrival.order <= _FIRST_LOOKERS or arrival.order % every == 1 % every
-        is_first = arrival.order == 1 and self.store.add(f'begun/{round}', 1) <= _FIRST_LOOKERS
+        is_first = arrival.order == 1 and self.store.add(f'begun/{round_id}', 1) <= _FIRST_LOOKERS
         return is_first or (arrival.is_spread and is_early)
 
-    def _wait_for_all(self, round: int, deadline: Deadline) -> list[bytes] | None:
+    def _wait_for_all(self, round_id: int, deadline: Deadline) -> list[bytes] | None:
         """Reports of all ranks; None if the round was broken before all ranks had answered."""
-        if not self._await(self.store, round, f'full/{round}', deadline):
+        if not self._await(self.store, round_id, f'full/{round_id}', deadline):
             return None
         # Each rank answers, as a rank that has joined may have died since.
-        answer = counters.sign(self.store, f'answered/{round}', self.rank, self.world_size)
+        answer = counters.sign(self.store, f'answered/{round_id}', self.rank, self.world_size)
         if answer.is_last:
-            self.store.set(f'gathers/{round}', str(self.rank))
-            places = [place_in(round, rank) for rank in range(self.world_size)]
+            self.store.set(f'gathers/{round_id}', str(self.rank))
+            places = [place_in(round_id, rank) for rank in range(self.world_size)]
             everything = exchange.gather(self.store, places)
-            exchange.hand_out(_of_round(self.store, round), everything)
-            open_barrier(self.store, f'met/{round}')
-        if not self._pass(self.store, round, f'met/{round}', deadline):
+            exchange.hand_out(_of_round(self.store, round_id), everything)
+            open_barrier(self.store, f'met/{round_id}')
+        if not self._pass(self.store, round_id, f'met/{round_id}', deadline):
             return None
-        return exchange.handed_out(_of_round(self.store, round))
+        return exchange.handed_out(_of_round(self.store, round_id))
 
-    def _pass(self, store: Store, round: int, barrier: str, deadline: Deadline | None) -> bool:
+    def _pass(self, store: Store, round_id: int, barrier: str, deadline: Deadline | None) -> bool:
         """Wait at a barrier; False if the round is over."""
-        if not self._await(store, round, barrier, deadline):
+        if not self._await(store, round_id, barrier, deadline):
             return False
         if is_open(peek(store, barrier)):
             return True
-        see_to_the_end(store, round)
+        complete_end(store, round_id)
         return False
 
-    def _await(self, store: Store, round: int, barrier: str, deadline: Deadline | None) -> bool:
+    def _await(self, store: Store, round_id: int, barrier: str, deadline: Deadline | None) -> bool:
         """Wait until a barrier is opened or shut; False if the round is over."""
         while not has_moved(store, barrier, math.inf if deadline is None else deadline.until):
             repair(store)
-            if is_over(store, round):
+            if is_over(store, round_id):
                 return False
             if deadline is not None and deadline.is_over():
-                raise SparseCheckpointError(self._missing(store, round))
+                raise SparseCheckpointError(self._missing(store, round_id))
         return True
 
     def finish(self) -> None:
         """Wait for the deletion of keys; this rank joins no further round."""
         if self._forgetting is not None:
-            self._forgetting.join(_FINISH_SECONDS)
+            self._forgetting.join(_FINISH_S)
 
-    def _forget_before(self, store: Store, round: int) -> None:
+    def _forget_before(self, store: Store, round_id: int) -> None:
         """Delete, on a separate thread, the keys of rounds that no rank reads any more.
 
         All ranks have met, so none waits in an earlier round; but threads that watched the previous
@@ -391,7 +395,7 @@ class Rendezvous:
         if self.rank == 0 and not (self._forgetting and self._forgetting.is_alive()):
             self._forgetting = threading.Thread(
                 target=_forget,
-                args=(store.clone, round - 1),
+                args=(store.clone, round_id - 1),
                 name='sparse-ckpt-forget',
                 daemon=True,
             )
@@ -400,20 +404,20 @@ class Rendezvous:
     def _heartbeats(self) -> dict[Absent, int]:
         """Heartbeats of missing ranks, in their previous rounds."""
         return {
-            one: hear(self.store, one.round, one.rank)
+            one: read_heartbeats(self.store, one.round, one.rank)
             for one in absent(self.store, self.world_size)
         }
 
-    def _missing(self, store: Store, round: int) -> str:
-        missing = _absent_in(store, round, self.world_size)
+    def _missing(self, store: Store, round_id: int) -> str:
+        missing = _absent_in(store, round_id, self.world_size)
         return (
             f'Ranks {missing[:8] or "that had joined"} did not respond in time. See the log of '
             'their node; --distributed-timeout-minutes sets the time.'
         )
 
 
-def _absent_in(store: Store, round: int, world_size: int) -> list[int]:
-    return counters.missing(store, f'here/{round}', world_size)
+def _absent_in(store: Store, round_id: int, world_size: int) -> list[int]:
+    return counters.missing(store, f'here/{round_id}', world_size)
 
 
 def _forget(connect: Callable[[], Store], first_kept: int) -> None:
@@ -437,9 +441,9 @@ def _outdated(keys: Sequence[str], first_kept: int) -> list[str]:
     ]
 
 
-def _of_round(store: Store, round: int) -> Store:
-    return PrefixStore(f'round/{round}', store)
+def _of_round(store: Store, round_id: int) -> Store:
+    return PrefixStore(f'round/{round_id}', store)
 
 
-def _barrier_key(round: int, name: str) -> str:
-    return f'round/{round}/barrier/{name}/all'
+def _barrier_key(round_id: int, name: str) -> str:
+    return f'round/{round_id}/barrier/{name}/all'

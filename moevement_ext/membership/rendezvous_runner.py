@@ -19,23 +19,23 @@ from torch.distributed import DistError, Store
 from moevement_ext.logger import logger_of
 from moevement_ext.membership import exchange
 from moevement_ext.membership.barriers import Absent
-from moevement_ext.membership.counters import hear, place_in
+from moevement_ext.membership.counters import place_in, read_heartbeats
 from moevement_ext.membership.mailbox import evict, own_launch
 from moevement_ext.membership.rendezvous import (
     UNKNOWN,
     Rendezvous,
     RendezvousResult,
     absent,
-    brought_to,
     end_round,
     holding_up,
     present_round,
     repair,
+    report_of,
 )
 from moevement_ext.membership.report import Report, decode_all, encode
 from moevement_ext.membership.round_watch import (
-    HEARTBEAT_SECONDS,
-    MOST_BETWEEN_LOOKS_S,
+    HEARTBEAT_S,
+    MOST_BETWEEN_CHECKS_S,
     heartbeat_period_s,
 )
 from moevement_ext.membership.store_loss import StoreLoss
@@ -64,9 +64,9 @@ class MissingRanks:
         self._connect = connect
         self._world_size = world_size
         self._hang_timeout_s = hang_timeout_s
-        self._between_looks_s = heartbeat_period_s(hang_timeout_s)
+        self._between_checks_s = heartbeat_period_s(hang_timeout_s)
         self._is_ours = is_ours
-        self._heard: dict[Absent, int] = {}
+        self._counts: dict[Absent, int] = {}
         self._silent_s: dict[Absent, float] = {}
         self._stopping = threading.Event()
         threading.Thread(target=self._run, name='sparse-ckpt-missing-ranks', daemon=True).start()
@@ -76,30 +76,30 @@ class MissingRanks:
 
     def _run(self) -> None:
         woke = time.monotonic()
-        since_look_s = 0.0
+        since_check_s = 0.0
         store: Store | None = None
         lost = False
-        while not self._stopping.wait(2 * HEARTBEAT_SECONDS):
+        while not self._stopping.wait(2 * HEARTBEAT_S):
             now = time.monotonic()
-            since_look_s += min(now - woke, MOST_BETWEEN_LOOKS_S)
+            since_check_s += min(now - woke, MOST_BETWEEN_CHECKS_S)
             woke = now
             if not self._is_ours():
                 continue
             try:
                 store = store or self._connect()
                 repair(store)
-                if since_look_s >= self._between_looks_s:
-                    self._look(store, since_look_s)
-                    since_look_s = 0.0
+                if since_check_s >= self._between_checks_s:
+                    self._check(store, since_check_s)
+                    since_check_s = 0.0
             except Exception as error:  # tried again, on another connection
                 store = None
                 if not (lost or self._stopping.is_set()):
                     logger.warning('missing ranks are not detected at present: %s', error)
                 lost = True
 
-    def _look(self, store: Store, between_s: float) -> None:
+    def _check(self, store: Store, between_s: float) -> None:
         silent = [
-            one for one in absent(store, self._world_size) if not self._gives_a_sign(store, one)
+            one for one in absent(store, self._world_size) if not self._sends_heartbeats(store, one)
         ]
         silent += holding_up(store, self._world_size)
         self._silent_s = {one: self._silent_s.get(one, 0.0) + between_s for one in silent}
@@ -108,17 +108,17 @@ class MissingRanks:
                 self._evict(store, one)
                 self._silent_s[one] = 0.0
 
-    def _gives_a_sign(self, store: Store, one: Absent) -> bool:
-        heard = hear(store, one.round, one.rank)
-        before, self._heard[one] = self._heard.get(one, -1), heard
-        return heard != before
+    def _sends_heartbeats(self, store: Store, one: Absent) -> bool:
+        count = read_heartbeats(store, one.round, one.rank)
+        before, self._counts[one] = self._counts.get(one, -1), count
+        return count != before
 
     def _evict(self, store: Store, one: Absent) -> None:
         """Evict the process that took part in that round, if its launcher still runs it."""
         if one.rank == UNKNOWN:  # evicted once it does not join the next round
             end_round(store, one.round, 'the rank that was to pack the reports has stopped')
             return
-        brought = brought_to(store, one.round, one.rank)
+        brought = report_of(store, one.round, one.rank)
         if brought is not None:
             report = _REPORT.decode(brought)
             evict(store, one.rank, report.process, report.launch)
@@ -178,7 +178,7 @@ class RendezvousRunner:
             self._loss.connect,
             self._rendezvous.world_size,
             self._hang_timeout_s,
-            lambda: self._rendezvous.looks_for_others,
+            lambda: self._rendezvous.monitors_missing_ranks,
         )
 
 
@@ -191,11 +191,11 @@ def waiting_survivor(rendezvous: Rendezvous) -> Report | None:
     The `rendezvous` of this process has not joined that round.
     """
     store, rank, world_size = rendezvous.store, rendezvous.rank, rendezvous.world_size
-    round = present_round(store)
-    if round == 0:
+    round_id = present_round(store)
+    if round_id == 0:
         return None  # the job begins
     for other in _asked(rank, world_size):
-        place = place_in(round, other)
+        place = place_in(round_id, other)
         if store.check([place]):  # `peek` would wake up ranks that wait for the key
             found = peek(store, place)
             if found is not None:

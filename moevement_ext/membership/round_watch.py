@@ -21,27 +21,27 @@ from moevement_ext.membership.counters import Heartbeats, turn_of
 from moevement_ext.membership.mailbox import evict
 from moevement_ext.membership.rendezvous import (
     Ending,
+    complete_end,
     end_round,
     how_broken,
     is_over,
-    see_to_the_end,
 )
 from moevement_ext.system.leaving import end_at_once
 
 logger = logger_of(__name__)
 
-HEARTBEAT_SECONDS = 0.5
+HEARTBEAT_S = 0.5
 """Seconds between two checks of the training thread; shortest time between two heartbeats."""
-SLOWEST_HEARTBEAT_SECONDS = 5.0
+SLOWEST_HEARTBEAT_S = 5.0
 _HEARTBEATS_BEFORE_HUNG = 12
-_TURNS_PER_LOOK_AT_THE_ROUND = 2
+_TURNS_PER_CHECK_OF_THE_ROUND = 2
 _LONG = timedelta(days=365)
-MOST_BETWEEN_LOOKS_S = 2.0
+MOST_BETWEEN_CHECKS_S = 2.0
 """Longest time between two checks that counts as silence of the other rank: this process, or its
 whole machine, may have been stopped."""
-_FIRST_RETRY_SECONDS = 0.5
-_JOIN_SECONDS = 5.0
-_LAST_RETRY_SECONDS = 30.0
+_FIRST_RETRY_S = 0.5
+_JOIN_S = 5.0
+_LAST_RETRY_S = 30.0
 
 
 class Connections:
@@ -70,33 +70,33 @@ class Connections:
 class RoundWatch:
     """Watches one round until it is broken or `stop` is called.
 
-    Sends heartbeats from the start until `stop`, even after the end of the round, as this process
+    Sends heartbeats from `start` until `stop`, even after the end of the round, as this process
     will join the next one. Missing heartbeats of the next rank count only after `judge`. A longer
     hang timeout makes heartbeats rarer, since all ranks load one store.
 
     Args:
         connections: connections to the launcher's store; each of the two threads takes one.
-        round: the one this process takes part in.
+        round_id: of the one this process takes part in.
         rank: of this process.
         processes: process numbers by rank, to tell the launcher which one hangs.
         hang_timeout_s: seconds without a heartbeat after which a rank counts as hung; its launcher
             is asked to kill it.
         on_broken: called once, with the reason; wakes up waiting threads. On a watching thread, or
             on the thread that calls `conclude`.
-        each_look: called twice a second on the heartbeat thread, with its connection.
+        on_check: called twice a second on the heartbeat thread, with its connection.
     """
 
     def __init__(
         self,
         connections: Connections,
-        round: int,
+        round_id: int,
         rank: int,
         processes: Sequence[int],
         hang_timeout_s: float,
         on_broken: Callable[[str], None],
-        each_look: Callable[[Store], None] = lambda store: None,
+        on_check: Callable[[Store], None] = lambda store: None,
     ) -> None:
-        self.round = round
+        self.round = round_id
         self.broken = threading.Event()
         self.reason: str | None = None
         self.announced = 0.0
@@ -108,16 +108,22 @@ class RoundWatch:
         self._hang_timeout_s = hang_timeout_s
         self._period_s = heartbeat_period_s(hang_timeout_s)
         self._on_broken = on_broken
-        self._each_look = each_look
+        self._on_check = on_check
         self._stopping = threading.Event()
         self._judging = threading.Event()
         self._concluding = threading.Lock()
-        self._lost_said = False
-        self._heard = 0
-        self._silent_s, self._listened_at = 0.0, time.monotonic()
-        self._threads: list[threading.Thread] = []
-        self._start(self._wait)
-        self._start(self._send_heartbeats)
+        self._loss_logged = False
+        self._heartbeats = 0
+        self._silent_s, self._checked_at = 0.0, time.monotonic()
+        self._threads = [
+            threading.Thread(target=self._run, args=(body,), name='sparse-ckpt-watch', daemon=True)
+            for body in (self._wait, self._send_heartbeats)
+        ]
+
+    def start(self) -> 'RoundWatch':
+        for thread in self._threads:
+            thread.start()
+        return self
 
     def judge(self) -> None:
         """From now on, count the next rank as hung if its heartbeats are missing for too long."""
@@ -156,30 +162,25 @@ class RoundWatch:
     def join(self) -> None:
         """Wait for the end of the threads, after `stop` and the end of the round."""
         for thread in self._threads:
-            thread.join(_JOIN_SECONDS)
+            thread.join(_JOIN_S)
 
-    def _start(self, body: Callable[[Store], None]) -> None:
-        def run() -> None:
-            delay = _FIRST_RETRY_SECONDS
-            while not self._stopping.is_set():
-                try:
-                    store = self._connections.take()
-                    body(store)
-                    self._connections.give_back(store)
-                    return
-                except DistError as error:
-                    self._say_lost(error)
-                self._stopping.wait(delay)
-                # Reconnect well within the hang timeout: other ranks may have reconnected already.
-                delay = min(2 * delay, _LAST_RETRY_SECONDS, self._hang_timeout_s / 4)
+    def _run(self, body: Callable[[Store], None]) -> None:
+        delay = _FIRST_RETRY_S
+        while not self._stopping.is_set():
+            try:
+                store = self._connections.take()
+                body(store)
+                self._connections.give_back(store)
+                return
+            except DistError as error:
+                self._log_loss(error)
+            self._stopping.wait(delay)
+            # Reconnect well within the hang timeout: other ranks may have reconnected already.
+            delay = min(2 * delay, _LAST_RETRY_S, self._hang_timeout_s / 4)
 
-        thread = threading.Thread(target=run, name='sparse-ckpt-watch', daemon=True)
-        self._threads.append(thread)
-        thread.start()
-
-    def _say_lost(self, error: DistError) -> None:
-        if not (self._lost_said or self._stopping.is_set()):
-            self._lost_said = True
+    def _log_loss(self, error: DistError) -> None:
+        if not (self._loss_logged or self._stopping.is_set()):
+            self._loss_logged = True
             logger.warning('the connection to the store of the launcher was lost: %s', error)
 
     def _wait(self, store: Store) -> None:
@@ -192,34 +193,34 @@ class RoundWatch:
         # none.
         how = how_broken(store, self.round) or Ending(time.time(), 'unknown')
         self.conclude(how.reason, how.since)
-        see_to_the_end(store, self.round)
+        complete_end(store, self.round)
 
     def _send_heartbeats(self, store: Store) -> None:
         """Send heartbeats; detect the end of the round if the other connection is silently lost."""
-        given, given_in = Heartbeats(store, self.round, self._rank), None
-        pause_s = HEARTBEAT_SECONDS
+        own, sent_in = Heartbeats(store, self.round, self._rank), None
+        pause_s = HEARTBEAT_S
         while not self._stopping.wait(pause_s):
-            self._each_look(store)
+            self._on_check(store)
             turn, left_s = turn_of(self._rank, self._period_s)
-            pause_s = min(left_s, HEARTBEAT_SECONDS)
-            if turn == given_in:
+            pause_s = min(left_s, HEARTBEAT_S)
+            if turn == sent_in:
                 continue
-            given_in = turn
-            given.give()
+            sent_in = turn
+            own.send()
             if self.broken.is_set():
                 continue
-            if turn % _TURNS_PER_LOOK_AT_THE_ROUND == 0 and is_over(store, self.round):
+            if turn % _TURNS_PER_CHECK_OF_THE_ROUND == 0 and is_over(store, self.round):
                 self._conclude_by(store)
             else:
-                self._listen(store, given.heard_of(self._watched))
+                self._check_neighbour(store, own.read(self._watched))
 
-    def _listen(self, store: Store, heard: int) -> None:
+    def _check_neighbour(self, store: Store, heartbeats: int) -> None:
         now = time.monotonic()
-        most_s = self._period_s + MOST_BETWEEN_LOOKS_S - HEARTBEAT_SECONDS
-        self._silent_s += min(now - self._listened_at, most_s)
-        self._listened_at = now
-        if heard != self._heard or not self._judging.is_set():
-            self._heard, self._silent_s = heard, 0.0
+        most_s = self._period_s + MOST_BETWEEN_CHECKS_S - HEARTBEAT_S
+        self._silent_s += min(now - self._checked_at, most_s)
+        self._checked_at = now
+        if heartbeats != self._heartbeats or not self._judging.is_set():
+            self._heartbeats, self._silent_s = heartbeats, 0.0
         elif self._silent_s > self._hang_timeout_s:
             self._evict(store)
 
@@ -232,5 +233,5 @@ class RoundWatch:
 
 def heartbeat_period_s(hang_timeout_s: float) -> float:
     """Seconds between two heartbeats of a rank that counts as hung after `hang_timeout_s`."""
-    slowest = max(SLOWEST_HEARTBEAT_SECONDS, HEARTBEAT_SECONDS)
-    return min(max(hang_timeout_s / _HEARTBEATS_BEFORE_HUNG, HEARTBEAT_SECONDS), slowest)
+    slowest = max(SLOWEST_HEARTBEAT_S, HEARTBEAT_S)
+    return min(max(hang_timeout_s / _HEARTBEATS_BEFORE_HUNG, HEARTBEAT_S), slowest)

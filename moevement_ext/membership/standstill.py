@@ -21,14 +21,14 @@ from moevement_ext.membership.rendezvous import end_round, present_round
 from moevement_ext.membership.report import NOWHERE
 from moevement_ext.membership.round_watch import Connections, RoundWatch
 from moevement_ext.membership.store_loss import StoreLoss
-from moevement_ext.membership.training_thread import Look, TrainingThread
+from moevement_ext.membership.training_thread import Probe, TrainingThread
 from moevement_ext.system.leaving import end_at_once
 
 logger = logger_of(__name__)
 
 
 def replace_this_process(
-    store: Store, round: int, rank: int, what: str, thread: TrainingThread | None
+    store: Store, round_id: int, rank: int, what: str, thread: TrainingThread | None
 ) -> NoReturn:
     """End this process and its round, so that its launcher starts another one. Any thread.
 
@@ -37,7 +37,7 @@ def replace_this_process(
     """
     _log(rank, what, thread)
     with suppress(DistError):  # its launcher detects the exit
-        end_round(store, round, f'rank {rank} is stuck: {what}')
+        end_round(store, round_id, f'rank {rank} is stuck: {what}')
     end_at_once(EXIT_STUCK)
 
 
@@ -67,9 +67,9 @@ def _log(rank: int, what: str, thread: TrainingThread | None) -> None:
 
 
 # A thread that is still in an ended wait after this time will never leave; usually it takes 0.25 s.
-_OUT_OF_WAITS_SECONDS = 5.0
+_OUT_OF_WAITS_S = 5.0
 # The same with a GPU, which first computes the kernels already queued, perhaps a thousand.
-_OUT_OF_QUEUE_SECONDS = 30.0
+_OUT_OF_QUEUE_S = 30.0
 _PUBLICATIONS_IN_A_TIMEOUT = 10
 
 
@@ -102,7 +102,7 @@ class Standstill:
         self.got_on_to: int | None = None
         self.thread: TrainingThread | None = None
 
-    def look(self, store: Store, round: int, processes: Sequence[int], committed: int) -> None:
+    def check(self, store: Store, round_id: int, processes: Sequence[int], committed: int) -> None:
         """End this process if its training thread will never leave.
 
         `processes` are the numbers of those in the round, by rank; `committed` is this rank's
@@ -110,62 +110,64 @@ class Standstill:
         """
         thread = self.thread
         assert thread is not None  # otherwise only the set-up is checked
-        if self._progress.look(store, round, committed):
+        if self._progress.publish(store, round_id, committed):
             thread.moved()
-        # Read before the look, which takes milliseconds, as the thread may pass a barrier
+        # Read before the probe, which takes milliseconds, as the thread may pass a barrier
         # meanwhile.
         at_barrier, unblocked_at = self.at_barrier, self.unblocked_at
-        look = thread.look()
-        if not look.waits_for_others:
-            limit, still_s = self._stuck_timeout_s, look.still_s
+        probe = thread.probe()
+        if not probe.waits_for_others:
+            limit, still_s = self._stuck_timeout_s, probe.still_s
         elif unblocked_at is not None:
-            limit = _OUT_OF_QUEUE_SECONDS if thread.on_gpu else _OUT_OF_WAITS_SECONDS
-            still_s = min(look.same_place_s, time.monotonic() - unblocked_at)  # a wait may spin
+            limit = _OUT_OF_QUEUE_S if thread.on_gpu else _OUT_OF_WAITS_S
+            still_s = min(probe.same_place_s, time.monotonic() - unblocked_at)  # a wait may spin
         else:
             if not at_barrier:
-                self._end_hang(store, round, processes, look)
+                self._end_hang(store, round_id, processes, probe)
             return
         if limit and still_s > limit:
             what = f'its training thread has stood still for {still_s:.0f} s'
-            replace_this_process(store, round, self._rank, what, thread)
+            replace_this_process(store, round_id, self._rank, what, thread)
 
     def waits_for_others_s(self, committed: int) -> float:
         """Seconds for which the training thread has waited since it committed that iteration.
 
-        Replaces `look` once the heartbeat thread no longer calls that.
+        Replaces `publish` once the heartbeat thread no longer calls that.
         """
         if self.thread is None:
             return 0.0
         if committed != self.got_on_to:
             self.got_on_to = committed
             self.thread.moved()
-        look = self.thread.look()
-        return look.same_place_s if look.waits_for_others else 0.0
+        probe = self.thread.probe()
+        return probe.same_place_s if probe.waits_for_others else 0.0
 
-    def look_at_set_up(self, store: Store, round: int, joining: bool) -> None:
+    def check_set_up(self, store: Store, round_id: int, joining: bool) -> None:
         """Check the set-up, before `thread` is set.
 
         Other ranks wait for a joining process that sends heartbeats.
         """
-        look, limit = self._setting_up.look(), self._stuck_timeout_s
-        if joining and 0 < limit < look.still_s:
-            what = f'its set-up has stood still for {look.still_s:.0f} s'
-            replace_this_process(store, round, self._rank, what, self._setting_up)
+        probe, limit = self._setting_up.probe(), self._stuck_timeout_s
+        if joining and 0 < limit < probe.still_s:
+            what = f'its set-up has stood still for {probe.still_s:.0f} s'
+            replace_this_process(store, round_id, self._rank, what, self._setting_up)
 
-    def _end_hang(self, store: Store, round: int, processes: Sequence[int], look: Look) -> None:
+    def _end_hang(
+        self, store: Store, round_id: int, processes: Sequence[int], probe: Probe
+    ) -> None:
         """End the round if this rank has waited for others for longer than a collective may last.
 
         A hanging rank cannot leave and is then detected; a single rank that is behind all others is
         replaced at once.
         """
-        if look.same_place_s <= self._timeout_s:
+        if probe.same_place_s <= self._timeout_s:
             return
-        reason = f'rank {self._rank} has waited for others for {look.same_place_s:.0f} s'
-        behind = _furthest_behind(store, round, len(processes))
+        reason = f'rank {self._rank} has waited for others for {probe.same_place_s:.0f} s'
+        behind = _furthest_behind(store, round_id, len(processes))
         if behind is not None:
             evict(store, behind, processes[behind])
             reason += f', and rank {behind} is behind all of them'
-        end_round(store, round, reason)
+        end_round(store, round_id, reason)
 
 
 class _Progress:
@@ -178,25 +180,25 @@ class _Progress:
     def __init__(self, rank: int, timeout_s: float) -> None:
         self._rank = rank
         self._pause_s = timeout_s / _PUBLICATIONS_IN_A_TIMEOUT
-        # Round and newest committed iteration: at the last call of `look`, and as published.
+        # Round and newest committed iteration: at the last call of `publish`, and as published.
         self._seen = self._published = (NOWHERE, NOWHERE)
         self._publish_at = 0.0
 
-    def look(self, store: Store, round: int, committed: int) -> bool:
+    def publish(self, store: Store, round_id: int, committed: int) -> bool:
         """Publish the iteration from time to time; True if it has changed since the last call."""
-        now = round, committed
+        now = round_id, committed
         got_on, self._seen = now != self._seen, now
-        late = self._published[0] != round or time.monotonic() > self._publish_at
+        late = self._published[0] != round_id or time.monotonic() > self._publish_at
         if now != self._published and late:
-            store.set(_key(round, self._rank), str(committed))
+            store.set(_key(round_id, self._rank), str(committed))
             self._published = now
             self._publish_at = time.monotonic() + self._pause_s
         return got_on
 
 
-def _furthest_behind(store: Store, round: int, world_size: int) -> int | None:
+def _furthest_behind(store: Store, round_id: int, world_size: int) -> int | None:
     """The rank that has committed less than all others; None if there is not exactly one."""
-    keys = [_key(round, rank) for rank in range(world_size)]
+    keys = [_key(round_id, rank) for rank in range(world_size)]
     if not store.check(keys):
         return None  # a rank has not trained yet
     committed = [int(found) for found in store.multi_get(keys)]
@@ -204,8 +206,8 @@ def _furthest_behind(store: Store, round: int, world_size: int) -> int | None:
     return committed.index(least) if committed.count(least) == 1 and world_size > 1 else None
 
 
-def _key(round: int, rank: int) -> str:
-    return f'progress/{round}/{rank}'
+def _key(round_id: int, rank: int) -> str:
+    return f'progress/{round_id}/{rank}'
 
 
 class Guard:
@@ -232,11 +234,11 @@ class Guard:
         self._stuck_timeout_s = stuck_timeout_s
         self._thread = TrainingThread()
         self._loss = StoreLoss(store, hang_timeout_s)
-        connections, round = Connections(self._loss.connect), present_round(store)
+        connections, round_id = Connections(self._loss.connect), present_round(store)
         self._watch = RoundWatch(
-            connections, round, rank, processes, hang_timeout_s, lambda reason: None, self._look
+            connections, round_id, rank, processes, hang_timeout_s, lambda reason: None, self._check
         )
-        self._watch.judge()
+        self._watch.start().judge()
 
     @property
     def store_lost(self) -> threading.Event:
@@ -245,15 +247,15 @@ class Guard:
 
     def lose_device(self, what: str) -> NoReturn:
         """End this process, whose GPU is lost. Any thread."""
-        store, round = self._store.clone(), self._watch.round
-        replace_this_process(store, round, self._rank, f'its GPU is lost: {what}', None)
+        store, round_id = self._store.clone(), self._watch.round
+        replace_this_process(store, round_id, self._rank, f'its GPU is lost: {what}', None)
 
     def close(self) -> None:
         self._watch.stop()
         self._loss.close()
 
-    def _look(self, store: Store) -> None:
-        look = self._thread.look()
-        if not look.waits_for_others and 0 < self._stuck_timeout_s < look.still_s:
-            what = f'its training thread has stood still for {look.still_s:.0f} s'
+    def _check(self, store: Store) -> None:
+        probe = self._thread.probe()
+        if not probe.waits_for_others and 0 < self._stuck_timeout_s < probe.still_s:
+            what = f'its training thread has stood still for {probe.still_s:.0f} s'
             replace_this_process(store, self._watch.round, self._rank, what, self._thread)

@@ -28,7 +28,7 @@ _TO_CONNECT_S = 15.0
 _LEAST_TO_ANSWER_S = 10.0
 _PAUSE_S = 0.2
 # Longest time counted beyond an answer's limit: this process itself may have been stopped.
-_MOST_A_LOOK_S = 2.0
+_MOST_A_TRY_S = 2.0
 
 
 class StoreLost(SparseCheckpointError):
@@ -60,7 +60,7 @@ class StoreLoss:
         self._answers = AnswerWatch(self._store, self._to_answer_s)
         self._on_lost = on_lost
         self._lock = threading.Lock()
-        self._looking = self._replaced = self._told = False
+        self._seeking = self._replaced = self._concluded = False
         self._closed = threading.Event()
 
     def connect(self) -> Store:
@@ -70,7 +70,7 @@ class StoreLoss:
         try:
             return self._connect()
         except DistError:
-            self._look_for_it()
+            self._seek()
             raise
 
     def reconnect(self) -> Store:
@@ -99,37 +99,37 @@ class StoreLoss:
         store = self._store.clone()
         return store, peek(store, _ATTEMPT)
 
-    def _look_for_it(self) -> None:
+    def _seek(self) -> None:
         with self._lock:
-            if self._looking:
+            if self._seeking:
                 return
             # No thread can start now; the next lost connection tries again.
             with suppress(RuntimeError):
-                threading.Thread(target=self._look, name='sparse-ckpt-store', daemon=True).start()
-                self._looking = True
+                threading.Thread(target=self._run, name='sparse-ckpt-store', daemon=True).start()
+                self._seeking = True
 
-    def _look(self) -> None:
+    def _run(self) -> None:
         """Try to connect until the store, or another one in its place, answers."""
-        waited_s, looked, failed = 0.0, time.monotonic(), False
+        waited_s, tried, failed = 0.0, time.monotonic(), False
         while not self._closed.wait(_PAUSE_S):
             try:
                 self._connect()
                 break
             except DistError as error:
                 now = time.monotonic()
-                waited_s += min(now - looked, self._to_answer_s + _MOST_A_LOOK_S)
-                looked = now
-                if self._replaced and self._told:
+                waited_s += min(now - tried, self._to_answer_s + _MOST_A_TRY_S)
+                tried = now
+                if self._replaced and self._concluded:
                     return
                 if waited_s > self._timeout_s:
                     self._conclude(f'it has been unreachable for {self._timeout_s:g} s: {error}')
             except Exception:  # for example too many threads, which says nothing about the store
-                looked = time.monotonic()
+                tried = time.monotonic()
                 if not failed:
                     logger.warning('cannot try to reconnect to the lost store', exc_info=True)
                 failed = True
         with self._lock:
-            self._looking = self._told = False
+            self._seeking = self._concluded = False
             was_lost = self.lost.is_set()
             self.lost.clear()
         if was_lost and not self._closed.is_set():
@@ -140,11 +140,11 @@ class StoreLoss:
             known = self.lost.is_set()
             self.lost.set()
             with suppress(RuntimeError):  # no thread can start now; the next attempt tries again
-                if not self._told:
+                if not self._concluded:
                     threading.Thread(
                         target=self._on_lost, name='sparse-ckpt-lost', daemon=True
                     ).start()
-                    self._told = True
+                    self._concluded = True
         if not known:
             logger.warning('the store of the job is lost: %s', why)
 

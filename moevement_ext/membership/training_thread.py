@@ -28,8 +28,8 @@ from moevement_ext import faults
 from moevement_ext.memory.device import bind_thread, driver
 
 _SHOWN_FRAMES = 12
-_MOST_BETWEEN_LOOKS_S = 2.0
-# A thread computes if its CPU time exceeds this share of the time between two looks.
+_MOST_BETWEEN_CHECKS_S = 2.0
+# A thread computes if its CPU time exceeds this share of the time between two probes.
 _COMPUTES = 0.05
 # Bytes per second; a process writes less than that to its log or to its watchdog.
 _MOVES_BYTES = 2**16
@@ -47,8 +47,8 @@ _WAITING_FOR_OTHERS = (
 )
 
 
-class Look(NamedTuple):
-    """State of the thread at one look."""
+class Probe(NamedTuple):
+    """State of the thread at one probe."""
 
     still_s: float
     """Seconds for which it has been at the same place of its program without computing or
@@ -62,9 +62,9 @@ class Look(NamedTuple):
 class TrainingThread:
     """The constructing thread, as seen by another thread.
 
-    The thread counts as moving if two consecutive looks find it at different places of its program,
-    or it has computed in between, or its process has read or written; so the training loop need not
-    count anything. Constructed when process groups exist, as the rank's GPU, if any, is in use by
+    The thread counts as moving if two consecutive probes find it at different places of its
+    program, or it has computed in between, or its process has read or written; so the training loop
+    need not count anything. Constructed when process groups exist, as the rank's GPU is in use by
     then; for the set-up, earlier.
     """
 
@@ -76,20 +76,20 @@ class TrainingThread:
         self._computed_s = 0.0
         self._bytes: int | None = None
         self._still_s = self._same_place_s = 0.0
-        self._looked = time.monotonic()
+        self._probed = time.monotonic()
 
     @property
     def on_gpu(self) -> bool:
         """True if the thread queues GPU kernels, which may run after it has left a wait."""
         return self._stream is not None
 
-    def look(self) -> Look:
-        """Look at the thread; always called by the same other thread."""
+    def probe(self) -> Probe:
+        """Probe at the thread; always called by the same other thread."""
         frames = self._frames()
         place = [(frame.f_code, frame.f_lasti) for frame in frames]
         now = time.monotonic()
         # Limited, as the whole process may have been stopped in between.
-        between_s = min(now - self._looked, _MOST_BETWEEN_LOOKS_S)
+        between_s = min(now - self._probed, _MOST_BETWEEN_CHECKS_S)
         computed_s = self._computed_until_now()
         computes = computed_s - self._computed_s > _COMPUTES * between_s
         self._computed_s = computed_s
@@ -98,9 +98,9 @@ class TrainingThread:
         moves = not same or computes or self._bytes_move(between_s)
         self._still_s = 0.0 if moves else self._still_s + between_s
         self._place = place
-        self._looked = now
+        self._probed = now
         waits = _waits_for_others(frames) or _device_is_busy(self._stream)
-        return Look(self._still_s, waits, self._same_place_s)
+        return Probe(self._still_s, waits, self._same_place_s)
 
     def _computed_until_now(self) -> float:
         """CPU seconds of the thread; an ended thread has no clock, and keeps its last value."""

@@ -14,7 +14,7 @@ from moevement_ext.errors import UserError
 from moevement_ext.logger import logger_of
 from moevement_ext.membership.counters import lives
 from moevement_ext.membership.rank import Rank
-from moevement_ext.membership.rendezvous import Rendezvous, brought_to, present_round
+from moevement_ext.membership.rendezvous import Rendezvous, present_round, report_of
 from moevement_ext.membership.rendezvous_runner import waiting_survivor
 from moevement_ext.membership.report import Report, decode_all
 from moevement_ext.memory.window import settings
@@ -92,7 +92,7 @@ def refuse_stranger(place: Rendezvous, identity: RankIdentity, strict: bool) -> 
     """
     store = place.store
     round = present_round(store)
-    found = brought_to(store, round, place.rank) or brought_to(store, round, 0)
+    found = report_of(store, round, place.rank) or report_of(store, round, 0)
     if found is None or decode_all([found])[0].launched == launch_of(identity):
         return
     if waiting_survivor(place) is not None or lives(store, round):

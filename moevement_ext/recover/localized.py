@@ -346,7 +346,7 @@ class LocalizedRecovery:
             return verdict
         report = self._report.of_replay(window, verdict.target, self._refused)
         beside = Beside(report, self._goes_on)
-        with self._membership.leaving_it_to(beside):
+        with self._membership.delegated_to(beside):
             self._replay_window(verdict, iterate)
             self._sends_no_more()
             return self._wait_for_others(verdict, beside)
@@ -387,7 +387,7 @@ class LocalizedRecovery:
                 if met:
                     verdict = self._take_over(met)
                 self._await_replays()
-                if self._membership.leaves_nothing_to(beside):
+                if self._membership.try_detach(beside):
                     return verdict
             met = self._membership.take_over(beside, wait=True)
 

@@ -21,7 +21,7 @@ _TO_CONNECT = timedelta(seconds=60)
 _RUN = 'run'
 
 
-def meet_there(config: SparseCheckpointConfig, run_id: str, timeout: timedelta) -> None:
+def use_outside_store(config: SparseCheckpointConfig, run_id: str, timeout: timedelta) -> None:
     """Make this process use the store of `--sparse-ckpt-store`, if given, from now on.
 
     Replaces the launcher's store in the environment. Called once, before the first rendezvous,

@@ -62,9 +62,9 @@ class Nvml:
         nvml = self._nvml
         try:
             # This query fails if the device is lost; the others may still succeed.
-            self._told(lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM))
+            self._or_none(lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM))
             fault = self._action(handle)
-            rows = self._told(lambda: nvml.nvmlDeviceGetRemappedRows(handle))
+            rows = self._or_none(lambda: nvml.nvmlDeviceGetRemappedRows(handle))
         except nvml.NVMLError as error:
             lost = self._says(error, 'NVML_ERROR_GPU_IS_LOST')
             return Finding(device, 'the driver does not reach it' if lost else _RESET)
@@ -76,13 +76,13 @@ class Nvml:
         """The recovery action that the driver requests now; None if there is none."""
         nvml = self._nvml
         field = getattr(nvml, 'NVML_FI_DEV_GET_GPU_RECOVERY_ACTION', 0)
-        values = self._told(lambda: nvml.nvmlDeviceGetFieldValues(handle, [field]))
+        values = self._or_none(lambda: nvml.nvmlDeviceGetFieldValues(handle, [field]))
         if values is None or values[0].nvmlReturn != nvml.NVML_SUCCESS:
             return None  # missing in this device, driver or library
         known = {getattr(nvml, name, None): action for name, action in _ACTIONS.items()}
         return known.get(int(values[0].value.uiVal))
 
-    def _told[T](self, read: Callable[[], T]) -> T | None:
+    def _or_none[T](self, read: Callable[[], T]) -> T | None:
         try:
             return read()
         except self._nvml.NVMLError as error:
@@ -172,14 +172,14 @@ class DeviceWatch:
     def __init__(self, source: Nvml, found: Callable[[Finding], None]) -> None:
         self._source = source
         self._found = found
-        self._told: set[Finding] = set()
+        self._reported: set[Finding] = set()
         self._stopping = threading.Event()
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Report the faults that are new."""
         for finding in self._source.read():
-            if finding not in self._told:
-                self._told.add(finding)
+            if finding not in self._reported:
+                self._reported.add(finding)
                 self._found(finding)
 
     def start(self) -> None:
@@ -191,6 +191,6 @@ class DeviceWatch:
     def _run(self) -> None:
         try:
             while not self._stopping.wait(_READ_S):
-                self.look()
+                self.poll()
         except Exception:  # must not fail training (invariant I6)
             logger.exception('GPUs are no longer watched')

@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Iterator
 
-_LOOK_S = 0.5
+_POLL_S = 0.5
 NOTHING, SIGN, DEATH = 'nothing', 'sign', 'death'
 
 
@@ -34,7 +34,7 @@ def main() -> None:
         return
     if os.getppid() != pid:  # the parent is dead already; its pid may be reused
         return
-    if not falls_silent(silent_s, looks(process, heartbeats=0)):
+    if not falls_silent(silent_s, observations(process, heartbeats=0)):
         _note_death(pid, rank, directory, says)
         return
     signal.pidfd_send_signal(process, signal.SIGKILL)  # first, as printing may fail or block
@@ -42,13 +42,13 @@ def main() -> None:
     _note_death(pid, rank, directory, says)
 
 
-def looks(process: int, heartbeats: int) -> Iterator[str]:
-    """Yield observations of a process, at most `_LOOK_S` each; takes its pidfd and stdin's fd."""
+def observations(process: int, heartbeats: int) -> Iterator[str]:
+    """Yield observations of a process, at most `_POLL_S` each; takes its pidfd and stdin's fd."""
     poll = select.poll()
     for fd in (process, heartbeats):
         poll.register(fd, select.POLLIN)
     while True:
-        ready = [fd for fd, _ in poll.poll(_LOOK_S * 1000)]
+        ready = [fd for fd, _ in poll.poll(_POLL_S * 1000)]
         if process in ready:
             yield DEATH
         elif not ready:
@@ -59,12 +59,12 @@ def looks(process: int, heartbeats: int) -> Iterator[str]:
             poll.unregister(heartbeats)
 
 
-def falls_silent(silent_s: float, looks: Iterator[str]) -> bool:
+def falls_silent(silent_s: float, observations: Iterator[str]) -> bool:
     """True once the process has sent no heartbeat for `silent_s`; False once it is dead."""
     nothing = 0
-    while nothing * _LOOK_S < silent_s:
+    while nothing * _POLL_S < silent_s:
         # Counts observations, not clock time: the whole machine may have been suspended.
-        seen = next(looks)
+        seen = next(observations)
         if seen == DEATH:
             return False
         nothing = nothing + 1 if seen == NOTHING else 0

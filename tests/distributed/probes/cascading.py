@@ -70,14 +70,14 @@ def ranks_of_stages_of_two_die() -> None:
 
 
 def _arrange(kills: Sequence[Kill]) -> None:
-    run, point, leaving_it_to = StageReplay.run, faults.point, Membership.leaving_it_to
+    run, point, delegated_to = StageReplay.run, faults.point, Membership.delegated_to
     members: list[Membership] = []
     lost_in: list[int] = []
     seen: dict[Phase, int] = {}
 
     def noted(membership: Membership, beside: Any) -> Any:
         members[:] = [membership]
-        return leaving_it_to(membership, beside)
+        return delegated_to(membership, beside)
 
     def run_noted(replay: StageReplay, verdict: Any, *args: Any) -> None:
         lost_in[:] = [verdict.target + 1]
@@ -96,7 +96,7 @@ def _arrange(kills: Sequence[Kill]) -> None:
                 _carry_out(kill, members[0])
 
     StageReplay.run = run_noted  # type: ignore[method-assign]
-    Membership.leaving_it_to = noted  # type: ignore[method-assign]
+    Membership.delegated_to = noted  # type: ignore[method-assign]
     faults.point = point_and_kill
 
 
@@ -106,7 +106,7 @@ def _carry_out(kill: Kill, membership: Membership) -> None:
         done.touch(exist_ok=False)
     except FileExistsError:
         return
-    round = membership._result.round
+    round = membership._joined.result.round
     os.kill(membership._reports[kill.victim].process, signal.SIGKILL)
-    while membership._result.round == round and not membership.broken:
+    while membership._joined.result.round == round and not membership.broken:
         time.sleep(_POLL_S)

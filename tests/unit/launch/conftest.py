@@ -124,11 +124,11 @@ class Job:
         config = LaunchConfig(str(self.program), flags, **settings)
         self.running = Supervisor(config, self._note)
         if survive:
-            write_survivors(self.said)
+            write_survivors(self.mailbox)
         return self.running
 
     @property
-    def said(self) -> Store:
+    def mailbox(self) -> Store:
         """The keys by which the program reports to its launcher."""
         return of_launch(self.running.store, self.running.config.launch)
 

@@ -55,7 +55,7 @@ class SlurmJob(Job):
         starter = partial(SlurmStarter, hosts, self._start_step)
         self.running = Supervisor(config, self._note, starter)
         if survive:
-            write_survivors(self.said)
+            write_survivors(self.mailbox)
         return self.running
 
     def seated(self) -> list[tuple[str, int]]:

@@ -174,7 +174,7 @@ def test_agent_may_come_after_the_import_of_a_large_image(minutes: int, missed: 
     step.ended.return_value = None
     node = Node('a', MagicMock(), MagicMock(), MagicMock(), on_missed)
     node.begin(step)
-    node.look()
+    node.poll()
     assert (on_missed.call_count, step.cancel.call_count) == (missed, missed)
     assert not missed or 'within 15 minutes' in node.why
 

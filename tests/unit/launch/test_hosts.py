@@ -167,12 +167,12 @@ def test_spare_host_reserves_the_files_of_the_largest_seat(
         job.on_event = lose_first
         job.finish_when = lambda: False
         running = job.on_hosts('abc', nodes=2, workers_per_node=2)
-        job.said.set('memory', str(root / 'run'))
+        job.mailbox.set('memory', str(root / 'run'))
         for rank, pages in enumerate(kept):
             sizes = [number * mmap.PAGESIZE for number in pages]
             files = reservation.encode([reservation._KeptFile('0', size, size) for size in sizes])
-            job.said.set(f'files/{rank}', files)
-        job.said.add('files', 4)
+            job.mailbox.set(f'files/{rank}', files)
+        job.mailbox.add('files', 4)
         waiting = threading.Thread(target=finish_when_reserved)
         waiting.start()
         assert running.run() == 0
@@ -266,7 +266,7 @@ def test_host_with_an_unkillable_worker_counts_as_lost(
 
     def others_find_it_hung(event: WorkerLaunched) -> None:
         hold(event.pid)
-        evict(job.said, 1, job.process(1))
+        evict(job.mailbox, 1, job.process(1))
 
     job.on(WorkerLaunched, others_find_it_hung, rank=1, restarts=0)
     job.finish_when = lambda: len(job.started(1)) == 2

@@ -89,7 +89,7 @@ def test_statements_of_a_predecessor_are_not_those_of_the_process(job: Job) -> N
     assert job.seen(WorkerEvicted) == []
     assert [event.line for event in job.seen(JobRecovered)] == [f'of {job.running.config.launch}']
     assert len(set(numbers)) == 3
-    ends = [mailbox.read_death(job.said, number) for number in numbers]
+    ends = [mailbox.read_death(job.mailbox, number) for number in numbers]
     assert [end is not None for end in ends] == [True, True, False]
 
 

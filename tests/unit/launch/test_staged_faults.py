@@ -98,7 +98,7 @@ def test_staged_node_kill_removes_the_memory_that_workers_reported(
     fault = StagedFault(StagedAction.KILL_NODE, 1, 2)
     launcher = job.supervisor('1.0=print:iteration 2/', nodes=2, faults=(fault,))
     if told:
-        write_memory(job.said, tmp_path / 'memory' / 'run')
+        write_memory(job.mailbox, tmp_path / 'memory' / 'run')
     assert launcher.run() == (0 if told else 1)
     assert (tmp_path / 'memory' / 'run' / 'node1').exists() is not told
     assert (tmp_path / 'memory' / 'run' / 'node0').exists()

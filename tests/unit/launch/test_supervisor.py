@@ -162,7 +162,7 @@ def test_rank_killed_at_its_exit_fails_the_job(job: Job, last: bool, survive: bo
 
     def note(event: Event) -> None:
         if isinstance(event, WorkerLaunched):
-            job.said.set(f'finished/{event.rank}', f'{job.process(event.rank)} 0')
+            job.mailbox.set(f'finished/{event.rank}', f'{job.process(event.rank)} 0')
             if event.rank == 2:
                 (job.folder / ('others' if last else 'abort')).touch()
         if isinstance(event, WorkerEnded) and len(ended(job)) == (2 if last else 1):
@@ -178,7 +178,7 @@ def test_rank_killed_at_its_exit_fails_the_job(job: Job, last: bool, survive: bo
 
 def test_finish_report_of_an_earlier_process_is_ignored(job: Job) -> None:
     def note(event: WorkerLaunched) -> None:
-        job.said.set('finished/0', '1 0')
+        job.mailbox.set('finished/0', '1 0')
 
     job.on(WorkerLaunched, note)
     job.finish_when = lambda: len(job.started(0)) == 2
@@ -188,7 +188,7 @@ def test_finish_report_of_an_earlier_process_is_ignored(job: Job) -> None:
 
 def test_announced_exit_status_is_that_of_the_job(job: Job) -> None:
     def note(event: WorkerLaunched) -> None:
-        job.said.set(f'finished/{event.rank}', f'{job.process(event.rank)} 16')
+        job.mailbox.set(f'finished/{event.rank}', f'{job.process(event.rank)} 16')
 
     job.on(WorkerLaunched, note)
     assert job.run('0.0=exit:16:finish', '1.0=exit:16:finish', nodes=2) == 16
@@ -198,7 +198,7 @@ def test_announced_exit_status_is_that_of_the_job(job: Job) -> None:
 
 def test_error_after_training_fails_the_job(job: Job) -> None:
     def note(event: WorkerLaunched) -> None:
-        job.said.set(f'finished/{event.rank}', f'{job.process(event.rank)} 0')
+        job.mailbox.set(f'finished/{event.rank}', f'{job.process(event.rank)} 0')
 
     job.on(WorkerLaunched, note)
     assert job.run('0.0=print:cannot close', '0.0=exit:1:finish', nodes=2) == 1
@@ -213,7 +213,7 @@ def test_rank_killed_after_training_restarts_all(job: Job) -> None:
 
     def note(event: WorkerLaunched) -> None:
         if event.rank == 1 and event.restarts == 0:
-            job.said.delete_key('survivors')
+            job.mailbox.delete_key('survivors')
             job.touch('die')
 
     job.on(WorkerLaunched, note)
@@ -229,7 +229,7 @@ def test_failing_job_waits_for_finished_workers(job: Job, said: bool) -> None:
     def note(event: Event) -> None:
         if isinstance(event, WorkerLaunched) and event.rank == 1:
             for worker in job.started()[not said :]:
-                job.said.set(f'finished/{worker.rank}', f'{job.process(worker.rank)} 0')
+                job.mailbox.set(f'finished/{worker.rank}', f'{job.process(worker.rank)} 0')
             job.touch('fail')
         if isinstance(event, WorkerEnded) and event.rank == 0:
             job.finish()
@@ -248,7 +248,7 @@ def test_no_restart_once_a_peer_has_reported_its_end(job: Job, finished_first: b
 
     def note(event: Event) -> None:
         if isinstance(event, WorkerLaunched) and event.rank == 1:
-            job.said.set('finished/0', f'{job.process(0)} 0')
+            job.mailbox.set('finished/0', f'{job.process(0)} 0')
             (job.folder / ('end' if finished_first else 'die')).touch()
         if isinstance(event, WorkerEnded):
             job.touch('die')
@@ -272,7 +272,7 @@ def test_windows_that_stay_are_reported(
         (memory / 'node0' / '0' / '0' / file).touch()
     job.on_event = lambda event: job.running.stop(143) if job.started() else None
     launcher = job.supervisor()
-    write_memory(job.said, memory)
+    write_memory(job.mailbox, memory)
     assert launcher.run() == 143
     said = job.seen(MemoryKept)
     assert said == ([MemoryKept(str(memory), 'slurm-42')] if file == 'window-4-plan.window' else [])
@@ -288,7 +288,7 @@ def test_windows_of_a_running_job_of_the_same_name_are_not_reported(
     (store.owner_path(0, 0) / 'window-4-plan.window').touch()
     job.on_event = lambda event: job.running.stop(143) if job.started() else None
     launcher = job.supervisor()
-    write_memory(job.said, store.path.parent)
+    write_memory(job.mailbox, store.path.parent)
     assert launcher.run() == 143
     assert job.seen(MemoryKept) == []
     store.close()
@@ -297,7 +297,7 @@ def test_windows_of_a_running_job_of_the_same_name_are_not_reported(
 def test_number_of_needed_ranks_is_reported(job: Job) -> None:
     job.on_event = lambda event: job.running.stop(143) if job.started() else None
     launcher = job.supervisor()
-    write_needed_ranks(job.said, 4)
+    write_needed_ranks(job.mailbox, 4)
     assert launcher.run() == 143
     assert job.seen(RanksNeeded) == [RanksNeeded(4)]
 
@@ -369,21 +369,21 @@ def test_stop_kills_workers_that_ignore_the_signal(job: Job) -> None:
 def test_worker_found_hung_is_killed_and_replaced(job: Job) -> None:
     def others_find_it_hung(event: Event) -> None:
         if isinstance(event, WorkerLaunched) and len(job.started()) == 2:
-            evict(job.said, 0, 1)  # the number of an earlier process of the rank
-            evict(job.said, 1, job.process(1))
+            evict(job.mailbox, 0, 1)  # the number of an earlier process of the rank
+            evict(job.mailbox, 1, job.process(1))
 
     job.on_event = others_find_it_hung
     job.finish_when = lambda: len(job.started(1)) == 2
     assert job.run(nodes=2) == 0
     assert ended(job) == {0: [0], 1: [-9, 0]}
     assert job.seen(WorkerEvicted) == [WorkerEvicted(1, job.started(1)[0].pid)]
-    assert not any(job.said.check([f'evict/{rank}']) for rank in range(2))
+    assert not any(job.mailbox.check([f'evict/{rank}']) for rank in range(2))
 
 
 def test_eviction_check_is_one_request_for_any_number_of_ranks(job: Job) -> None:
     tally = Tally()
     launcher = job.supervisor(nodes=3)
-    look = launcher._look_into_store
+    look = launcher._poll_store
     asked: list[int] = []
 
     def counted() -> None:
@@ -393,8 +393,8 @@ def test_eviction_check_is_one_request_for_any_number_of_ranks(job: Job) -> None
         if len(asked) == 10:
             job.finish()
 
-    launcher._said = CountedStore(launcher._said, tally)
-    launcher._look_into_store = counted  # type: ignore[method-assign]
+    launcher._mailbox = CountedStore(launcher._mailbox, tally)
+    launcher._poll_store = counted  # type: ignore[method-assign]
     job.finish_when = lambda: False
     assert launcher.run() == 0
     assert set(asked) == {1}
@@ -405,7 +405,7 @@ def test_hung_worker_is_reported_when_all_workers_restart(job: Job) -> None:
 
     def other_finds_it_hung(event: Event) -> None:
         if isinstance(event, WorkerLaunched) and len(job.started()) == 2:
-            evict(job.said, 1, job.process(1))
+            evict(job.mailbox, 1, job.process(1))
             job.touch('found')
             assert dies(job.started(0)[0].pid)
 

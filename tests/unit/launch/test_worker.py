@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.timed, pytest.mark.timeout(60)]
 def report_joining(job: Job, *attempts: tuple[int, int]) -> None:
     def note(event: Event) -> None:
         if isinstance(event, WorkerLaunched) and (event.rank, event.restarts) in attempts:
-            job.said.set(f'joining/{event.rank}', str(job.process(event.rank)))
+            job.mailbox.set(f'joining/{event.rank}', str(job.process(event.rank)))
 
     job.on_event = note
 
@@ -65,7 +65,7 @@ def test_no_worker_is_late_at_the_start_of_a_job(job: Job, monkeypatch: pytest.M
     monkeypatch.setattr(worker, '_TO_JOIN_S', 0.0)
     looks = []
     launcher = job.supervisor(nodes=2)
-    look = launcher._look_into_store
+    look = launcher._poll_store
 
     def counted() -> None:
         look()
@@ -73,7 +73,7 @@ def test_no_worker_is_late_at_the_start_of_a_job(job: Job, monkeypatch: pytest.M
         if len(looks) == 10:
             job.finish()
 
-    monkeypatch.setattr(launcher, '_look_into_store', counted)
+    monkeypatch.setattr(launcher, '_poll_store', counted)
     job.finish_when = lambda: False
     assert launcher.run() == 0
     assert [event.code for event in job.seen(WorkerEnded)] == [0, 0]
@@ -121,7 +121,7 @@ def test_wait_for_the_death_of_a_worker_is_bounded(
 
     def others_find_it_hung(event: WorkerLaunched) -> None:
         hold(event.pid)
-        evict(job.said, 1, job.process(1))
+        evict(job.mailbox, 1, job.process(1))
 
     job.on(WorkerLaunched, others_find_it_hung, rank=1)
     job.finish_when = lambda: False

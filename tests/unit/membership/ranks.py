@@ -16,7 +16,7 @@ from moevement_ext.membership.membership import Membership
 from moevement_ext.membership.rendezvous import Rendezvous, end_round
 from moevement_ext.membership.report import Report
 from moevement_ext.membership.round_watch import Connections, RoundWatch
-from moevement_ext.membership.training_thread import Look, TrainingThread
+from moevement_ext.membership.training_thread import Probe, TrainingThread
 from moevement_ext.regroup.gloo import Gloo
 from moevement_ext.store.answers import in_time
 from moevement_ext.system.leaving import leave
@@ -38,11 +38,11 @@ def member_of(
     stuck_timeout_s: float = 0.0,
 ) -> tuple[Membership, TCPStore]:
     """A member that is not settled yet and checks its training thread often."""
-    round_watch.HEARTBEAT_SECONDS = membership.HEARTBEAT_SECONDS = 0.05
+    round_watch.HEARTBEAT_S = membership.HEARTBEAT_S = 0.05
     store = connect(port)
     place = Rendezvous(store, rank, world_size)
     report = Report(survivor=False, node='a', process=100 + rank, windows=[])
-    return Membership(place, LIMIT, hang_timeout_s, lambda: report, stuck_timeout_s), store
+    return Membership.join(place, LIMIT, hang_timeout_s, lambda: report, stuck_timeout_s), store
 
 
 def init_gloo(store: Store, rank: int = 0, world_size: int = 1) -> None:
@@ -65,14 +65,14 @@ def stands_still(port: int) -> None:
 
 def waits_for_a_peer(port: int) -> None:
     """Wait in a store barrier, which aborting process groups does not end."""
-    standstill._OUT_OF_WAITS_SECONDS = 1.0
+    standstill._OUT_OF_WAITS_S = 1.0
     _, store = settled(port)
     end_round(store, 0, 'another rank died')
     dist.distributed_c10d._store_based_barrier(0, store, 'never', 2, timedelta(hours=1))
 
 
 def is_never_unblocked(port: int) -> None:
-    membership._UNBLOCK_SECONDS = 1.0
+    membership._UNBLOCK_S = 1.0
     Gloo.close = lambda self, backends: threading.Event().wait()  # type: ignore[method-assign]
     member, store = settled(port)
     end_round(store, 0, 'another rank died')
@@ -127,15 +127,15 @@ def meets_at_a_barrier(port: int, rank: int) -> None:
     init_gloo(PrefixStore('pg', store), rank, 2)
     member._standstill._timeout_s = 1.0
     member.settle()
-    look, told = TrainingThread.look, connect(port)
+    look, told = TrainingThread.probe, connect(port)
 
-    def look_and_tell(thread: TrainingThread) -> Look:
+    def look_and_tell(thread: TrainingThread) -> Probe:
         found = look(thread)
         if rank == 0 and found.waits_for_others and found.same_place_s > 1.5:
             told.set('go', '1')
         return found
 
-    TrainingThread.look = look_and_tell  # type: ignore[method-assign]
+    TrainingThread.probe = look_and_tell  # type: ignore[method-assign]
     member.watch('gloo', int)
     wait_until(lambda: rank == 0 or member.broken or store.check(['go']))  # as during a replay
     member.barrier('replayed')
@@ -162,9 +162,9 @@ def waits_without_a_store(port: int, iterations: int) -> None:
     training_thread.time = _CountedLooks()  # type: ignore[assignment]
     init_gloo(HashStore())
     member, _ = member_of(port, hang_timeout_s=hang_s)
-    look = TrainingThread.look
+    look = TrainingThread.probe
 
-    def look_and_come(thread: TrainingThread) -> Look:
+    def look_and_come(thread: TrainingThread) -> Probe:
         nonlocal waited, seen
         found = look(thread)
         if not waited and found.same_place_s > hang_s:
@@ -177,7 +177,7 @@ def waits_without_a_store(port: int, iterations: int) -> None:
             wait_until(lambda: member.committed == iteration)
         return found
 
-    TrainingThread.look = look_and_come  # type: ignore[method-assign]
+    TrainingThread.probe = look_and_come  # type: ignore[method-assign]
     member.settle()
     member.watch('gloo', others.release)
     for iteration in range(iterations):
@@ -200,6 +200,6 @@ def watches(port: int, pids: list[int]) -> None:
     """Watch as the last of these processes; print the reason of the wake-up."""
     woken = threading.Event()
     opened = Connections(lambda: connect(port))
-    seen = RoundWatch(opened, 0, len(pids) - 1, pids, NEVER_HUNG_S, lambda _: woken.set())
+    seen = RoundWatch(opened, 0, len(pids) - 1, pids, NEVER_HUNG_S, lambda _: woken.set()).start()
     woken.wait()
     print(seen.reason, flush=True)

@@ -25,7 +25,7 @@ def members(job: Job) -> Iterator[list[Membership]]:
         member.settle()
     yield found
     for member in found:
-        member._watch.stop()
+        member._joined.watch.stop()
 
 
 class Replay(Beside):
@@ -52,7 +52,7 @@ def test_replaying_rank_takes_over_rendezvous_met_beside(
 ) -> None:
     first = members[0]
     beside, before = Replay(first), first.store
-    with first.leaving_it_to(beside):
+    with first.delegated_to(beside):
         others_meet(job, members)
         assert wait_until(lambda: beside.has_met)
         others_meet(job, members)
@@ -67,7 +67,7 @@ def test_replaying_rank_takes_over_rendezvous_met_beside(
         assert [future.result() for future in waiting] == [None, None], 'it has come there'
         for future in [job.threads.submit(one.barrier, 'replayed') for one in members]:
             future.result()
-        assert first.leaves_nothing_to(beside)
+        assert first.try_detach(beside)
         end_round(job.store, 2, 'another rank died')
         assert wait_until(lambda: first.broken), 'it moves on by itself again'
     assert beside.heard == [WORLD, WORLD]
@@ -76,7 +76,7 @@ def test_replaying_rank_takes_over_rendezvous_met_beside(
 def test_replay_is_interrupted_if_it_cannot_continue(job: Job, members: list[Membership]) -> None:
     first = members[0]
     beside = Replay(first, goes_on=False)
-    with pytest.raises(RoundEnded), first.leaving_it_to(beside):
+    with pytest.raises(RoundEnded), first.delegated_to(beside):
         others_meet(job, members)
         assert wait_until(lambda: first.broken)
         first.take_over(beside, wait=True)
@@ -89,11 +89,11 @@ def test_rank_that_fails_while_meeting_beside_leaves_that_round(
     job: Job, members: list[Membership]
 ) -> None:
     first = members[0]
-    leaving, watch = threading.Event(), first._watch
+    leaving, watch = threading.Event(), first._joined.watch
 
     def fails() -> list[Report]:
         try:
-            with first.leaving_it_to(Replay(first)):
+            with first.delegated_to(Replay(first)):
                 leaving.set()
                 assert watch.broken.wait(120)
                 raise ConnectionError('a holder is lost')
@@ -116,18 +116,18 @@ def test_failure_that_the_joining_thread_has_not_met_interrupts(
 ) -> None:
     """Else the training thread, which moves on by itself, would never hear of it."""
     first = members[0]
-    monkeypatch.setattr(first, '_join', lambda join: None)
+    monkeypatch.setattr(first, '_start', lambda join: None)
     beside = Replay(first)
-    with first.leaving_it_to(beside):
+    with first.delegated_to(beside):
         end_round(job.store, 0, 'another rank died')
-        assert wait_until(first._watch.broken.is_set)
+        assert wait_until(first._joined.watch.broken.is_set)
         assert not first.broken
-        assert first.leaves_nothing_to(beside)
+        assert first.try_detach(beside)
         assert first.broken
 
 
 def test_earlier_failure_raises_at_once(job: Job, members: list[Membership]) -> None:
     end_round(job.store, 0, 'another rank died')
     assert wait_until(lambda: members[0].broken)
-    with pytest.raises(RoundEnded), members[0].leaving_it_to(Replay(members[0])):
+    with pytest.raises(RoundEnded), members[0].delegated_to(Replay(members[0])):
         pytest.fail('no thread would wake it up')

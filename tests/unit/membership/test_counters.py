@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore, TCPStore
 
 from moevement_ext.membership import counters
-from moevement_ext.membership.counters import Heartbeats, hear, turn_of
+from moevement_ext.membership.counters import Heartbeats, read_heartbeats, turn_of
 
 
 @given(st.integers(1, 130), st.data())
@@ -81,14 +81,14 @@ def test_heartbeat_changes_the_count_of_its_rank_only(
     for key in store.list_keys():
         store.delete_key(key)
     for _ in range(begun):  # so that its part of the counter eventually fills up
-        Heartbeats(store, 3, 6).give()
+        Heartbeats(store, 3, 6).send()
     ranks = {rank: Heartbeats(store, 3, rank) for rank in (0, 6, 7, 8, 19)}
     for rank in given:
-        before = [hear(store, 3, other) for other in range(BEATING)]
-        ranks[rank].give()
-        after = [hear(store, 3, other) for other in range(BEATING)]
+        before = [read_heartbeats(store, 3, other) for other in range(BEATING)]
+        ranks[rank].send()
+        after = [read_heartbeats(store, 3, other) for other in range(BEATING)]
         assert [other for other in range(BEATING) if before[other] != after[other]] == [rank]
-        assert [ranks[rank].heard_of(other) for other in range(BEATING)] == after
+        assert [ranks[rank].read(other) for other in range(BEATING)] == after
 
 
 def test_ranks_of_a_counter_share_a_turn_and_other_counters_do_not(

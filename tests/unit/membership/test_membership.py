@@ -53,7 +53,7 @@ class Job:
         # Rank 0 lists keys, for which torch holds the GIL: a relay in this process would block.
         port = self.way.port if rank else self.store.port
         store = TCPStore('127.0.0.1', port, is_master=False, timeout=TIMEOUT)
-        member = Membership(Rendezvous(store, rank, WORLD), TIMEOUT, HANG_S, replacement)
+        member = Membership.join(Rendezvous(store, rank, WORLD), TIMEOUT, HANG_S, replacement)
         self.members.append(member)
         return member
 
@@ -84,7 +84,7 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
         made = Job(threads)
         yield made
         for member in made.members:
-            member.have_met()
+            member.wait_for_first_rendezvous()
             if member._lost is None:
                 member.close()
         end_round(made.store, present_round(made.store), 'the test is over')
@@ -160,7 +160,7 @@ def test_unnoticed_failure_is_found_in_the_store(
     survivors, new = joined
     new.settle()
     deaf = survivors[0]
-    deaf._watch.stop()
+    deaf._joined.watch.stop()
     assert not deaf.broken_in_the_store()
     time.sleep(0.5)
     assert not (survivors[1].broken or new.broken), 'a request wakes no rank'
@@ -175,7 +175,7 @@ def test_check_of_the_store_is_repeated_after_a_timeout(
     survivors, new = joined
     new.settle()
     deaf = survivors[0]
-    deaf._watch.stop()
+    deaf._joined.watch.stop()
     end_round(job.store, present_round(job.store), 'rank 1 lost a peer')
     connect, tries = StoreLoss._connect, iter([DistNetworkError('timed out')])
 
@@ -214,7 +214,9 @@ def test_new_process_reconnects_during_a_rendezvous(
         assert [r.survivor for r in future.result(TIMEOUT.total_seconds())] == [True, True, False]
     new.settle()
     assert [report.midway for report in new.reports] == [False, False, True]
-    assert {member._result.round for member in (new, *survivors)} == {present_round(job.store)}
+    assert {member._joined.result.round for member in (new, *survivors)} == {
+        present_round(job.store)
+    }
 
 
 def test_survivor_reconnects_during_a_rendezvous(
@@ -230,7 +232,7 @@ def test_survivor_reconnects_during_a_rendezvous(
     moving.append(job.move_on(new))
     found = [future.result(TIMEOUT.total_seconds()) for future in moving]
     assert [len(reports) for reports in found] == [WORLD] * WORLD
-    assert len({member._result.round for member in (new, *survivors)}) == 1
+    assert len({member._joined.result.round for member in (new, *survivors)}) == 1
 
 
 # A new process joins during its set-up, once a survivor waits for it
@@ -261,7 +263,7 @@ def test_new_process_sets_up_before_all_ranks_have_arrived(
     assert new.archive.get('exchange/plan/1/0') == b'of the start'
     job.waits(2, 1)  # it has arrived, on its other thread
     second = job.move_on(lost_one[1])
-    new.have_met()
+    new.wait_for_first_rendezvous()
     new.settle()
     assert [report.survivor for report in new.reports] == [True, True, False]
     assert first.result(LIMIT_S) == second.result(LIMIT_S) == new.reports
@@ -314,7 +316,7 @@ def test_new_process_ends_if_all_survivors_are_lost(
     job.waits(2, 1)
     end_round(job.store, 1, 'rank 0 died')
     others = [job.start(rank) for rank in range(2)]
-    new.have_met()
+    new.wait_for_first_rendezvous()
     assert ended == [EXIT_WHOLE_JOB]
     job.start(2).result(LIMIT_S)  # the others wait for its replacement
     assert [future.result(LIMIT_S).joining for future in others] == [False, False]
@@ -358,7 +360,7 @@ def test_update_under_way_ends_before_the_waits_are_ended(
     job: Job, settled: Membership, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An update that all its ranks can finish need not be replayed."""
-    monkeypatch.setattr(membership, '_UPDATE_GRACE_SECONDS', LIMIT_S)
+    monkeypatch.setattr(membership, '_UPDATE_GRACE_S', LIMIT_S)
     monkeypatch.setattr(RoundGroups, 'make', lambda groups, backend: None)
     woken = threading.Event()
     settled.watch('gloo', woken.set)

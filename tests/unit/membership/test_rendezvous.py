@@ -157,7 +157,7 @@ def test_late_rank_with_heartbeats_is_waited_for(
     ]
     heartbeats = Heartbeats(launcher, round, 3)
     while not all(looked.is_set() for looked in looks):
-        heartbeats.give()
+        heartbeats.send()
         assert not any(future.done() for future in waiting)
         time.sleep(0.02)
     results = [attempts[3].meet(report_of(3), TIMEOUT, round), *(one.result() for one in waiting)]
@@ -178,7 +178,7 @@ def test_late_rank_without_heartbeats_is_not_waited_for(
     monkeypatch.setattr(barriers, '_BETWEEN_HEARTBEATS_S', 0.5)
     attempts = attempts_of(connections)
     round = assert_one_new_round(meet_all(attempts))
-    Heartbeats(launcher, round, 3).give()
+    Heartbeats(launcher, round, 3).send()
     with pytest.raises(SparseCheckpointError, match=r'Ranks \[1, 2, 3\] did not respond in time'):
         attempts[0].meet(report_of(0), SHORT, round)
 
@@ -211,7 +211,7 @@ def test_keys_do_not_grow_with_the_number_of_rounds(
                 )
             )
         for rank in range(WORLD):
-            Heartbeats(launcher, round, rank).give()
+            Heartbeats(launcher, round, rank).send()
             results[rank].store.set(f'address/{rank}', 'somewhere')
         forgetting = attempts[0]._forgetting
         assert forgetting is not None

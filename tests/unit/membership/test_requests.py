@@ -13,7 +13,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from moevement_ext.membership import rendezvous, round_watch
-from moevement_ext.membership.counters import hear
+from moevement_ext.membership.counters import read_heartbeats
 from moevement_ext.membership.exchange import hand_out, handed_out
 from moevement_ext.membership.rendezvous import Rendezvous, end_round, present_round
 from moevement_ext.membership.round_watch import Connections, RoundWatch
@@ -91,16 +91,16 @@ def test_heartbeat_period_grows_with_the_hang_timeout(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     turn_s = 0.4
-    monkeypatch.setattr(round_watch, 'HEARTBEAT_SECONDS', 0.02)
-    monkeypatch.setattr(round_watch, 'SLOWEST_HEARTBEAT_SECONDS', turn_s)
+    monkeypatch.setattr(round_watch, 'HEARTBEAT_S', 0.02)
+    monkeypatch.setattr(round_watch, 'SLOWEST_HEARTBEAT_S', turn_s)
     assert present_round(job.store) == 0
     woken = threading.Event()
     began = time.monotonic()
     watching = RoundWatch(Connections(job.connect), 0, 0, [1, 1], 600.0, lambda reason: woken.set())
-    watching.judge()
-    while hear(job.store, 0, 0) < 12:
+    watching.start().judge()
+    while read_heartbeats(job.store, 0, 0) < 12:
         time.sleep(0.01)
-    heartbeats, requests = hear(job.store, 0, 0), job.tally.read().requests
+    heartbeats, requests = read_heartbeats(job.store, 0, 0), job.tally.read().requests
     # By the clock, not by the heartbeats: a busy machine skips some turns.
     turns = int((time.monotonic() - began) / turn_s) + 2  # the first and the last turn are partial
     assert heartbeats <= turns  # one at once, and one per turn
@@ -121,7 +121,9 @@ def test_informed_ranks_leave_the_breaking_of_a_round_to_the_announcer(
     woken = threading.Semaphore(0)
     pids = [1] * WORLD
     watches = [
-        RoundWatch(Connections(job.connect), 0, rank, pids, 600.0, lambda reason: woken.release())
+        RoundWatch(
+            Connections(job.connect), 0, rank, pids, 600.0, lambda reason: woken.release()
+        ).start()
         for rank in range(WORLD)
     ]
     come_to_rest(job)  # all watches wait
@@ -149,7 +151,7 @@ def test_rank_keeps_its_connections_across_rounds(job: Job) -> None:
         woken = threading.Event()
         watching = RoundWatch(
             connections, round, 0, [1, 1], 600.0, lambda reason, woken=woken: woken.set()
-        )
+        ).start()
         end_round(job.store, round, 'test')
         assert woken.wait(TIMEOUT.total_seconds())
         watching.stop()

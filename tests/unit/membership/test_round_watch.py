@@ -14,7 +14,7 @@ from torch.distributed import TCPStore
 
 from moevement_ext.errors import EXIT_STUCK
 from moevement_ext.membership import round_watch as detect
-from moevement_ext.membership.counters import Heartbeats, hear
+from moevement_ext.membership.counters import Heartbeats, read_heartbeats
 from moevement_ext.membership.rendezvous import end_round, present_round, why_broken
 from moevement_ext.membership.round_watch import Connections, RoundWatch
 from tests.support.forks import Forked
@@ -70,7 +70,7 @@ class Job:
             hang_timeout_s,
             lambda reason: self.woken.put((rank, reason)),
         )
-        self.watches.append(watch)
+        self.watches.append(watch.start())
         if judges:
             watch.judge()
         return watch
@@ -79,7 +79,7 @@ class Job:
         return self.woken.get(timeout=DEADLINE_S)
 
     def heartbeats(self, rank: int) -> int:
-        return hear(self.store, present_round(self.store), rank)
+        return read_heartbeats(self.store, present_round(self.store), rank)
 
     def end(self) -> None:
         """Stop all watches and break the round, which ends their threads."""
@@ -92,7 +92,7 @@ class Job:
 def wait_for_heartbeat(store: TCPStore, rank: int) -> None:
     """Wait for a heartbeat of the rank in the first round."""
     deadline = time.monotonic() + DEADLINE_S
-    while not hear(store, 0, rank):
+    while not read_heartbeats(store, 0, rank):
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
@@ -114,15 +114,15 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @pytest.fixture
 def fast_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(detect, 'HEARTBEAT_SECONDS', 0.05)
-    monkeypatch.setattr(detect, 'SLOWEST_HEARTBEAT_SECONDS', 0.05)
+    monkeypatch.setattr(detect, 'HEARTBEAT_S', 0.05)
+    monkeypatch.setattr(detect, 'SLOWEST_HEARTBEAT_S', 0.05)
 
 
 def test_all_ranks_are_woken_when_the_round_is_broken(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the store: no heartbeat, which also checks for the end, is due in time."""
-    monkeypatch.setattr(detect, 'HEARTBEAT_SECONDS', 2 * DEADLINE_S)
+    monkeypatch.setattr(detect, 'HEARTBEAT_S', 2 * DEADLINE_S)
     for round in range(5):
         watches = [job.watch(rank, [1, 2, 3]) for rank in range(3)]
         end_round(job.store, round, f'reason {round}')
@@ -213,7 +213,7 @@ def test_rank_with_slow_heartbeats_is_not_evicted(
     """For longer than the hang timeout."""
     watch, heartbeats = job.watch(0, [100, 101], hang_timeout_s=2.0), Heartbeats(job.store, 0, 1)
     for _ in range(4):
-        heartbeats.give()
+        heartbeats.send()
         wait_until_listened(job, watch)
         clock.now += 1.5
         wait_until_listened(job, watch)
@@ -235,7 +235,7 @@ def test_time_of_a_pause_of_the_watch_does_not_count(
     watch = job.watch(0, [100, 101], hang_timeout_s=4.0)
     heartbeats = Heartbeats(job.store, 0, 1)
     for _ in range(3):
-        heartbeats.give()
+        heartbeats.send()
         wait_until_listened(job, watch)
         clock.now += 1000.0
         wait_until_listened(job, watch)
@@ -254,9 +254,9 @@ def test_stop_ends_heartbeats_and_wake_ups(job: Job, fast_heartbeats: None) -> N
     watch.stop()
     end_round(job.store, 0, 'after the stop')
     wait_for_end_of_threads()
-    heartbeats = hear(job.store, 0, 0)
+    heartbeats = read_heartbeats(job.store, 0, 0)
     time.sleep(0.2)
-    assert hear(job.store, 0, 0) == heartbeats
+    assert read_heartbeats(job.store, 0, 0) == heartbeats
     assert job.woken.empty() and not watch.broken.is_set() and watch.reason is None
 
 
@@ -270,7 +270,7 @@ def test_stop_waits_for_a_wake_up_in_progress(job: Job) -> None:
         order.append('woken')
 
     opened = Connections(lambda: connect(job.store.port))
-    watch = RoundWatch(opened, 0, 0, [100], NEVER_HUNG_S, wake)
+    watch = RoundWatch(opened, 0, 0, [100], NEVER_HUNG_S, wake).start()
     end_round(job.store, 0, 'test')
     assert waking.wait(DEADLINE_S)
 
@@ -290,7 +290,7 @@ def test_stop_waits_for_a_wake_up_in_progress(job: Job) -> None:
 def test_lost_store_is_reported_and_wakes_no_rank(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(detect, '_FIRST_RETRY_SECONDS', 0.05)
+    monkeypatch.setattr(detect, '_FIRST_RETRY_S', 0.05)
     server, woken, tries = Server(), list[str](), list[float]()
 
     def connect_soon() -> TCPStore:
@@ -300,7 +300,7 @@ def test_lost_store_is_reported_and_wakes_no_rank(
 
     server_is_gone = threading.Event()
     connect(server.port).set('round', '0')
-    watch = RoundWatch(Connections(connect_soon), 0, 0, [0, 1], NEVER_HUNG_S, woken.append)
+    watch = RoundWatch(Connections(connect_soon), 0, 0, [0, 1], NEVER_HUNG_S, woken.append).start()
     wait_for_heartbeat(connect(server.port), 0)
     server_is_gone.set()
     server.close()
@@ -351,7 +351,7 @@ def test_heartbeats_detect_the_end_if_the_wake_up_is_lost(job: Job, fast_heartbe
     woken: queue.Queue[str] = queue.Queue()
     port = job.store.port
     deaf = Connections(lambda: Deaf('127.0.0.1', port, is_master=False))
-    watch = RoundWatch(deaf, 0, 0, [100], NEVER_HUNG_S, woken.put)
+    watch = RoundWatch(deaf, 0, 0, [100], NEVER_HUNG_S, woken.put).start()
     end_round(job.store, 0, 'rank 7 died')
     assert woken.get(timeout=DEADLINE_S / 4) == 'rank 7 died'
     watch.stop()
@@ -372,8 +372,8 @@ def test_heartbeats_continue_until_the_rank_has_left(job: Job, fast_heartbeats: 
     watch = job.watch(0, [100])
     end_round(job.store, 0, 'rank 7 died')
     job.next_woken()
-    heartbeats = hear(job.store, 0, 0)
-    while hear(job.store, 0, 0) < heartbeats + 3:
+    heartbeats = read_heartbeats(job.store, 0, 0)
+    while read_heartbeats(job.store, 0, 0) < heartbeats + 3:
         time.sleep(0.01)
     watch.stop()
 

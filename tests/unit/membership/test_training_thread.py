@@ -26,7 +26,7 @@ from moevement_ext import faults
 from moevement_ext.membership import standstill, training_thread
 from moevement_ext.membership.rendezvous import Rendezvous
 from moevement_ext.membership.standstill import Standstill
-from moevement_ext.membership.training_thread import Look, TrainingThread
+from moevement_ext.membership.training_thread import Probe, TrainingThread
 from moevement_ext.memory import device
 from moevement_ext.regroup import waits
 from tests.stand_ins.capture_mode import Driver
@@ -77,16 +77,16 @@ def running(body: Callable[[], object]) -> Iterator[TrainingThread]:
     yield made[0]
 
 
-def look_after(clock: Clock, thread: TrainingThread, share: float = 0.0) -> Look:
+def look_after(clock: Clock, thread: TrainingThread, share: float = 0.0) -> Probe:
     """The next check, before which the thread has computed for a share of the time."""
     clock.now += STEP_S
     clock.computed_s += share * STEP_S
-    return thread.look()
+    return thread.probe()
 
 
 def looks_until_still(
     clock: Clock, thread: TrainingThread, place: str = 'waiter.acquire()'
-) -> list[Look]:
+) -> list[Probe]:
     """The last checks of a thread that eventually blocks at this line."""
     while place not in thread.stack():
         time.sleep(0.001)
@@ -111,9 +111,9 @@ def test_stuck_thread_is_still_and_does_not_wait_for_others(clock: Clock) -> Non
 def test_ended_thread_stays_at_one_place() -> None:
     """A custom loop may run on a thread that fails; its process is still checked."""
     with running(lambda: None) as thread:
-        while not (last := thread.look()).same_place_s:
+        while not (last := thread.probe()).same_place_s:
             time.sleep(0.001)
-        assert last.waits_for_others and thread.look().same_place_s > last.same_place_s
+        assert last.waits_for_others and thread.probe().same_place_s > last.same_place_s
 
 
 def test_injected_stall_does_not_count_as_a_wait_for_others(
@@ -167,11 +167,11 @@ def test_cpu_time_of_other_threads_does_not_count() -> None:
     over.set()
 
 
-def looks_once_it_waits(thread: TrainingThread) -> list[Look]:
+def looks_once_it_waits(thread: TrainingThread) -> list[Probe]:
     """Checks of a thread that eventually waits for others."""
-    while not thread.look().waits_for_others:
+    while not thread.probe().waits_for_others:
         time.sleep(0.001)
-    return [thread.look() for _ in range(10)]
+    return [thread.probe() for _ in range(10)]
 
 
 def test_thread_at_a_barrier_waits_for_others() -> None:
@@ -218,7 +218,7 @@ def test_time_of_a_stopped_process_does_not_count(clock: Clock) -> None:
     with running(release.wait) as thread:
         before = looks_until_still(clock, thread)[-1]
         clock.now += 1000.0
-        assert thread.look().still_s - before.still_s == training_thread._MOST_BETWEEN_LOOKS_S
+        assert thread.probe().still_s - before.still_s == training_thread._MOST_BETWEEN_CHECKS_S
     release.set()
 
 
@@ -325,8 +325,8 @@ def test_stream_of_the_training_thread_is_queried(
     put_on_gpu(queue, monkeypatch)
     release = threading.Event()
     with running(release.wait) as thread:
-        thread.look()  # the thread may not have blocked yet
-        found = [thread.look() for _ in range(2)]
+        thread.probe()  # the thread may not have blocked yet
+        found = [thread.probe() for _ in range(2)]
     release.set()
     assert [look.waits_for_others for look in found] == [waits, waits]
     assert set(queue.asked_on) == {Queue.device}
@@ -373,14 +373,14 @@ def test_barrier_that_opens_during_a_look_ends_no_round(monkeypatch: pytest.Monk
     watching.thread = TrainingThread()
     watching.at_barrier = True
 
-    def look(thread: TrainingThread) -> Look:
+    def look(thread: TrainingThread) -> Probe:
         watching.at_barrier = False
-        return Look(still_s=0.0, waits_for_others=True, same_place_s=90.0)
+        return Probe(still_s=0.0, waits_for_others=True, same_place_s=90.0)
 
-    monkeypatch.setattr(TrainingThread, 'look', look)
-    watching.look(HashStore(), 0, [1], 7)
+    monkeypatch.setattr(TrainingThread, 'probe', look)
+    watching.check(HashStore(), 0, [1], 7)
     assert not ended
-    watching.look(HashStore(), 0, [1], 7)
+    watching.check(HashStore(), 0, [1], 7)
     assert ended == ['rank 0 has waited for others for 90 s']
 
 
@@ -403,7 +403,7 @@ def test_busy_but_healthy_survivor_is_not_replaced(
         watching.unblocked_at = clock.now
         while clock.now < busy_s and not ended:
             clock.now += STEP_S
-            watching.look(HashStore(), 0, [1], 7)
+            watching.check(HashStore(), 0, [1], 7)
         synchronized.set()
     assert bool(ended) is replaced
-    assert not ended or ended[0] > standstill._OUT_OF_QUEUE_SECONDS
+    assert not ended or ended[0] > standstill._OUT_OF_QUEUE_S

@@ -168,7 +168,7 @@ def running() -> Iterator[tuple[TCPStore, Callable[[], object]]]:
         beats = Heartbeats(store, met.round, number)
         ready.wait()
         while not stopped.wait(0.05):
-            beats.give()
+            beats.send()
 
     ready = threading.Barrier(3)
     with ThreadPoolExecutor(2) as pool:

@@ -24,7 +24,6 @@ from moevement_ext.memory.window.format import GENERATIONS, PREAMBLE_BYTES
 from moevement_ext.memory.window.name import Window
 from moevement_ext.recover import fruitless
 from moevement_ext.replicate.host_memory import HostMemory
-from tests.unit.recover import threaded_job
 from tests.unit.recover.fake_trainer import MICRO_BATCHES, FakeTrainer
 from tests.unit.recover.threaded_job import (
     OF_THREADS,
@@ -213,11 +212,13 @@ def test_replays_wait_for_each_other(fault_free: Expected, monkeypatch: pytest.M
                 return
         append(log, t, direction, tensor)
 
+    join = Membership.join
+
     def impatient(place: Rendezvous, timeout: timedelta, *rest: Any, **more: Any) -> Membership:
-        return Membership(place, timedelta(seconds=COLLECTIVE_S), *rest, **more)
+        return join(place, timedelta(seconds=COLLECTIVE_S), *rest, **more)
 
     monkeypatch.setattr(UpstreamLog, 'append', leave_out)
-    monkeypatch.setattr(threaded_job, 'Membership', impatient)
+    monkeypatch.setattr(Membership, 'join', impatient)
     monkeypatch.setattr(fruitless, 'MOST', 2)
     both = [Fault(1, Phase.FORWARD, LAST_SLOT + 1), Fault(0, Phase.DETECT)]
     assert train(ITERATIONS, both, fault_free).restarts == 1

@@ -150,7 +150,7 @@ class Process:
         fault = self.job.strikes(self, phase)
         if fault is not None and fault.kills is not None:
             assert self.membership is not None
-            round = self.membership._result.round
+            round = self.membership._joined.result.round
             self.job.kill(fault)
             self.await_rendezvous_after(round)
         elif fault is not None:
@@ -163,8 +163,8 @@ class Process:
             self.ready.wait(_TIMEOUT.total_seconds())
         self.dead = True
         self.groups.unblock()
-        if self.membership is not None and hasattr(self.membership, '_watch'):  # it has met
-            self.membership._watch.stop()
+        if self.membership is not None and self.membership._newest is not None:  # it has met
+            self.membership._joined.watch.stop()
             self.membership._wake()  # it may wait for one that waits for its end
         _raise_in(self.thread, Died)
 
@@ -172,15 +172,15 @@ class Process:
         """Of all that live, the new one among them, unless this one has to leave for it."""
         member, deadline = self.membership, time.monotonic() + _TIMEOUT.total_seconds()
         assert member is not None
-        while member._result.round == round and not member.broken:
+        while member._joined.result.round == round and not member.broken:
             self.raise_if_dead()
             assert time.monotonic() < deadline, 'no rank has arrived'
             time.sleep(0.002)
 
     def release(self) -> None:
         """What ends with a process. Called once its thread has ended."""
-        if self.membership is not None and hasattr(self.membership, '_watch'):  # it has met
-            self.membership._watch.stop()
+        if self.membership is not None and self.membership._newest is not None:  # it has met
+            self.membership._joined.watch.stop()
             self.membership._loss.close()
         protected, self.protected = self.protected, None
         if protected is not None and protected.protection is not None:
@@ -213,7 +213,7 @@ class Process:
             only_source(config, 'run', self.rank),
         )
         place = Rendezvous(self.job.connect(), self.rank, STAGES)
-        member = Membership(place, _TIMEOUT, _HANG_S, brought)
+        member = Membership.join(place, _TIMEOUT, _HANG_S, brought)
         self.membership = member
         if not member.joining:
             self.groups.connect(f'attempt {member.origin}')

@@ -13,7 +13,7 @@ from moevement_ext.config import ConfigurationError, SparseCheckpointConfig
 from moevement_ext.launch import torchrun
 from moevement_ext.launch.launch_config import flag_value
 from moevement_ext.membership.rendezvous import launcher_store
-from moevement_ext.store.server import connect, meet_there
+from moevement_ext.store.server import connect, use_outside_store
 
 pytestmark = pytest.mark.timed
 
@@ -36,8 +36,8 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures('environment')
 def test_outside_store_replaces_the_launchers(store: TCPStore) -> None:
     config = SparseCheckpointConfig(store=f'127.0.0.1:{store.port}')
-    meet_there(config, 'run1', TIMEOUT)
-    meet_there(config, 'run1', TIMEOUT)  # the next rank
+    use_outside_store(config, 'run1', TIMEOUT)
+    use_outside_store(config, 'run1', TIMEOUT)  # the next rank
     store.set('key', 'value')
     found = launcher_store(TIMEOUT)
     assert found is not None
@@ -46,16 +46,16 @@ def test_outside_store_replaces_the_launchers(store: TCPStore) -> None:
 
 @pytest.mark.usefixtures('environment')
 def test_without_the_flag_nothing_changes() -> None:
-    meet_there(SparseCheckpointConfig(), 'run1', TIMEOUT)
+    use_outside_store(SparseCheckpointConfig(), 'run1', TIMEOUT)
     assert os.environ['MASTER_ADDR'] == 'of the launcher'
 
 
 @pytest.mark.usefixtures('environment')
 def test_store_of_another_run_is_refused(store: TCPStore) -> None:
     config = SparseCheckpointConfig(store=f'127.0.0.1:{store.port}')
-    meet_there(config, 'run1', TIMEOUT)
+    use_outside_store(config, 'run1', TIMEOUT)
     with pytest.raises(ConfigurationError, match='--sparse-ckpt-store .* serves the run run1, not'):
-        meet_there(config, 'run2', TIMEOUT)
+        use_outside_store(config, 'run2', TIMEOUT)
 
 
 def test_unreachable_store_is_named() -> None:

@@ -119,13 +119,13 @@ def test_each_fault_of_each_device_is_reported_once(devices: Devices) -> None:
     assert source is not None
     told: list[Finding] = []
     watching = DeviceWatch(source, told.append)
-    watching.look()
+    watching.poll()
     assert [one.device for one in told] == [A], 'a spare node reports it at its first reading'
     devices.set(B, no_row_left=1)
     for _ in range(2):
-        watching.look()
+        watching.poll()
     devices.set(B, action=1)
-    watching.look()
+    watching.poll()
     assert [one.device for one in told] == [A, B, B]
 
 

@@ -18,7 +18,7 @@ from torch.distributed import TCPStore
 from moevement_ext.memory.node_store import noted_deaths
 from moevement_ext.system import watchdog, watchdog_process
 from moevement_ext.system.watchdog import Watchdog, under_torchrun
-from moevement_ext.system.watchdog_process import DEATH, NOTHING, SIGN, falls_silent, looks
+from moevement_ext.system.watchdog_process import DEATH, NOTHING, SIGN, falls_silent, observations
 from tests.support.forks import Forked
 from tests.support.readable import dies, readable
 from tests.unit.membership.clock import Clock
@@ -70,14 +70,14 @@ def test_process_with_a_closed_pipe_has_the_usual_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A death shows in the pipe earlier than in the process."""
-    monkeypatch.setattr(watchdog_process, '_LOOK_S', 0.01)
+    monkeypatch.setattr(watchdog_process, '_POLL_S', 0.01)
     near, far = os.pipe()
     with subprocess.Popen(['sleep', '600']) as process, ExitStack() as open_files:
         pidfd = os.pidfd_open(process.pid)
         open_files.callback(os.close, near)
         open_files.callback(os.close, pidfd)
         open_files.callback(process.kill)
-        found = looks(pidfd, near)
+        found = observations(pidfd, near)
         assert next(found) == NOTHING
         os.write(far, b'.')
         assert next(found) == SIGN
