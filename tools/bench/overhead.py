@@ -24,7 +24,7 @@ import statistics
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,14 +39,14 @@ from ..lab.benchmark import add_output_flags, exit_on_sigterm, prepare, run_benc
 from ..lab.cpu_clock import CpuClock
 from ..lab.errors import LabError
 from ..lab.evidence import kind_of
-from ..lab.figures import Spread
 from ..lab.hardware import Hardware
 from ..lab.job import Job, memory_directory, train
 from ..lab.launch import PROGRAM, Launch, Launcher
 from ..lab.models import dense_flags, sparse_flags
 from ..lab.run_log import RunLog
-from ..lab.tables import say, table
+from ..lab.tables import say
 from . import model
+from .frame import Report, Way, over_rounds, print_ways, take_turns
 from .model import NODES
 
 PLAIN, SPARSE, AGAINST = 'plain', 'sparse', 'sparse-against'
@@ -99,112 +99,51 @@ def final_loss(log: RunLog, iterations: int) -> float | None:
     return statistics.fmean(last) if whole else None
 
 
-class Variant(msgspec.Struct, frozen=True):
-    """One way to protect runs of one precision, over all rounds."""
-
-    title: str
-    iteration_ms: Spread
-    ratio: Spread
-    """Iteration time divided by that of plain Megatron in the same round."""
-    cpu_s: Spread
-    cpu_ratio: Spread
-    helpers: Spread
-    """CPU time that helper threads add, divided by all of plain Megatron's in the same round."""
-    exposed_ms: Spread | None
-    windows: list[int]
-    """Values of W during the run."""
-    slot_bytes: list[int]
-    """Bytes of each slot in the last window of the last rank."""
-    loss: float | None
-
-
-class OverheadReport(msgspec.Struct, frozen=True):
-    """Results of all variants; mappings are keyed by precision."""
-
-    hardware: Hardware
-    ranks: int
-    iterations: int
-    warm_up: int
-    window: str
-    stand_ins: bool | None
-    """True if formats are emulated; None without formats."""
-    identical: dict[str, bool]
-    """True if all runs ended in the same bits."""
-    variants: dict[str, dict[str, Variant]]
-    rounds: dict[str, list[list[Run]]]
-
-    @property
-    def exact(self) -> bool:
-        return all(self.identical.values())
+FIGURES: dict[str, Callable[[Run, Run], float | None]] = {
+    'iteration_ms': lambda run, plain: 1000 * run.iteration_s,
+    'ratio': lambda run, plain: run.iteration_s / plain.iteration_s,
+    'cpu_s': lambda run, plain: run.cpu_s,
+    'cpu_ratio': lambda run, plain: run.cpu_s / plain.cpu_s,
+    'helpers': lambda run, plain: run.helpers_s / plain.cpu_s,
+    'exposed_ms': lambda run, plain: run.exposed_ms,
+    'loss': lambda run, plain: run.loss,
+}
+_COLUMNS = {
+    'iteration_ms': ('iteration (ms)', 0),
+    'ratio': ('ratio', 3),
+    'cpu_s': ('CPU s / rank', 2),
+    'cpu_ratio': ('CPU ratio', 2),
+    'helpers': ('helpers', 3),
+    'exposed_ms': ('exposed (ms)', 1),
+    'loss': ('loss', 3),
+}
 
 
-def _variants(rounds: Sequence[Sequence[Run]]) -> dict[str, Variant]:
-    by_round = [{run.variant: run for run in runs} for runs in rounds]
-    return {name: _variant(name, by_round) for name in by_round[0]}
-
-
-def _variant(name: str, rounds: Sequence[dict[str, Run]]) -> Variant:
-    runs = [runs[name] for runs in rounds]
-    exposed = [run.exposed_ms for run in runs if run.exposed_ms is not None]
-    return Variant(
-        title=TITLES[name],
-        iteration_ms=Spread.of([1000 * run.iteration_s for run in runs]),
-        ratio=Spread.of([runs[name].iteration_s / runs[PLAIN].iteration_s for runs in rounds]),
-        cpu_s=Spread.of([run.cpu_s for run in runs]),
-        cpu_ratio=Spread.of([runs[name].cpu_s / runs[PLAIN].cpu_s for runs in rounds]),
-        helpers=Spread.of([runs[name].helpers_s / runs[PLAIN].cpu_s for runs in rounds]),
-        exposed_ms=Spread.of(exposed) if exposed else None,
-        windows=sorted({window for run in runs for window in run.windows}),
-        slot_bytes=runs[-1].slot_bytes,
-        loss=runs[-1].loss,
-    )
-
-
-def _identical(rounds: Sequence[Sequence[Run]]) -> bool:
-    return len({run.digest for runs in rounds for run in runs}) == 1
-
-
-def print_report(report: OverheadReport, console: Console) -> None:
+def print_report(report: Report, console: Console) -> None:
+    settings = report.settings
     engine = {None: '', True: ', stand-ins for Transformer Engine', False: ', Transformer Engine'}
-    say(console, report.hardware.line() + engine[report.stand_ins])
-    columns = (
-        'precision', '', '>iteration (ms)', '>ratio', '>CPU s / rank', '>CPU ratio',
-        '>helpers', '>exposed (ms)', '>slots (MiB)', '>loss',
-    )  # fmt: skip
-    rows = [
-        (precision, *_cells(variant))
-        for precision, variants in report.variants.items()
-        for variant in variants.values()
-    ]
-    console.print(table(columns, rows))
-    rounds = len(next(iter(report.rounds.values())))
+    say(console, report.hardware.line() + engine[settings['stand_ins']])
+    print_ways(report.ways.values(), _COLUMNS, console)
     say(
         console,
-        f'{report.ranks} ranks on 2 emulated nodes, {rounds} rounds of {report.iterations} '
-        f'iterations, the first {report.warm_up} dropped; per round the median, over rounds the '
-        'median (and the range). Slots are those of the last window of the last rank; one slot is '
-        'what a dense checkpoint takes. Helpers: CPU time of Python threads other than the '
-        "training thread, over all of plain Megatron's. "
-        'Losses: mean of the last tenth of the iterations.',
+        f'{settings["ranks"]} ranks on 2 emulated nodes, {settings["rounds"]} rounds of '
+        f'{settings["iterations"]} iterations, the first {settings["warm_up"]} dropped; per round '
+        'the median, over rounds the median (and the range). Slots are those of the last window of '
+        'the last rank, in MiB; one slot is what a dense checkpoint takes. Helpers: CPU time of '
+        "Python threads other than the training thread, over all of plain Megatron's. "
+        'Losses: mean of the last tenth of the iterations, - after a NaN.',
     )
-    different = [precision for precision, same in report.identical.items() if not same]
-    verdict = f'DIFFERENT in {", ".join(different)}' if different else 'equal'
+    verdict = f'DIFFERENT in {", ".join(report.different)}' if report.different else 'equal'
     say(console, f'Final states of all runs of a precision, bit for bit: {verdict}.')
 
 
-def _cells(variant: Variant) -> tuple[str, ...]:
-    windows = f', window {", ".join(map(str, variant.windows))}' if variant.windows else ''
-    return (
-        variant.title + windows,
-        variant.iteration_ms.text(0),
-        variant.ratio.text(3),
-        variant.cpu_s.text(),
-        variant.cpu_ratio.text(),
-        variant.helpers.text(3),
-        variant.exposed_ms.text(1) if variant.exposed_ms else '-',
-        ' '.join(f'{nbytes / _MIB:.1f}' for nbytes in variant.slot_bytes) or '-',
-        'NaN' if variant.loss is None else f'{variant.loss:.3f}',
-    )
+def title_of(run: Run) -> str:
+    """Title with windows and slots, as far as a run has them."""
+    windows = sorted(set(run.windows))
+    if not windows:
+        return TITLES[run.variant]
+    slots = ' '.join(f'{nbytes / _MIB:.1f}' for nbytes in run.slot_bytes)
+    return f'{TITLES[run.variant]}, window {", ".join(map(str, windows))}, slots {slots}'
 
 
 _POLL_S = 0.25
@@ -249,7 +188,9 @@ class Bench(NamedTuple):
 
         with (
             memory_directory() as memory,
-            tempfile.TemporaryDirectory(prefix='checkpoints-', dir=self.output) as checkpoints,
+            tempfile.TemporaryDirectory(
+                prefix='checkpoints-', dir=self.output.parent
+            ) as checkpoints,
         ):
             flags = [*self.training_flags(), *self.protection(variant, memory, Path(checkpoints))]
             if '--sparse-ckpt' in flags:
@@ -331,20 +272,27 @@ def _end(committed: WindowCommitted) -> int:
     return committed.start + len(committed.slots)
 
 
-def summarize(
-    bench: Bench, hardware: Hardware, rounds: dict[str, list[list[Run]]]
-) -> OverheadReport:
-    return OverheadReport(
-        hardware=hardware,
-        ranks=bench.ranks,
-        iterations=bench.iterations,
-        warm_up=bench.warm_up,
-        window=bench.window,
-        stand_ins=bench.stand_ins,
-        identical={name: _identical(runs) for name, runs in rounds.items()},
-        variants={name: _variants(runs) for name, runs in rounds.items()},
-        rounds=rounds,
-    )
+def summarize(bench: Bench, hardware: Hardware, rounds: dict[str, list[dict[str, Run]]]) -> Report:
+    """Report on rounds by precision; all runs of a precision must end in the same bits."""
+    ways: dict[str, Way] = {}
+    for precision, of_precision in rounds.items():
+        titles = {name: f'{precision}: {title_of(run)}' for name, run in of_precision[-1].items()}
+        found = over_rounds(of_precision, titles, FIGURES)
+        ways |= {f'{precision}/{name}': way for name, way in found.items()}
+    different = [
+        precision
+        for precision, of_precision in rounds.items()
+        if len({run.digest for runs in of_precision for run in runs.values()}) > 1
+    ]
+    settings = {
+        'ranks': bench.ranks,
+        'rounds': len(next(iter(rounds.values()))),
+        'iterations': bench.iterations,
+        'warm_up': bench.warm_up,
+        'window': bench.window,
+        'stand_ins': bench.stand_ins,
+    }
+    return Report(hardware, settings, ways, different, rounds)
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -398,7 +346,7 @@ def _check_precision(parser: argparse.ArgumentParser, args: argparse.Namespace) 
         parser.error(str(error))
 
 
-def measure(args: argparse.Namespace, console: Console) -> OverheadReport:
+def measure(args: argparse.Namespace, console: Console) -> Report:
     stand_ins = args.stand_ins if args.precision else None
     hardware = Hardware.here(gpu=stand_ins is False)
     output, data = prepare(args, 'overhead')
@@ -407,16 +355,20 @@ def measure(args: argparse.Namespace, console: Console) -> OverheadReport:
         stand_ins=stand_ins, only=args.only,
     )  # fmt: skip
     measured = args.precision or [models.native_precision()]
-    rounds: dict[str, list[list[Run]]] = {name: [] for name in measured}
-    for number in range(1, args.rounds + 1):
-        for name, done in rounds.items():
-            (folder := output / name.replace(', ', '-')).mkdir(parents=True, exist_ok=True)
-            done.append([])
-            for variant in bench.variants:
-                run = bench._replace(precision=name, output=folder).run(variant, number)
-                done[-1].append(run)
-                what = f'{1000 * run.iteration_s:5.0f} ms  {name}: {TITLES[variant]}'
-                console.print(f'round {number}: {what}', highlight=False)
+    titles = {
+        f'{name}/{way}': f'{name}: {TITLES[way]}' for name in measured for way in bench.variants
+    }
+
+    def run(way: str, number: int) -> Run:
+        name, _, variant = way.rpartition('/')
+        (folder := output / name.replace(', ', '-')).mkdir(parents=True, exist_ok=True)
+        return bench._replace(precision=name, output=folder).run(variant, number)
+
+    found = take_turns(args.rounds, titles, run, lambda run: run.iteration_s, console)
+    rounds = {
+        name: [{way: one[f'{name}/{way}'] for way in bench.variants} for one in found]
+        for name in measured
+    }
     return summarize(bench, hardware, rounds)
 
 

@@ -22,10 +22,9 @@ Exit status: 0 done, 1 states that must be equal differ, 2 a run failed or did n
 
 import argparse
 import math
-import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,15 +38,16 @@ from ..lab.arguments import Parser
 from ..lab.benchmark import add_output_flags, exit_on_sigterm, prepare, run_benchmark
 from ..lab.errors import LabError
 from ..lab.evidence import Tier, kind_of
-from ..lab.figures import Spread, medians
+from ..lab.figures import medians
 from ..lab.following import read_events
 from ..lab.hardware import Hardware
 from ..lab.job import Job, Trained, memory_directory, train
 from ..lab.launch import Launch, add_share_gpu
 from ..lab.models import dense_flags, native_precision, sparse_flags
 from ..lab.run_log import RunLog
-from ..lab.tables import say, table
+from ..lab.tables import say
 from . import model
+from .frame import Report, over_rounds, print_ways, take_turns
 
 STAGES = 4
 VICTIM = 2
@@ -76,38 +76,6 @@ class Comeback(msgspec.Struct, frozen=True):
     """Number of repeated iterations, times the number of stages that repeated them."""
     different: list[str]
     """Kinds of state that differ from the undisturbed run."""
-
-
-class MethodResult(msgspec.Struct, frozen=True):
-    """One way to recover, over all rounds."""
-
-    title: str
-    seconds: Spread
-    ratio: Spread
-    """Seconds divided by those of the first way in the same round."""
-    phases: dict[str, float]
-    """Median seconds by phase; 0 in a round without it."""
-    stage_iterations: float
-    different: list[str]
-
-
-class RecoveryReport(msgspec.Struct, frozen=True):
-    """Results of all ways to recover."""
-
-    hardware: Hardware
-    lose: str
-    """The killed workers: one worker, or all."""
-    stages: int
-    window: int
-    kill_after: int
-    dense_interval: int
-    methods: dict[str, MethodResult]
-    rounds: list[dict[str, Comeback]]
-
-    @property
-    def exact(self) -> bool:
-        """True if sparse checkpointing always led to the bits of an undisturbed run."""
-        return not any(one.different for name, one in self.methods.items() if name != DISK)
 
 
 # ---- phases
@@ -163,48 +131,50 @@ def dense_restart(log: RunLog, killed_at: float, different: list[str]) -> Comeba
     return Comeback(new.time - killed_at, phases, recomputed, different)
 
 
-# ---- over the rounds
+FIGURES: dict[str, Callable[[Comeback, Comeback], float]] = {
+    'seconds': lambda one, first: one.seconds,
+    'ratio': lambda one, first: one.seconds / first.seconds,
+    'stage_iterations': lambda one, first: one.stage_iterations,
+}
+_COLUMNS = {
+    'seconds': ('seconds to a new iteration', 2),
+    'ratio': ('ratio', 2),
+    'stage_iterations': ('stage-iterations again', 0),
+}
 
 
-def over_rounds(rounds: Sequence[dict[str, Comeback]]) -> dict[str, MethodResult]:
-    """Each way to recover; ratios are taken within a round."""
-    return {name: _method(name, rounds) for name in rounds[0]}
+def summarize(
+    hardware: Hardware, settings: dict[str, object], rounds: list[dict[str, Comeback]]
+) -> Report:
+    """Report; plain checkpoints need not lead to the bits of an undisturbed run."""
+    ways = over_rounds(rounds, TITLES, FIGURES)
+    kinds = {name: _different(name, rounds) for name in ways if name != DISK}
+    different = [f'{TITLES[name]}: {", ".join(found)}' for name, found in kinds.items() if found]
+    return Report(hardware, settings, ways, different, rounds)
 
 
-def _method(name: str, rounds: Sequence[dict[str, Comeback]]) -> MethodResult:
-    runs, first = [runs[name] for runs in rounds], next(iter(rounds[0]))
-    return MethodResult(
-        title=TITLES[name],
-        seconds=Spread.of([run.seconds for run in runs]),
-        ratio=Spread.of([runs[name].seconds / runs[first].seconds for runs in rounds]),
-        phases=medians([run.phases for run in runs]),
-        stage_iterations=statistics.median(run.stage_iterations for run in runs),
-        different=sorted({kind for run in runs for kind in run.different}),
-    )
+def _different(name: str, rounds: list[dict[str, Comeback]]) -> list[str]:
+    return sorted({kind for one in rounds for kind in one[name].different})
 
 
-def print_report(report: RecoveryReport, console: Console) -> None:
+def print_report(report: Report, console: Console) -> None:
     say(console, report.hardware.line())
-    columns = ('', '>seconds to a new iteration', '>ratio', '>stage-iterations again')
-    rows = (
-        (one.title, one.seconds.text(), one.ratio.text(), f'{one.stage_iterations:.0f}')
-        for one in report.methods.values()
-    )
-    console.print(table(columns, rows))
-    for method in report.methods.values():
-        phases = ', '.join(f'{name} {value:.2f}' for name, value in method.phases.items())
-        say(console, f'{method.title}: {phases} s')
-    victim = f'rank {VICTIM}' if report.lose == WORKER else 'all'
+    print_ways(report.ways.values(), _COLUMNS, console)
+    for name, way in report.ways.items():
+        phases = medians([one[name].phases for one in report.rounds])
+        say(console, f'{way.title}: {", ".join(f"{p} {s:.2f}" for p, s in phases.items())} s')
+    settings = report.settings
+    victim = f'rank {VICTIM}' if settings['lose'] == WORKER else 'all'
     say(
         console,
-        f'{report.stages} stages on {report.stages} emulated nodes, {len(report.rounds)} rounds; '
-        f'{victim} killed after iteration {report.kill_after}; window {report.window}, '
-        f'torch_dist every {report.dense_interval} iterations.',
+        f'{STAGES} stages on {STAGES} emulated nodes, {len(report.rounds)} rounds; {victim} killed '
+        f'after iteration {settings["kill_after"]}; window {settings["window"]}, torch_dist every '
+        f'{settings["dense_interval"]} iterations.',
     )
-    for method in report.methods.values():
-        verdict = f'differs in: {", ".join(method.different)}' if method.different else 'equal'
-        what = f'Final state against that of an undisturbed run, {method.title}'
-        say(console, f'{what}: {verdict}.')
+    for name, way in report.ways.items():
+        differ = ', '.join(_different(name, report.rounds))
+        what = f'Final state against that of an undisturbed run, {way.title}'
+        say(console, f'{what}: {f"differs in: {differ}" if differ else "equal"}.')
 
 
 _ITERATIONS_AFTER = 3
@@ -313,7 +283,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def measure(args: argparse.Namespace, console: Console) -> RecoveryReport:
+def measure(args: argparse.Namespace, console: Console) -> Report:
     hardware = Hardware.here(gpu=args.share_gpu)
     output, data = prepare(args, 'recovery')
     bench = Bench(data, output, args.window, args.lose, args.share_gpu, args.only)
@@ -321,19 +291,21 @@ def measure(args: argparse.Namespace, console: Console) -> RecoveryReport:
     # Halfway between two checkpoints, once at least two windows are complete.
     kill_at = interval * math.ceil(2 * args.window / interval) + interval // 2
     reference = bench.undisturbed(kill_at + _ITERATIONS_AFTER)
-    rounds: list[dict[str, Comeback]] = []
-    for number in range(1, args.rounds + 1):
-        rounds.append({})
-        for name in bench.methods:
-            if name in (WHOLE, DISK, ELASTIC):
-                found = bench.restarted(name, number, kill_at, interval, reference)
-            else:
-                found = bench.localized(name, number, kill_at, reference)
-            rounds[-1][name] = found
-            console.print(f'{number}: {found.seconds:6.2f} s  {TITLES[name]}', highlight=False)
-    return RecoveryReport(
-        hardware, args.lose, STAGES, args.window, kill_at, interval, over_rounds(rounds), rounds
-    )
+
+    def run(name: str, number: int) -> Comeback:
+        if name in (WHOLE, DISK, ELASTIC):
+            return bench.restarted(name, number, kill_at, interval, reference)
+        return bench.localized(name, number, kill_at, reference)
+
+    titles = {name: TITLES[name] for name in bench.methods}
+    rounds = take_turns(args.rounds, titles, run, lambda one: one.seconds, console)
+    settings = {
+        'lose': args.lose,
+        'window': args.window,
+        'kill_after': kill_at,
+        'dense_interval': interval,
+    }
+    return summarize(hardware, settings, rounds)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

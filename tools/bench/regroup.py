@@ -37,7 +37,9 @@ from ..lab.errors import LabError
 from ..lab.figures import Spread
 from ..lab.hardware import Hardware
 from ..lab.tables import say, table
+from .frame import Report, Way, print_ways
 
+WAYS = ('unblock', 'renew')
 _COUNTED = ('file_descriptors', 'threads', 'shm_files', 'store_keys')
 _TIMEOUT = timedelta(seconds=60)
 _SHM = '/dev/shm/'
@@ -51,25 +53,6 @@ class RankReport(msgspec.Struct, frozen=True):
     unblock_s: list[float]
     renew_s: list[float]
     growth: dict[str, float]
-
-
-class RegroupReport(msgspec.Struct, frozen=True):
-    """Results of all processes."""
-
-    hardware: Hardware
-    processes: int
-    groups_per_process: int
-    cycles: int
-    warm_up: int
-    unblock_s: Spread
-    """Over the cycles; seconds of the slowest process in each."""
-    renew_s: Spread
-    growth: dict[str, float]
-    """Growth from the end of the warm-up to the last cycle, on the process with the most."""
-
-    @property
-    def exact(self) -> bool:
-        return not any(self.growth[name] > 0 for name in _COUNTED)
 
 
 def _group_ranks(processes: int) -> list[list[int]]:
@@ -160,23 +143,25 @@ def _serve(args: argparse.Namespace, rank: int, port: int, barrier: Any, pipe: C
         pipe.send(traceback.format_exc())
 
 
-def measure(args: argparse.Namespace, console: Console) -> RegroupReport:
+def measure(args: argparse.Namespace, console: Console) -> Report:
     hardware = Hardware.here(gpu=False)
     ranks = run_ranks(args)
-    unblock, renew = (
-        [max(times) for times in zip(*(getattr(rank, name) for rank in ranks), strict=True)]
-        for name in ('unblock_s', 'renew_s')
-    )
-    return RegroupReport(
-        hardware,
-        args.processes,
-        ranks[0].groups,
-        args.cycles,
-        args.warm_up,
-        Spread.of(unblock),
-        Spread.of(renew),
-        {name: max(rank.growth[name] for rank in ranks) for name in ranks[0].growth},
-    )
+    growth = {name: max(rank.growth[name] for rank in ranks) for name in ranks[0].growth}
+    settings = {
+        'processes': args.processes,
+        'groups_per_process': ranks[0].groups,
+        'cycles': args.cycles,
+        'warm_up': args.warm_up,
+        'growth': growth,
+    }
+    grown = [name for name in _COUNTED if growth[name] > 0]
+    ways = {name: _slowest([getattr(rank, f'{name}_s') for rank in ranks], name) for name in WAYS}
+    return Report(hardware, settings, ways, grown, msgspec.to_builtins(ranks))
+
+
+def _slowest(times: Sequence[Sequence[float]], title: str) -> Way:
+    """Over the cycles; of each cycle the slowest process."""
+    return Way(title, {'seconds': Spread.of([max(cycle) for cycle in zip(*times, strict=True)])})
 
 
 def run_ranks(args: argparse.Namespace) -> list[RankReport]:
@@ -204,17 +189,18 @@ def _received(rank: int, pipe: Connection) -> RankReport:
     return answer
 
 
-def print_report(report: RegroupReport, console: Console) -> None:
+def print_report(report: Report, console: Console) -> None:
+    settings = report.settings
     say(console, report.hardware.line())
     say(
         console,
-        f'{report.processes} processes with {report.groups_per_process} groups each, '
-        f'{report.cycles} cycles after {report.warm_up}; the slowest process of each cycle, '
-        'median (and the range).\n'
-        f'unblock  {report.unblock_s.text(4)} s\n'
-        f'renew    {report.renew_s.text(4)} s',
+        f'{settings["processes"]} processes with {settings["groups_per_process"]} groups each, '
+        f'{settings["cycles"]} cycles after {settings["warm_up"]}; the slowest process of each '
+        'cycle, median (and the range).',
     )
-    rows = ((name.replace('_', ' '), f'{value:g}') for name, value in report.growth.items())
+    print_ways(report.ways.values(), {'seconds': ('seconds', 4)}, console)
+    growth = settings['growth'].items()
+    rows = ((name.replace('_', ' '), f'{value:g}') for name, value in growth)
     console.print(table(('', '>growth'), rows))
 
 

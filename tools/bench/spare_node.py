@@ -39,21 +39,22 @@ from ..lab.benchmark import add_output_flags, exit_on_sigterm, prepare, run_benc
 from ..lab.digests import StateDigest, kinds_of_difference, read_digest
 from ..lab.errors import LabError
 from ..lab.evidence import kind_of
-from ..lab.figures import Spread
 from ..lab.following import read_events
 from ..lab.hardware import Hardware
 from ..lab.job import DIGEST, memory_directory, train
 from ..lab.launch import Launch
 from ..lab.models import sparse_flags
 from ..lab.run_log import parse_log
-from ..lab.tables import say, table
+from ..lab.tables import say
 from . import model
+from .frame import Report, over_rounds, print_ways, take_turns
 
 _HOSTS = ('a', 'b', 'c')
 _STAGES = 2
 _VICTIM = 0
 _KILL_AFTER, _ITERATIONS = 8, 11
 IN_ADVANCE, LATER = 'reserved in advance', 'reserved after the loss'
+WAYS = {IN_ADVANCE: IN_ADVANCE, LATER: LATER}
 
 
 class Loss(msgspec.Struct, frozen=True):
@@ -71,15 +72,18 @@ class Loss(msgspec.Struct, frozen=True):
     """Kinds of state that differ from plain Megatron at the end."""
 
 
-class SpareNodeReport(msgspec.Struct, frozen=True):
-    """Results of both variants, by round."""
-
-    hardware: Hardware
-    rounds: dict[str, list[Loss]]
-
-    @property
-    def exact(self) -> bool:
-        return not any(one.different for runs in self.rounds.values() for one in runs)
+FIGURES: dict[str, Callable[[Loss, Loss], float]] = {
+    'seconds': lambda one, first: one.seconds,
+    'set_up_s': lambda one, first: one.set_up_s,
+    'kept_gib': lambda one, first: one.kept / 2**30,
+    'in_advance_gib': lambda one, first: one.in_advance / 2**30,
+}
+_COLUMNS = {
+    'seconds': ('s to a new iteration', 2),
+    'set_up_s': ('of them set-up', 2),
+    'kept_gib': ('GiB a rank', 2),
+    'in_advance_gib': ('GiB in advance', 2),
+}
 
 
 class _Starter(SlurmStarter):
@@ -170,38 +174,31 @@ def _log_of(gib: float) -> list[str]:
     return ['--sparse-ckpt-log-lag', str(round(gib * 2**30 / sent_bytes))]
 
 
-def measure(args: argparse.Namespace, console: Console) -> SpareNodeReport:
+def measure(args: argparse.Namespace, console: Console) -> Report:
     hardware = Hardware.here(gpu=False)
     output, data = prepare(args, 'spare-node')
     plain = _flags(data)
     reference = train(Launch(output / 'plain', plain, _STAGES, 1)).state
-    rounds: dict[str, list[Loss]] = {IN_ADVANCE: [], LATER: []}
-    for number in range(1, args.rounds + 1):
-        for way, done in rounds.items():
-            folder = output / f'{number}-{way.replace(" ", "-")}'
-            folder.mkdir()
-            with memory_directory() as memory:
-                flags = [*plain, *sparse_flags(memory, model.RUN_ID, 1), *_log_of(args.gib)]
-                done.append(lose_a_node(folder, Launch(folder, flags, _STAGES, 1), way, reference))
-            console.print(f'{number}: {done[-1].seconds:6.2f} s  {way}', highlight=False)
-    return SpareNodeReport(hardware, rounds)
+
+    def run(way: str, number: int) -> Loss:
+        folder = output / f'{number}-{way.replace(" ", "-")}'
+        folder.mkdir()
+        with memory_directory() as memory:
+            flags = [*plain, *sparse_flags(memory, model.RUN_ID, 1), *_log_of(args.gib)]
+            return lose_a_node(folder, Launch(folder, flags, _STAGES, 1), way, reference)
+
+    return summarize(hardware, take_turns(args.rounds, WAYS, run, lambda one: one.seconds, console))
 
 
-def show(report: SpareNodeReport, console: Console) -> None:
+def summarize(hardware: Hardware, rounds: list[dict[str, Loss]]) -> Report:
+    different = sorted({kind for one in rounds for loss in one.values() for kind in loss.different})
+    return Report(hardware, {}, over_rounds(rounds, WAYS, FIGURES), different, rounds)
+
+
+def show(report: Report, console: Console) -> None:
     say(console, report.hardware.line())
-    columns = ('', 's to a new iteration', 'of them set-up', 'GiB a rank', 'GiB in advance')
-    rows = (
-        (way, Spread.of([one.seconds for one in runs]).text(),
-         Spread.of([one.set_up_s for one in runs]).text(),
-         f'{max(one.kept for one in runs) / 2**30:.2f}',
-         f'{min(one.in_advance for one in runs) / 2**30:.2f}')
-        for way, runs in report.rounds.items()
-    )  # fmt: skip
-    console.print(table(columns, rows))
-    differ = sorted(
-        {kind for runs in report.rounds.values() for one in runs for kind in one.different}
-    )
-    console.print(f'Final states: {", ".join(differ) or "equal"}.', highlight=False)
+    print_ways(report.ways.values(), _COLUMNS, console)
+    say(console, f'Final states: {", ".join(report.different) or "equal"}.')
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:

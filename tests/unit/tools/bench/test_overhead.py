@@ -2,6 +2,7 @@
 """The benchmark of overhead: its variants, and its ratios over the rounds."""
 
 import json
+import re
 from pathlib import Path
 
 import msgspec
@@ -12,6 +13,7 @@ from moevement_ext.events import WindowCommitted
 from tests.unit.megatron.moevement.job.test_identity import parsed
 from tests.unit.tools.samples import HARDWARE, iteration_line
 from tools.bench import model, overhead
+from tools.bench.frame import Report
 from tools.bench.overhead import (
     AGAIN,
     AGAINST,
@@ -22,7 +24,6 @@ from tools.bench.overhead import (
     SPARSE,
     TITLES,
     Bench,
-    OverheadReport,
     Run,
 )
 from tools.lab import models, precisions
@@ -49,26 +50,27 @@ def run_of(variant: str, iteration_s: float, digest: str = 'same') -> Run:
     )
 
 
-def report_of(*sparse_s: float, digest: str = 'same') -> OverheadReport:
+def rounds_of(*sparse_s: float, digest: str = 'same') -> list[dict[str, Run]]:
     """One round for each time of the sparse variant; round n of the others takes n seconds."""
     rounds = [
-        [
-            run_of(name, seconds if name == SPARSE else number, digest='same')
-            for name in BENCH.variants
-        ]
+        {name: run_of(name, seconds if name == SPARSE else number) for name in BENCH.variants}
         for number, seconds in enumerate(sparse_s, 1)
     ]
-    rounds[0][0] = run_of(PLAIN, 1.0, digest)
-    return overhead.summarize(BENCH, HARDWARE, {'bf16': rounds})
+    rounds[0][PLAIN] = run_of(PLAIN, 1.0, digest)
+    return rounds
+
+
+def report_of(*sparse_s: float, digest: str = 'same') -> Report:
+    return overhead.summarize(BENCH, HARDWARE, {'bf16': rounds_of(*sparse_s, digest=digest)})
 
 
 def test_ratios_are_taken_within_a_round() -> None:
-    report = report_of(1.5, 2.2, 6.0)
-    ratio = report.variants['bf16'][SPARSE].ratio
-    assert ratio.min == pytest.approx(1.1)
-    assert ratio.median == pytest.approx(1.5)
-    assert ratio.max == pytest.approx(2.0)
-    assert report.variants['bf16'][PLAIN].ratio == Spread(1, 1, 1)
+    ways = report_of(1.5, 2.2, 6.0).ways
+    ratio = ways['bf16/sparse'].figures['ratio']
+    assert (ratio.min, ratio.median, ratio.max) == pytest.approx((1.1, 1.5, 2.0))
+    assert ways['bf16/plain'].figures['ratio'] == Spread(1, 1, 1)
+    assert ways['bf16/sparse'].figures['helpers'].min == pytest.approx(1.1 / 8)
+    assert 'exposed_ms' not in ways['bf16/plain'].figures
 
 
 def test_exit_status_shows_whether_runs_are_identical(
@@ -78,7 +80,7 @@ def test_exit_status_shows_whether_runs_are_identical(
         report = report_of(1.0, digest=digest)
         monkeypatch.setattr(overhead, 'measure', lambda *_, found=report: found)
         assert overhead.main(['--json', str(tmp_path / 'o.json')]) == status
-        assert json.loads((tmp_path / 'o.json').read_text())['identical'] == {'bf16': status == 0}
+        assert json.loads((tmp_path / 'o.json').read_text())['different'] == ['bf16'] * status
 
 
 @pytest.mark.parametrize(
@@ -127,19 +129,21 @@ def test_a_launch_of_another_checkout_finds_only_its_modules(tmp_path: Path) -> 
 
 
 def test_each_precision_is_compared_with_itself() -> None:
-    rounds = report_of(1.5).rounds['bf16']
-    other = [[msgspec.structs.replace(run, digest='another', loss=2.5) for run in rounds[0]]]
+    rounds = rounds_of(1.5)
+    one = {name: msgspec.structs.replace(run, digest='b') for name, run in rounds[0].items()}
     bench = BENCH._replace(stand_ins=True)
-    report = overhead.summarize(bench, HARDWARE, {'bf16': rounds, 'c4': other})
-    assert report.exact and report.variants['c4'][SPARSE].ratio == Spread(1.5, 1.5, 1.5)
-    other[0][1] = msgspec.structs.replace(other[0][1], digest='a third')
-    report = overhead.summarize(bench, HARDWARE, {'bf16': rounds, 'c4': other})
-    assert not report.exact
+    report = overhead.summarize(bench, HARDWARE, {'bf16': rounds, 'c4': [one]})
+    assert report.exact
+    one[SPARSE] = msgspec.structs.replace(one[SPARSE], digest='a third', loss=2.5)
+    report = overhead.summarize(bench, HARDWARE, {'bf16': rounds, 'c4': [one]})
+    assert report.different == ['c4']
     with (console := Console(width=200)).capture() as shown:
         overhead.print_report(report, console)
-    text = shown.get()
-    assert 'DIFFERENT in c4' in text and 'stand-ins for Transformer Engine' in text
-    assert 'NaN' in text and '2.500' in text
+    lines = [' '.join(re.sub('[│┃]', ' ', line).split()) for line in shown.get().splitlines()]
+    window = 'window 2, slots 0.0 0.0'
+    assert f'c4: sparse checkpointing, {window} 1500 1.500 3.00 1.50 0.188 1.0 2.500' in lines
+    assert f'c4: plain Megatron, {window} 1000 1.000 2.00 1.00 0.000 - -' in lines
+    assert 'stand-ins for Transformer Engine' in lines[0] and 'DIFFERENT in c4' in lines[-1]
 
 
 def log_of(*losses: float) -> RunLog:

@@ -16,7 +16,8 @@ from moevement_ext.events import (
 )
 from tests.unit.tools.samples import CONVERTED, HARDWARE, START, event, iteration_line
 from tools.bench import recovery
-from tools.bench.recovery import VICTIM, Comeback, RecoveryReport
+from tools.bench.frame import Report
+from tools.bench.recovery import VICTIM, Comeback
 from tools.lab.errors import LabError
 from tools.lab.run_log import Iteration, RunLog, parse_log
 
@@ -122,7 +123,7 @@ def test_localized_recovery_has_the_phases_of_the_rolled_back_stage() -> None:
 # Over the rounds
 
 
-def report(*different: str, lose: str = recovery.WORKER) -> RecoveryReport:
+def report(*different: str) -> Report:
     def back(seconds: float, stage_iterations: int, *kinds: str) -> Comeback:
         return Comeback(seconds, {'all': seconds}, stage_iterations, list(kinds))
 
@@ -132,18 +133,20 @@ def report(*different: str, lose: str = recovery.WORKER) -> RecoveryReport:
         recovery.WHOLE: back(18.0, 24),
         recovery.DISK: back(30.0, 40, 'rng'),
     }
-    bench = recovery.Bench(Path(), Path(), 4, lose)
-    rounds = [{name: runs[name] for name in bench.methods}]
-    methods = recovery.over_rounds(rounds)
-    return RecoveryReport(HARDWARE, lose, recovery.STAGES, 4, 30, 20, methods, rounds)
+    settings = {'lose': recovery.ALL, 'window': 4, 'kill_after': 30, 'dense_interval': 20}
+    return recovery.summarize(HARDWARE, settings, [runs])
 
 
-def test_summary_has_ratios_and_exactness() -> None:
+def test_report_has_ratios_and_exactness() -> None:
     found = report()
-    assert found.methods[recovery.DISK].ratio.median == pytest.approx(10.0)
+    assert found.ways[recovery.DISK].figures['ratio'].median == pytest.approx(10.0)
     assert found.exact, 'plain checkpoints need not lead to the same bits'
-    assert not report('exp_avg').exact
-    recovery.print_report(found, Console(quiet=True))
+    assert report('exp_avg').different == ['localized, hot spare: exp_avg']
+    with (console := Console(width=200)).capture() as shown:
+        recovery.print_report(found, console)
+    assert 'all killed after iteration 30' in shown.get()
+    assert 'localized, hot spare: all 3.00 s' in shown.get()
+    assert 'whole job, torch_dist: differs in: rng.' in shown.get()
 
 
 def test_exit_status_is_that_of_sparse_checkpointing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,20 +13,16 @@ from moevement_ext.launch.launch_config import LaunchConfig
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.reservation import ReservedPages
 from tests.unit.memory.samples import tmpfs_directory
+from tests.unit.tools.samples import HARDWARE
 from tools.bench import spare_node
-from tools.bench.spare_node import IN_ADVANCE, LATER, Loss, SpareNodeReport
-from tools.lab.hardware import Hardware
+from tools.bench.frame import Report
+from tools.bench.spare_node import IN_ADVANCE, LATER, Loss
 from tools.lab.launch import Launch
 
 
-def report(different: list[str]) -> SpareNodeReport:
-    return SpareNodeReport(
-        Hardware.here(gpu=False),
-        {
-            IN_ADVANCE: [Loss(2.0, 0.5, 2**30, 3 * 2**29, [])],
-            LATER: [Loss(3.0, 1.5, 2**30, 0, different)],
-        },
-    )
+def report(different: list[str]) -> Report:
+    early, late = Loss(2.0, 0.5, 2**30, 3 * 2**29, []), Loss(3.0, 1.5, 2**30, 0, different)
+    return spare_node.summarize(HARDWARE, [{IN_ADVANCE: early, LATER: late}])
 
 
 def test_report_has_both_variants_and_differences(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the jobs of the GPU check accept, and what they name."""
 
-import itertools
-from collections.abc import Iterable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from moevement_ext.events import ProtectionReduced, Recovered, WorkerStarted
-from tests.gpu.jobs import copies, four_rank, nccl, nccl_rank
+from tests.gpu.jobs import copies, four_rank, nccl
 from tests.gpu.jobs.nccl_rank import Measured
 from tests.gpu.jobs.training import compare, costs, reduced
 from tests.unit.tools.samples import event
@@ -62,22 +59,6 @@ def test_only_growth_within_a_process_is_drift() -> None:
         'descriptors grew by 5',
         'threads grew by 1',
     ]
-
-
-@pytest.mark.parametrize(
-    ('threads', 'counted'), [([12, 11, 10, 10, 9], 10), (itertools.count(12), 12)]
-)
-def test_threads_that_are_about_to_end_are_no_drift(
-    threads: Iterable[int], counted: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Those of replaced groups; not waited for any longer if the number never stays."""
-    monkeypatch.setattr(nccl_rank, '_UNCHANGED_S', 0.0)
-    monkeypatch.setattr(nccl_rank, '_SETTLED_S', 60.0 if counted == 10 else 0.0)
-    rank: Any = object.__new__(nccl_rank.Rank)
-    rank._process_groups = SimpleNamespace(await_destruction=lambda: None)
-    left = iter(threads)
-    rank._resources = lambda: {'threads': float(next(left))}
-    assert rank._settled_resources() == {'threads': counted}
 
 
 def trained(digest: str = 'a', **fields: Any) -> Trained:
