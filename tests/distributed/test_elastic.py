@@ -216,21 +216,6 @@ def test_longer_window_is_converted_in_the_new_layout(cluster: Make, tmp_path: P
 
 
 @pytest.mark.thorough
-def test_job_refuses_to_start_over_while_parts_are_missing(cluster: Make, tmp_path: Path) -> None:
-    was, now = CASES['EP 4 to EP 2']
-    job = killed(cluster, was, tmp_path / 'dense', *ONE, '--sparse-ckpt-replicas', '0')
-    for memory in job.memory.parent.glob(f'{job.name}.*/node1'):
-        shutil.rmtree(memory)
-    after = again(job, cluster, now, *ONE)
-    assert 0 not in after.run()
-    assert 'no node here has the parts of ranks 2, 3' in after.output(0)
-    other = again(job, cluster, now, *ONE, '--lr', '1e-3', '--sparse-ckpt-strict')
-    assert 0 not in other.run()
-    assert '--lr: was 0.002, is 0.001' in other.output(0)
-    assert len(left_over(job)) == 1
-
-
-@pytest.mark.thorough
 @pytest.mark.mutation
 @pytest.mark.parametrize('case', MUTATIONS)
 def test_broken_reshard_changes_the_bits(case: str, cluster: Make, tmp_path: Path) -> None:

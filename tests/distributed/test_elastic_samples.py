@@ -75,14 +75,3 @@ def test_a_wrong_position_of_the_data_is_counted(cluster: Make) -> None:
     after.finish(timeout_s=300.0, mutation=f'{PROBE},{broken}')
     counted = sum(accepted([job, after]).values(), Counter())
     assert set(counted.values()) == {1, 2}
-
-
-def test_per_rank_shuffling_of_samples_is_refused(cluster: Make) -> None:
-    """Each rank shuffles its own part of the data, which depends on their number."""
-    shuffled = ['--dataloader-type', 'cyclic']
-    job = killed(cluster, *ONE, *shuffled)
-    batch = ['--global-batch-size', str(BATCH)]
-    after = again(job, cluster, THREE_RANKS, *batch, *ONE, *shuffled)
-    assert set(after.run(all_end=True)) == {2}
-    assert '--dataloader-type cyclic' in after.output(0)
-    assert 'start with 4 data-parallel ranks' in after.output(0)

@@ -51,20 +51,6 @@ def test_surplus_rank_serves_the_windows_of_its_node(
     assert_equal(read_digest(after), expected)
 
 
-def test_without_a_secret_an_elastic_start_is_refused(cluster: Make, tmp_path: Path) -> None:
-    """It could not read windows of other nodes."""
-    job = killed(cluster, LARGE, tmp_path / 'dense', *ONE, *LAYOUTS, *ALONE)
-    refused = again(job, cluster, THREE_RANKS, *ONE, *LAYOUTS, *ALONE)
-    refused.gives_secret = False
-    assert 0 not in refused.run()
-    assert 'error: MOEVEMENT_SECRET is not set' in refused.output(0)
-    assert len(left_over(job)) == 1
-    started_over = again(job, cluster, THREE_RANKS, *ONE, *LAYOUTS, '--sparse-ckpt-forget')
-    started_over.finish(timeout_s=300.0)
-    assert IDLES in started_over.output(0)
-    assert left_over(job) == []
-
-
 @pytest.mark.mutation
 def test_records_of_another_owner_change_the_bits(cluster: Make, tmp_path: Path) -> None:
     job = killed(cluster, LARGE, tmp_path / 'dense', *ONE, *LAYOUTS, *ALONE)

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from moevement_ext.errors import EXIT_USER_ERROR
 from moevement_ext.events import Recovered
 from tests.distributed.conftest import Make, Reference, differences, read_digest
 from tests.distributed.harness.cluster import Cluster
@@ -75,28 +74,12 @@ TWO_STAGES = (
 ).split()
 
 
-def test_plain_program_with_a_wrong_flag_exits_at_once_with_the_reason(cluster: Make) -> None:
-    job = cluster('--no-such-flag', sparse=False, ranks=2)
-    code, output = launch(job)
-    assert code == EXIT_USER_ERROR
-    assert 'start again' not in output
-    _, _, reason = output.partition('] job failed: rank ')
-    assert 'it refuses what it was started with; its last lines:' in reason
-    assert 'error: unrecognized arguments: --no-such-flag' in reason
-
-
 def test_plain_program_restarts_as_a_whole(cluster: Make, reference: Reference) -> None:
     job = cluster(*TWO_STAGES, sparse=False, ranks=2)
     code, output = launch(job, '--kill', '0@4')
     assert code == 0, output[-5000:]
     assert '] all workers start again, since rank 0' in output
     assert differences(reference(*TWO_STAGES, ranks=2), read_digest(job)) == []
-
-
-def test_exit_before_the_first_window_is_complete_claims_none(cluster: Make) -> None:
-    job = cluster(*TWO_STAGES, '--sparse-ckpt-window', '6', '--exit-interval', '2', ranks=2)
-    assert job.survive() == {}
-    assert 'exit at iteration: 2 | windows: none is complete |' in said(job)
 
 
 def test_rerun_machine_exit_keeps_the_windows(cluster: Make, reference: Reference) -> None:

@@ -5,13 +5,11 @@ import os
 import re
 import signal
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 from moevement_ext.events import (
     DeviceProblem,
-    FailureDetected,
     NextTier,
     Recovered,
     RecoveryPhase,
@@ -60,21 +58,6 @@ def check(job: Cluster, expected: dict) -> None:
     for rank in range(job.ranks):
         assert job.events_of(NextTier, rank) == []
     assert latecomers(job) == []
-
-
-def test_save_longer_than_the_stuck_timeout_is_not_stuck(
-    cluster: Make, reference: Reference, tmp_path: Path
-) -> None:
-    flags = f'{UNTIED} --pipeline-model-parallel-size 2 --train-iters 6'.split()
-    job = cluster(
-        *flags,
-        *f'--save {tmp_path / "dense"} --save-interval 4 --sparse-ckpt-window 2'.split(),
-        *'--sparse-ckpt-hang-timeout 10 --sparse-ckpt-stuck-timeout 10'.split(),
-        ranks=2,
-    )
-    assert job.survive(mutation='mutations.liveness:dense_save_of_rank_1_takes_long') == {}
-    assert differences(reference(*flags, ranks=2), read_digest(job)) == []
-    assert job.events_of(FailureDetected) == []
 
 
 @pytest.mark.parametrize(

@@ -27,28 +27,6 @@ LAUNCH = (
 
 @pytest.mark.launcher
 @pytest.mark.thorough
-def test_node_with_other_protection_flags_is_named_before_training(cluster: Make) -> None:
-    """Ranks would wait for each other in a recovery, forever."""
-    flag, of_the_others, other = '--sparse-ckpt-recovery', 'localized', 'whole-job'
-    job = prepared(cluster, FLAGS, ranks=2)
-    launch = [*LAUNCH, '--master-port', str(free_port()), '--node-rank']
-    logs = [job.directory / f'{node}.log' for node in range(2)]
-    given = [*job.flags, flag, of_the_others], [*job.flags, flag, other]
-    with ExitStack() as stack:
-        agents = [
-            stack.enter_context(
-                agent([*launch, str(node)], flags, log, MOEVEMENT_NODE=f'node{node}')
-            )
-            for node, (flags, log) in enumerate(zip(given, logs, strict=True))
-        ]
-        assert all(one.wait(START_S) != 0 for one in agents), tails(logs)
-    said = f'other settings than rank 0: {flag}: rank 0 {of_the_others}, rank 1 {other}.'
-    assert any(said in log.read_text(errors='replace') for log in logs), tails(logs)
-    assert not job.events_of(WindowPersisted, 0)
-
-
-@pytest.mark.launcher
-@pytest.mark.thorough
 def test_replacement_with_other_flags_is_refused_before_it_copies_state(
     cluster: Make, reference: Reference
 ) -> None:

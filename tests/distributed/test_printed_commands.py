@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every command in documents and `--help` is run as printed; its last output line is compared.
+"""Commands of documents and `--help` are run as printed; the last line of output is compared.
 
 Commands run in a copy of the checkout's layout that has the files they name. Placeholders are
 filled in: flags of a small model for `<flags>`, and what `...` omits. Long commands get an
@@ -55,44 +55,8 @@ RUNS = {
 }  # fmt: skip
 """Commands, and what their last line is."""
 
-_SLURM = 'a Slurm with nodes of its own; tests/cluster has one on this machine'
-ELSEWHERE = {
-    r'([A-Z_]+=("[^"]*"|\S+) )*sbatch |srun |scripts/slurm_from_here\.sh': _SLURM,
-    rf'{_PYTHON}(tools\.local_slurm|moevement_ext\.launch\.slurm)': _SLURM,
-    r'.*(runs/tutorial/|"\$memory")': 'of the tutorial; tests/cluster/test_tutorial.py',
-    r'.* --nnodes 4 ': 'four hosts; tests/distributed/test_torchrun.py has two agents',
-    rf'{_PYTHON}moevement_ext\.store --host 10': 'an address of another host; tests/unit/store',
-    r'python scripts/pack_libraries': 'tests/unit/test_pack_libraries.py',
-    r'docker |kubectl ': 'a daemon of containers, or a cluster; tests/image, tests/unit/deploy',
-    r'apt-get |pip |scripts/(setup_env|peers|build_transformer_engine)\.sh':
-        'it installs something; tests/unit/test_setup_env.py',
-    r'promtool ': 'Prometheus; tests/unit/job/metrics/test_deploy.py, where it is installed',
-    r'scripts/test\.sh|(.*-m )?pytest ': 'they run these tests',
-    rf'{_PYTHON}tests\.fuzz': 'a package for fuzzing; tests/fuzz/test_fuzz.py',
-    r'scripts/gpu_check\.sh': 'a GPU; tests/distributed/test_gpu_check.py',
-    rf'{_PYTHON}tools\.bench overhead --precision .* 300$': 'a GPU',
-    rf'{_PYTHON}moevement_ext\.launch\.shared_gpu': 'a GPU, and the launcher',
-    rf'{_LAUNCH}.*(loop\.py$)': 'tests/distributed/test_pages.py',
-    rf'{_LAUNCH}.*pretrain_gpt\.py': 'tests/distributed/test_launchers.py',
-    r'torchrun .* --sparse-ckpt-elastic': 'tests/distributed/test_elastic.py',
-    r'torchrun (--logs-specs moevement )?\.\.\. (pretrain_gpt\.py|-m )':
-        'no command, but a pattern of them',
-    rf'{_PYTHON}tools\.bench overhead .*--against': 'another checkout',
-    rf'{_PYTHON}tools\.compare peers': 'packages of others; tests/unit/tools/compare/test_peers.py',
-    rf'{_PYTHON}tools\.compare (--json|--rows) ': 'long; tests/distributed/test_compare.py',
-    rf'{_PYTHON}tools\.chaos (--faults (300|1000)|--fork|--resume) ':
-        'hours; tests/distributed/test_chaos.py',
-    rf'{_PYTHON}tools\.chaos --elastic ': 'long; tests/unit/tools/chaos/test_elastic.py',
-    rf'{_PYTHON}tools\.compatibility --write':
-        'a file of the repository; tests/unit/megatron/moevement/job/test_flags.py',
-    rf'{_PYTHON}tools\.flags --write': 'a file of the repository; tests/rules/test_readme.py',
-    rf'{_PYTHON}tools\.prepare_data .*GPT2': 'a vocabulary; tests/unit/tools/test_prepare_data.py',
-    rf'{_PYTHON}tools\.windows export': 'windows of a job; tests/distributed/test_export.py',
-    rf'{_PYTHON}tools\.windows check': 'windows of a job; tests/distributed/test_export_offline.py',
-    rf'{_PYTHON}tools\.windows verify ': 'windows to verify; tests/unit/tools/windows',
-    rf'{_PYTHON}tools\.windows \w+ /': 'directories of other machines; tests/unit/tools/windows',
-}  # fmt: skip
-"""Commands that do not run here, and what is missing, or which test runs them."""
+NOT_HERE = r'.*(runs/tutorial/|"\$memory"| --against )'
+"""Commands of the tutorial, which `tests/cluster` runs, and one that needs another checkout."""
 
 _SHORTER = {
     'tools.bench regroup': '--cycles 20 --warm-up 5',
@@ -118,11 +82,11 @@ _SHAPE = (
 )
 
 
-def _in(table: dict[str, str], command: str) -> bool:
-    return any(re.match(row, command) for row in table)
-
-
-COMMANDS_THAT_RUN = [one for one in sorted(printed()) if _in(RUNS, one) and not _in(ELSEWHERE, one)]
+COMMANDS_THAT_RUN = [
+    one
+    for one in sorted(printed())
+    if any(re.match(row, one) for row in RUNS) and not re.match(NOT_HERE, one)
+]
 
 
 @pytest.fixture(scope='module')

@@ -192,14 +192,6 @@ def test_replacement_without_memory_reports_it_and_holds_no_replicas(
     assert any('holds no replicas for others' in reason for reason in reasons)
 
 
-def test_full_memory_directory_stops_a_strict_run(cluster: Make, small_tmpfs: Path) -> None:
-    job = cluster(*BASE, '--sparse-ckpt-window', '3', '--sparse-ckpt-strict')
-    job.flags += ['--sparse-ckpt-dir', str(small_tmpfs)]
-    assert job.run(all_end=True) == [EXIT_USER_ERROR] * 4
-    assert 'mount a larger tmpfs' in job.output(attempt=0)
-    assert 'Traceback' not in job.output(attempt=0)
-
-
 @pytest.mark.parametrize(
     ('flags', 'message'),
     [
@@ -264,20 +256,3 @@ def test_unreadable_dense_tier_does_not_end_a_job_with_windows(
     job.finish()
     assert differences(reference(*TWO_STAGES, ranks=2), read_digest(job)) == []
     assert job.events_of(Recovered)
-
-
-@pytest.mark.thorough
-def test_second_live_job_with_the_same_run_id_is_refused(cluster: Make) -> None:
-    from moevement_ext.memory.node_store import NodeStore
-
-    job = cluster(*BASE)
-    live = NodeStore(job.memory.parent, job.name, 'node0')
-    live.lock(0)
-    try:
-        codes = job.run()
-        assert codes[0] == EXIT_USER_ERROR and all(codes)
-        assert 'error: ' in job.output(attempt=0)
-        assert '--sparse-ckpt-run-id' in job.output(attempt=0)
-    finally:
-        live.close()
-        shutil.rmtree(job.memory, ignore_errors=True)

@@ -3,9 +3,7 @@
 
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -20,7 +18,6 @@ from moevement_ext.events import (
 )
 from tests.distributed.conftest import Make, Reference, differences, read_digest
 from tests.distributed.harness.cluster import Cluster, tails
-from tests.distributed.harness.local_cluster import launch
 from tests.distributed.harness.store import OutsideStore
 from tests.distributed.harness.torchrun import agent
 from tests.distributed.test_torchrun import START_S, wait_until
@@ -186,26 +183,3 @@ def test_torchrun_agents_continue_in_a_new_store(
 
 
 # Under the project's launchers
-
-
-@pytest.mark.thorough
-def test_launcher_continues_in_a_new_store(
-    store: OutsideStore, cluster: Make, reference: Reference
-) -> None:
-    job = job_in(store, cluster)
-
-    def lose_the_store() -> None:
-        while not has_begun_window_6(job) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        store.lose()
-
-    deadline = time.monotonic() + START_S
-    with ThreadPoolExecutor(1) as threads:
-        losing = threads.submit(lose_the_store)
-        code, output = launch(job, mutation='store.waits_in_iteration_7_until_the_store_is_lost')
-        losing.result()
-    assert code == 0, output[-5000:]
-    assert '] all workers start again, since rank' in output
-    assert differences(reference(*FLAGS, ranks=2), read_digest(job)) == []
-    (recovered,) = job.events_of(Recovered)
-    assert recovered.scope != 'localized'

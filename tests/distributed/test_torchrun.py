@@ -43,23 +43,6 @@ def test_one_agent_restarts_all_workers(cluster: Make, reference: Reference) -> 
 
 
 @pytest.mark.thorough
-def test_terminated_job_prints_where_its_windows_are(cluster: Make, reference: Reference) -> None:
-    """As a scheduler does it when the time is up; no signal handler of upstream's is asked for."""
-    job = prepared(cluster, TWO_STAGES, ranks=2)
-    launch = ['--standalone', '--nproc-per-node', '2', '--max-restarts', '2']
-    log = job.directory / 'agent.log'
-    with agent(launch, job.flags, log) as process:
-        wait_until(lambda: all(job.events_of(WindowPersisted, rank) for rank in range(2)), [log])
-        process.terminate()
-        assert process.wait(START_S) != 0
-    said = f'this run was cut off; windows of this run stay in {job.memory}'
-    wait_until(lambda: said in log.read_text(), [log])
-    with agent(launch, job.flags, log) as process:
-        assert process.wait(START_S) == 0, tails([log])
-    check_recovered(job, reference(*TWO_STAGES, ranks=2))
-
-
-@pytest.mark.thorough
 def test_stopped_worker_is_killed_and_replaced(cluster: Make, reference: Reference) -> None:
     """Its agent sees nothing of it; there is no other worker on its node."""
     job = prepared(cluster, [*TWO_STAGES, '--sparse-ckpt-hang-timeout', '8'], ranks=2)

@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every command that documents and `--help` print is one that its program takes.
 
-That it also does what it should is tried by `tests/distributed/test_printed_commands.py`; a command
-is in its table, or in that of the commands which this machine cannot run.
+`tests/distributed/test_printed_commands.py` runs those of its table.
 """
 
 import re
 
 import pytest
 
-from tests.distributed.test_printed_commands import COMMANDS_THAT_RUN, ELSEWHERE, RUNS
+from tests.distributed.test_printed_commands import RUNS
 from tests.support.each import each
-from tests.support.printed_commands import ROOT, parse, printed
+from tests.support.printed_commands import parse, printed
 
 FOREIGN = r'docker |kubectl |pip |promtool |apt-get |srun |pytest |.*-m pytest '
 """Programs of others, whose flags are not known here."""
@@ -52,18 +51,5 @@ def test_unknown_flag_is_detected(command: str) -> None:
     assert refused.value.code == 2
 
 
-@each('command', COMMANDS)
-def test_each_command_runs_here_or_has_a_reason(command: str) -> None:
-    """If not: it goes into `RUNS`, or into `ELSEWHERE` with the reason."""
-    assert command in COMMANDS_THAT_RUN or any(re.match(row, command) for row in ELSEWHERE)
-
-
-def test_no_row_of_the_tables_is_left_over() -> None:
-    rows = [*RUNS, *ELSEWHERE]
-    assert not [row for row in rows if not any(re.match(row, one) for one in COMMANDS)]
-
-
-def test_tests_that_are_named_are_there() -> None:
-    for reason in ELSEWHERE.values():
-        for path in re.findall(r'tests/[\w/.]+', reason):
-            assert (ROOT / path).exists(), path
+def test_no_row_of_the_table_is_left_over() -> None:
+    assert not [row for row in RUNS if not any(re.match(row, one) for one in COMMANDS)]

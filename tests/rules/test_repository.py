@@ -7,7 +7,6 @@ import importlib.util
 import os
 import platform
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -254,20 +253,6 @@ def test_slurm_from_here_has_the_launcher_look_for_the_end(
     assert command[command.index('--') + 1] == str(ROOT / 'pretrain_gpt.py')
 
 
-def test_slurm_from_here_names_a_missing_slurm(tmp_path: Path) -> None:
-    (tmp_path / 'dirname').symlink_to(shutil.which('dirname') or '')
-    script = ROOT / 'scripts' / 'slurm_from_here.sh'
-    result = run(shutil.which('bash') or '', script, '--nodes=9', env={'PATH': str(tmp_path)})
-    assert result.returncode == 2
-    assert 'run this on a host of the Slurm cluster' in result.stderr
-
-
-def test_peers_are_not_installed_for_a_flag() -> None:
-    result = run('bash', ROOT / 'scripts' / 'peers.sh', '--help')
-    assert result.returncode == 2
-    assert '--help: there are no flags' in result.stderr
-
-
 def test_workers_of_a_node_equal_its_requested_gpus() -> None:
     source = f'source {ROOT / "scripts" / "slurm_job.sh"}; gpus_per_node'
     for variables, workers in (
@@ -292,10 +277,3 @@ def test_dockerfile_copies_what_exists() -> None:
         if line.startswith('COPY '):
             *sources, _ = line.split()[1:]
             assert all((ROOT / source).exists() for source in sources), line
-
-
-def test_dockerfile_installs_by_its_own_constraints_and_has_a_home_for_any_user() -> None:
-    """NVIDIA's bases set PIP_CONSTRAINT; a user without a name has / as home."""
-    text = (ROOT / 'Dockerfile').read_text('utf-8')
-    assert "PIP_CONSTRAINT='' pip install" in text and '\nENV HOME=/tmp' in text
-    assert '--ulimit memlock=-1' in text

@@ -61,7 +61,7 @@ def test_armed_process_is_killed_at_the_point(fail_at: str, attempt: int) -> Non
 
 @pytest.mark.parametrize(
     ('fail_at', 'attempt'),
-    [(None, 0), ('', 0), ('0:3:forward', 0), ('1:3:forward', 1), ('1:3:forward:1', 0)],
+    [(None, 0), ('0:3:forward', 0), ('1:3:forward', 1), ('1:3:forward:1', 0)],
 )
 def test_another_rank_or_attempt_is_left_alone(fail_at: str | None, attempt: int) -> None:
     assert work(fail_at, attempt) == (['not armed', *ALL], 0)

@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ways for a worker to be stuck, or slow, without being dead."""
 
-import functools
 import os
 import tempfile
 import threading
 import time
 from datetime import timedelta
 
-from megatron.training import training
 from torch.utils.data import dataloader
 
 from moevement_ext import faults
@@ -43,22 +41,6 @@ def _loader_blocks(rank: str, iteration: int) -> None:
         return next_data(self)
 
     iterator._next_data = blocking
-
-
-def dense_save_of_rank_1_takes_long() -> None:
-    """Longer than a thread may stand still; a thread writes, as upstream's do. The first only."""
-    if os.environ['RANK'] != '1':
-        return
-    save, writer = training.save_checkpoint, threading.Thread(target=_write_for, args=(25.0,))
-
-    @functools.wraps(save)
-    def slow(*args, **kwargs):
-        if writer.ident is None:
-            writer.start()
-            writer.join()
-        return save(*args, **kwargs)
-
-    training.save_checkpoint = slow
 
 
 def _write_for(seconds: float) -> None:
