@@ -27,18 +27,6 @@ def written(tmp_path):
     return write
 
 
-def test_operators_keep_their_order(written):
-    path = written(
-        [
-            {'name': 'b', 'full_bytes': 12, 'weight_bytes': 2},
-            {'name': 'a', 'full_bytes': 6, 'weight_bytes': 0},
-        ]
-    )
-    found = read_operators(path)
-    assert found.names == ['b', 'a']
-    assert (found.full.tolist(), found.weights.tolist()) == ([[12], [6]], [[2], [0]])
-
-
 @pytest.mark.parametrize('name', ['deepseek-v3', 'moe-llava'])
 def test_presets_survive_a_file(written, name):
     preset = PRESETS[name]

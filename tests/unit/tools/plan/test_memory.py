@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Host memory and log are those that the training reserves."""
 
-import json
 import mmap
 from datetime import timedelta
 
@@ -11,28 +10,13 @@ import torch
 
 from megatron.moevement.facts import JobFacts
 from megatron.moevement.seams import p2p
-from moevement_ext.memory.budget import SLOT_ROOM_BYTES
-from moevement_ext.memory.window.format import PREAMBLE_BYTES
-from tests.unit.plan.test_byte_planner import table
 from tools.model.fields import FieldError
 from tools.model.layout import Batch, Layout, Precision
 from tools.model.shape import ModelShape
 from tools.plan import memory
-from tools.plan.__main__ import main
 
 PAGE = mmap.PAGESIZE
 MODEL = ModelShape('m', 8, 64, 4, 128, ffn_hidden_size=64)
-
-
-def test_recovery_is_localized_by_default(capsys):
-    argv = '--model deepseek-moe --iteration-time 2.9 --gpus 64 --json'.split()
-    layout = ['--', '--pipeline-model-parallel-size', '4']
-    logs = []
-    for given in ([], ['auto'], ['localized'], ['global']):
-        flag = ['--sparse-ckpt-recovery', *given] if given else []
-        assert main([*argv, *layout, *flag]) == 0
-        logs.append(json.loads(capsys.readouterr().out)['log_bytes_per_node'])
-    assert logs[0] == logs[1] == logs[2] > logs[3] == 0
 
 
 @pytest.mark.parametrize('stage', [0, 1, 3])
@@ -54,13 +38,6 @@ def test_log_has_the_size_of_the_training(monkeypatch, stage, chunks, sequence_p
     expected = p2p.logged_per_iteration(facts, chunks)
     found = memory.logged_per_iteration(MODEL, layout, batch, Precision(), stage)
     assert found == expected and found.iteration_bytes > found.record_bytes > 0
-
-
-def test_window_file_holds_any_plan():
-    operators = table(('a', (1280, 0), (128, 0)), ('b', (640, 640), (64, 64)))
-    files = memory.window_files(operators, 3).tolist()
-    room = PREAMBLE_BYTES + 3 * SLOT_ROOM_BYTES
-    assert files == [room + 1920 + 2 * 192 + 64, room + 640 + 2 * 64]
 
 
 @pytest.mark.parametrize(
@@ -87,21 +64,6 @@ def fullest_node(files, logs=None, replicas=2, families=None, disk=False, ranks_
     logs = np.zeros_like(files) if logs is None else logs
     shared = families, ranks_per_node, replicas, disk
     return memory.fullest_node(files, np.full_like(files, PAGE), logs, *shared)
-
-
-@pytest.mark.parametrize('disk', [False, True])
-def test_equal_ranks_hold_as_much_for_others_as_others_for_them(disk):
-    """A disk takes one more window file of each rank."""
-    kinds = fullest_node(np.full(8, 2 * PAGE), np.full(8, PAGE), disk=disk).by_kind()
-    own = 2 * (3 if disk else 2) * 2 * PAGE
-    assert (kinds['own_windows'], kinds['replicas']) == (own, 2 * 2 * 2 * 2 * PAGE)
-    assert kinds['log_ring'] == 2 * PAGE
-
-
-def test_the_node_with_the_highest_need_is_found():
-    plan = fullest_node(PAGE * np.array([1, 1, 1, 1, 5, 1]), replicas=0)
-    assert sorted(plan.ranks) == [4, 5]
-    assert plan.by_kind()['replicas'] == 0
 
 
 @pytest.mark.parametrize('replicas', [1, 2])

@@ -5,7 +5,7 @@ import pytest
 from msgspec.structs import replace
 
 from tools.model.description import _KNOWN, PRESETS
-from tools.model.shape import LatentAttention, ModelShape, Weights
+from tools.model.shape import LatentAttention, ModelShape
 
 TINY = ModelShape(
     'tiny', layers=2, hidden_size=8, attention_heads=2, vocab_size=100, ffn_hidden_size=16,
@@ -49,15 +49,3 @@ def test_latent_attention_has_the_parameters_of_a_hand_calculation():
     queries = 8 * 5 + 5 + 5 * 2 * (4 + 2)
     added = 2 * (keys + queries + 2 * 3 * 8 - 4 * 8 * 8)
     assert changed.total_parameters - TINY.total_parameters == added
-
-
-def test_tensor_parallelism_splits_matrices_and_repeats_norms():
-    assert Weights(split=10, whole=3).per_rank(4) == 3 + 3
-    rest = TINY.rest(1)
-    assert rest.whole == 16
-    assert rest.per_rank(2) == rest.split // 2 + 16
-
-
-def test_flops_are_six_per_weight_and_grow_with_the_sequence():
-    weights = TINY.active_parameters - 100 * 8
-    assert TINY.flops_per_token(10) == 6 * weights + 3 * 2 * 10 * 2 * (4 + 4)

@@ -24,7 +24,6 @@ MEGATRON = (
     '--sparse-ckpt --sparse-ckpt-window 3 --lr 1e-3'
 ).split()
 
-_CHUNK = '--num-layers-per-virtual-pipeline-stage'
 _TENSOR, _REPLICAS = '--tensor-model-parallel-size', '--sparse-ckpt-replicas'
 
 CLUSTER = {

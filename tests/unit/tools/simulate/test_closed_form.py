@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from moevement_ext.plan.strategy.dense import daly_s, young_s
-from tools.simulate.closed_form import Dense, Sparse, exact_s, optimal
+from tools.simulate.closed_form import Dense, Sparse, optimal
 
 SECONDS = st.floats(0.1, 10)
 DENSE = st.builds(
@@ -40,13 +39,6 @@ def test_sparse_costs_of_window_2_match_a_hand_calculation() -> None:
     assert system.ettr_exact() == pytest.approx(4 / window)
     assert system.recovery_s() == pytest.approx([after_first, after_second])
     assert system.expected_recovery_s() == pytest.approx((after_first + after_second) / 2 + 1)
-
-
-def test_frozen_shares_replace_the_uniform_ones() -> None:
-    uniform = Sparse(1.0, 4, frozen_saving=0.5)
-    given_ = replace(uniform, frozen_shares=(0.75, 0.5, 0.25, 0.0))
-    assert given_.active_iterations() == uniform.active_iterations() == 3.25
-    assert replace(uniform, frozen_shares=(0.9, 0.6, 0.3, 0.0)).active_iterations() == 3.1
 
 
 @given(system=DENSE | SPARSE)
@@ -103,10 +95,3 @@ def test_exact_is_the_best_of_all(
     found = replace(system, interval=best).ettr_exact()
     others = [replace(system, interval=interval).ettr_exact() for interval in range(1, 300)]
     assert found == pytest.approx(max(others), rel=1e-12)
-
-
-def test_approximations_meet_the_optimum_when_failures_are_rare() -> None:
-    assert young_s(5, 1e6) == pytest.approx(math.sqrt(1e7))
-    assert daly_s(5, 450) == pytest.approx(exact_s(5, 450), rel=1e-4)
-    assert young_s(5, 450) == pytest.approx(exact_s(5, 450), rel=0.06)
-    assert daly_s(1000, 450) == 450

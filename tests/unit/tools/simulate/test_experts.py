@@ -12,7 +12,6 @@ from tools.simulate.experts import (
     PartialRun,
     draw_shares,
     lost_by_checkpoint,
-    stale_checkpoints,
 )
 from tools.simulate.failures import Trace
 from tools.simulate.monte_carlo import Estimate, simulate
@@ -30,15 +29,6 @@ def skew(shares: np.ndarray) -> float:
 def test_drawn_skew_equals_the_requested_skew(mean_skew: float) -> None:
     drawn = [skew(draw_shares(mean_skew, 64, seed)) for seed in range(200)]
     assert np.mean(drawn) == pytest.approx(mean_skew, rel=0.1)
-
-
-def test_stale_copies_depend_on_the_selection() -> None:
-    assert stale_checkpoints(EVEN, 8, 'sequential') == pytest.approx(3.5)
-    assert stale_checkpoints(EVEN, 64, 'sequential') == 0
-    assert stale_checkpoints(EVEN, 8, 'load-aware') == pytest.approx(3.5)
-    uneven = draw_shares(0.2, 64)
-    by_load = stale_checkpoints(uneven, 8, 'load-aware')
-    assert by_load < 0.7 * stale_checkpoints(uneven, 8, 'sequential')
 
 
 def test_losses_match_a_hand_calculation() -> None:
@@ -77,17 +67,6 @@ def test_run_counts_the_loss_of_each_failure(
     assert isinstance(run, PartialRun)
     assert run.lost[0] == pytest.approx(2 * sum(losses))
     assert (run.checkpoints[0], run.rollbacks) == (checkpoints, 2 * count)
-
-
-def test_skew_drives_losses_apart_and_leaves_their_mean() -> None:
-    def lost(mean_skew: float, budget: float | None = None) -> PartialRun:
-        return run_of(budget, 600.0, shares=draw_shares(mean_skew, 64), jobs=2000)[0]
-
-    runs = [lost(mean_skew) for mean_skew in (0.0, 0.1, 0.5)]
-    assert [run.plt() for run in runs] == pytest.approx([runs[0].plt()] * 3, rel=0.02)
-    unlucky = [run.plt_of_unlucky() for run in runs]
-    assert unlucky == sorted(unlucky) and unlucky[2] > 1.02 * unlucky[0]
-    assert lost(0.5, 0.021).saved() > lost(0.0, 0.021).saved()
 
 
 def run_of(

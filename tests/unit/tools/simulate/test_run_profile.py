@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from moevement_ext.events import Protected, Replanned, WindowCommitted
+from moevement_ext.events import Protected, WindowCommitted
 from tests.unit.tools.runs import EXPOSED_S, localized_run, write
 from tests.unit.tools.samples import event
 from tools.model.description import DescriptionError
@@ -44,17 +44,6 @@ def test_events_give_the_profile(run: Path) -> None:
         OperatorProfile('layer1.expert0', 240, 40, 1.0),
         OperatorProfile('layer1.expert1', 240, 40, 1.0),
     )
-
-
-def test_popularity_is_used_once_measured(tmp_path: Path) -> None:
-    shares = {'layer1.expert0': 0.75}
-    plans = [
-        event(Replanned, rank, 5.0, pid=10 + rank, origin=8, window=2, version=1, shares=shares)
-        for rank in range(4)
-    ]
-    events = sorted([*localized_run(), *plans], key=lambda one: one.time)
-    found = derive(write(tmp_path, events), {})
-    assert [one.tokens for one in found.operators] == [None, 0.75, 0.0]
 
 
 def test_profile_has_the_largest_rank_and_the_slowest_rates(tmp_path: Path) -> None:

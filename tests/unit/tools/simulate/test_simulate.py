@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """tools/simulate.py: its answers as JSON, sweeps, and what it says to bad input."""
 
-import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,16 +17,6 @@ from tools.simulate import flags, sweep
 
 ROOT = Path(__file__).resolve().parents[4]
 PROFILE = str(ROOT / 'docs' / 'assets' / 'simulate-profile.json')
-TRACE = str(ROOT / 'docs' / 'assets' / 'simulate-trace.csv')
-MOEVEMENT = (
-    '--system moevement --window 6 --iteration-time 2.9 --overhead 0.06 --mtbf 600 '
-    '--restart-time 0 --json'
-).split()
-
-
-def answer(capsys: pytest.CaptureFixture[str], argv: list[str]) -> Any:
-    assert simulate.main(argv) == 0
-    return json.loads(capsys.readouterr().out)
 
 
 def test_each_field_is_named_by_a_flag_that_there_is() -> None:
@@ -35,30 +24,6 @@ def test_each_field_is_named_by_a_flag_that_there_is() -> None:
     flags.add_scenario_flags(parser)
     text = parser.format_help()
     assert all(f'  {flag} ' in text for flag in flags.FLAG_OF_FIELD.values())
-
-
-def test_sweep_omits_infeasible_points(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ['sweep', '--over', 'network-bandwidth', '--values', '0.01,2', '--systems', 'ours']
-    argv += ['--profile', PROFILE, '--mtbf', '600', '--json']
-    assert simulate.main(argv) == 0
-    printed = capsys.readouterr()
-    assert [point['value'] for point in json.loads(printed.out)] == [2]
-    assert 'ours at network-bandwidth 0.01' in printed.err
-
-
-@pytest.mark.parametrize(('name', 'problem'), [('x.xyz', 'xyz'), ('file/x.png', 'file')])
-def test_a_plot_that_cannot_be_written_is_named(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str, problem: str
-) -> None:
-    (tmp_path / 'file').touch()
-    target = tmp_path / name
-    with pytest.raises(SystemExit) as raised:
-        command = 'sweep --over mtbf --values 600 --systems ours'.split()
-        simulate.main([*command, '--profile', PROFILE, '--plot', str(target)])
-    assert raised.value.code == 2
-    printed = capsys.readouterr().err.splitlines()[-1]
-    assert f'--plot {target}: ' in printed and problem in printed
-    assert sorted(path.name for path in tmp_path.iterdir()) == ['file']
 
 
 @pytest.fixture

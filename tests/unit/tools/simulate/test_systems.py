@@ -5,7 +5,6 @@ import math
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,15 +12,12 @@ from msgspec.structs import replace
 
 from moevement_ext.plan.byte_planner import InfeasiblePlan
 from tools.model.description import read
-from tools.model.fields import FieldError
 from tools.simulate.closed_form import Dense, Sparse
 from tools.simulate.monte_carlo import simulate
 from tools.simulate.profile import OperatorProfile, Profile
 from tools.simulate.runs import Pipeline
 from tools.simulate.systems import (
-    PARTIAL_SYSTEMS,
     Options,
-    _slot_bytes,
     build,
 )
 
@@ -90,29 +86,6 @@ def test_gemini_spreads_its_traffic_but_not_its_copy() -> None:
     assert dense('gemini', profile=fast).interval == 5, 'these hide all of the traffic'
 
 
-def test_moevement_and_ours_plan_windows() -> None:
-    # 200 bytes per iteration; the first slot holds one expert and 61 weight bytes of all others.
-    ours = sparse('ours')
-    assert ours.overhead_s == 0 and ours.window == 8
-    # Algorithm 1 prices slots with mean sizes, and only the first.
-    assert sparse('moevement').overhead_s > 0
-    with pytest.raises(InfeasiblePlan, match='expert0'):
-        build('ours', OPTIONS, replace(PROFILE, network_bytes_per_s=80.0))
-    # A given window that is too short for the budget has an overhead.
-    assert sparse('ours', replace(OPTIONS, window=1)).overhead_s == pytest.approx(1000 / 25 - 8)
-
-
-def test_a_slow_network_holds_the_replay_up() -> None:
-    """A slot that is not there yet is waited for; the replay of 10 s hides what loads meanwhile."""
-    slow = replace(PROFILE, network_bytes_per_s=10.0, replicas=0)
-    slots = [float(size) for size in _slot_bytes('ours', OPTIONS, slow)]
-    assert len(slots) > 2 and min(slots[1:]) > 100, 'each takes longer than an iteration'
-    waits = sum(slots) / 10 - 10 * (len(slots) - 1)
-    assert sparse('ours', profile=slow).restart_s == pytest.approx(3 + waits)
-    fast = replace(slow, network_bytes_per_s=100.0)
-    assert sparse('ours', profile=fast).restart_s == pytest.approx(3 + slots[0] / 100)
-
-
 @settings(deadline=None, derandomize=True)
 @given(
     copy=st.floats(16, 500),
@@ -141,36 +114,6 @@ def test_a_faster_copy_makes_nothing_worse(
     assert after.ettr_exact() >= before.ettr_exact() * (1 - 1e-9)
 
 
-def test_partial_checkpoint_exposes_the_rest_of_its_own_copy() -> None:
-    """40 bytes of the rest and 120 an expert at 50 bytes a second, of which 8 s are hidden."""
-    options = replace(OPTIONS, experts=8, saved=4, lost_budget=0.01)
-    system = build('moc', options, PROFILE)
-    assert isinstance(system.costs, Dense)
-    assert system.costs.stall_s == pytest.approx((40 + 4 * 120) / 50 - 8)
-    assert dense('moc', replace(options, saved=3)).stall_s == 0
-    assert dense('moc', replace(options, saved=8)).stall_s == pytest.approx(1000 / 50 - 8)
-    assert dense('moc', replace(options, stall_s=10.0)).stall_s == pytest.approx(5.2)
-    later = replace(options, saved=8, interval=9)
-    assert dense('moc', later).stall_s == pytest.approx(1000 / 50 - 8), 'the next update waits'
-    # Loading from disk, or from a peer; the iteration during which the copy is made.
-    assert dense('moc', later).restart_s == pytest.approx(3 + 250 + 10)
-    memory = replace(PROFILE, disk_bytes_per_s=None)
-    assert dense('moc', later, memory).restart_s == pytest.approx(3 + 10 + 10)
-
-
-@pytest.mark.parametrize('name', PARTIAL_SYSTEMS)
-def test_saved_experts_are_those_of_a_layer(name: str) -> None:
-    """The profile has eight of one rank, in however many layers; a failure loses (E/K - 1)/2."""
-    few = replace(PROFILE, copy_bytes_per_s=1e9)
-    for saved, stale in ((8, 3.5), (1, 31.5), (32, 0.5)):
-        run = build(name, replace(OPTIONS, experts=64, saved=saved), few).run
-        assert run is not None
-        losses = run(2, np.random.default_rng(0)).losses[0]  # type: ignore[attr-defined]
-        assert losses.mean() == pytest.approx(stale)
-    with pytest.raises(FieldError, match='experts: is missing; --saved-experts are some of'):
-        build(name, replace(OPTIONS, saved=8), PROFILE)
-
-
 def test_copies_lose_only_the_running_iteration() -> None:
     options = replace(OPTIONS, pipeline=Pipeline(8, 4, 8, copies=2))
     system = build('copy', options, PROFILE)
@@ -179,13 +122,6 @@ def test_copies_lose_only_the_running_iteration() -> None:
     found = simulate(system.run or system.costs, nodes=8)
     half = (found.ci95[1] - found.ci95[0]) / 2
     assert abs(found.ettr - system.costs.ettr_exact()) < 3 * half
-
-
-def test_selective_system_saves_the_bytes_that_an_iteration_hides() -> None:
-    system = build('moetion', OPTIONS, PROFILE)
-    assert system.run is not None
-    run = system.run(2, np.random.default_rng(0))
-    assert run.saved() == int((200 - 40) / 960 * 8)  # type: ignore[attr-defined]
 
 
 def test_measured_profile_matches_the_runs_beside_it() -> None:
@@ -203,10 +139,3 @@ def test_measured_profile_matches_the_runs_beside_it() -> None:
     assert profile.disk_bytes_per_s == pytest.approx(
         profile.state_bytes / (saving - plain), rel=0.02
     )
-
-
-@pytest.mark.parametrize('path', ['measurements/profile-cpu.json', 'assets/simulate-profile.json'])
-def test_shipped_profiles_price_every_system(path: str) -> None:
-    profile = read(DOCS / path, Profile)
-    for name in ('none', 'checkfreq', 'gemini', 'moc', 'moetion', 'moevement', 'ours'):
-        assert 0 <= build(name, OPTIONS, profile).costs.ettr_exact() < 1
