@@ -22,6 +22,9 @@ import pytest
 from megatron.moevement.seams.patches import TAKING
 from megatron.moevement.state import broken_iteration, low_precision
 
+SCALED, BLOCKS = zip(low_precision._BYTES, low_precision._SCALES, strict=True)
+"""Attributes of tensors with one scale, and with a scale for each block."""
+
 pytestmark = [pytest.mark.transformer_engine, pytest.mark.thorough]
 
 
@@ -64,60 +67,66 @@ def attributes_set(node: ast.AST) -> Iterator[str]:
             yield found.attr
 
 
+def declared(node: ast.AST) -> set[str]:
+    """Names with an annotation."""
+    found = (one.target for one in ast.walk(node) if isinstance(one, ast.AnnAssign))
+    return {name.id for name in found if isinstance(name, ast.Name)}
+
+
 def strings(node: ast.AST) -> set[str]:
     constants = (found for found in ast.walk(node) if isinstance(found, ast.Constant))
     return {found.value for found in constants if isinstance(found.value, str)}
 
 
-# ---- the optimizer
-
 ADAM = 'optimizers/fused_adam.py', 'FusedAdam'
+LAYER = 'module/base.py', 'TransformerEngineBaseModule'
+HOOK = 'wgrad_accumulation_and_reduce_hook'
 
 
 @pytest.mark.parametrize(
-    ('method', 'expected'),
+    ('kind', 'method', 'expected'),
     [
-        ('_apply_scale', ['self', 'state_name', 'unscaled_state', 'scaled_state', 'scale']),
-        ('initialize_state', ['self', 'param', 'store_param_remainders']),
+        (ADAM, '_apply_scale', 'self state_name unscaled_state scaled_state scale'),
+        (ADAM, 'initialize_state', 'self param store_param_remainders'),
+        (LAYER, 'init_fp8_metadata', 'self num_gemms'),
+        (LAYER, 'backward_dw', 'self'),
+        (LAYER, 'register_wgrad_accumulation_and_reduce_hooks', f'self {HOOK}'),
     ],
 )
-def test_adam_has_the_methods_that_are_overridden_or_called(
-    method: str, expected: list[str]
+def test_methods_that_are_overridden_or_called_take_the_same(
+    kind: tuple[str, str], method: str, expected: str
 ) -> None:
-    assert parameters(class_of(*ADAM), method) == expected
+    assert parameters(class_of(*kind), method) == expected.split()
 
 
 def test_adam_accepts_the_arguments_of_wrapped_upstream() -> None:
-    assert set(TAKING['megatron.core.optimizer:Adam']) <= set(
-        parameters(class_of(*ADAM), '__init__')
-    )
-
-
-@pytest.mark.parametrize('name', ['name_to_dtype_map', 'master_weight_dtype', '_scales'])
-def test_adam_has_the_attributes_that_are_read_and_set(name: str) -> None:
-    assert name in set(attributes_set(class_of(*ADAM)))
-
-
-def test_masters_and_moments_have_their_names() -> None:
+    taken = set(parameters(class_of(*ADAM), '__init__'))
+    assert set(TAKING['megatron.core.optimizer:Adam']) <= taken
     assert {'master_param', 'exp_avg', 'exp_avg_sq'} <= strings(class_of(*ADAM))
 
 
-# ---- layers
-
-
 @pytest.mark.parametrize(
-    ('method', 'expected'),
+    ('file', 'kind', 'names'),
     [
-        ('init_fp8_metadata', ['self', 'num_gemms']),
-        ('backward_dw', ['self']),
-        (
-            'register_wgrad_accumulation_and_reduce_hooks',
-            ['self', 'wgrad_accumulation_and_reduce_hook'],
+        (*ADAM, ['name_to_dtype_map', 'master_weight_dtype', '_scales']),
+        (*LAYER, [broken_iteration.QUEUE]),
+        ('ops/basic/grouped_linear.py', 'GroupedLinear', [broken_iteration.QUEUE]),
+        ('module/_common.py', 'WeightGradStore', ['context']),
+        ('tensor/float8_tensor.py', 'Float8Quantizer', ['scale']),
+        ('tensor/storage/float8_tensor_storage.py', None, ['_quantizer']),
+        *(
+            (f'tensor/storage/{name}_tensor_storage.py', None, pair)
+            for name, pair in zip(
+                ('float8', 'float8_blockwise', 'mxfp8'), (SCALED, BLOCKS, BLOCKS), strict=True
+            )
         ),
     ],
 )
-def test_all_layers_have_these_methods(method: str, expected: list[str]) -> None:
-    assert parameters(class_of('module/base.py', 'TransformerEngineBaseModule'), method) == expected
+def test_attributes_that_are_read_and_set_are_there(
+    file: str, kind: str | None, names: list[str]
+) -> None:
+    node = tree(file) if kind is None else class_of(file, kind)
+    assert {*names} <= {*attributes_set(node)}
 
 
 @pytest.mark.parametrize(
@@ -141,12 +150,8 @@ def test_layers_of_several_products_have_as_many_scales(file: str, name: str) ->
 
 def test_delayed_scaling_keeps_these_tensors_by_direction() -> None:
     state = class_of('quantization.py', 'DelayedScalingRecipeState')
-    assert set(low_precision._TENSORS) <= set(attributes_set(state)) | {
-        node.target.id
-        for node in state.body
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
-    }
-    assert set(low_precision._DIRECTIONS) <= strings(tree('quantization.py'))
+    assert {*low_precision._TENSORS} <= {*attributes_set(state), *declared(state)}
+    assert {*low_precision._DIRECTIONS} <= strings(tree('quantization.py'))
 
 
 def test_experts_of_a_grouped_layer_have_numbered_parameters() -> None:
@@ -163,40 +168,9 @@ def test_experts_of_a_grouped_layer_have_numbered_parameters() -> None:
     assert 'weights[0].requires_grad' in layer
 
 
-def test_parts_that_an_interrupted_iteration_leaves_are_there() -> None:
-    base = class_of('module/base.py', 'TransformerEngineBaseModule')
-    operation = class_of('ops/basic/grouped_linear.py', 'GroupedLinear')
-    assert all(broken_iteration.QUEUE in set(attributes_set(node)) for node in (base, operation))
-    assert 'context' in set(attributes_set(class_of('module/_common.py', 'WeightGradStore')))
-    for file, name in (
-        ('quantization.py', broken_iteration.STASH),
-        ('distributed.py', broken_iteration.FIRST),
-    ):
-        declared = (node for node in ast.walk(tree(file)) if isinstance(node, ast.AnnAssign))
-        assert any(isinstance(one.target, ast.Name) and one.target.id == name for one in declared)
+def test_queues_that_an_interrupted_iteration_leaves_are_there() -> None:
+    assert broken_iteration.STASH in declared(tree('quantization.py'))
+    assert broken_iteration.FIRST in declared(tree('distributed.py'))
     assert 'quantization_state' in {
         node.attr for node in ast.walk(tree('quantization.py')) if isinstance(node, ast.Attribute)
     }
-
-
-# ---- tensors
-
-
-@pytest.mark.parametrize(
-    ('file', 'number'),
-    [
-        ('tensor/storage/float8_tensor_storage.py', 0),
-        ('tensor/storage/float8_blockwise_tensor_storage.py', 1),
-        ('tensor/storage/mxfp8_tensor_storage.py', 1),
-    ],
-)
-def test_fp8_state_stores_bytes_and_scales_in_these_attributes(file: str, number: int) -> None:
-    assert {low_precision._BYTES[number], low_precision._SCALES[number]} <= set(
-        attributes_set(tree(file))
-    )
-
-
-def test_quantizers_to_fp8_have_a_settable_scale() -> None:
-    quantizer = class_of('tensor/float8_tensor.py', 'Float8Quantizer')
-    assert 'scale' in set(attributes_set(quantizer))
-    assert '_quantizer' in set(attributes_set(tree('tensor/storage/float8_tensor_storage.py')))

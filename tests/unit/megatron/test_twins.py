@@ -48,21 +48,31 @@ def facts(distributed: bool, random_init: bool = False, copies: bool = True) -> 
     )
 
 
-def test_replicas_without_the_distributed_optimizer_are_no_twins(groups: Groups) -> None:
-    """They hold the same state, but each captures another share."""
-    assert dp_copy.replicas(facts(False)) == [0, 4, 6]
-    assert dp_copy.twins(facts(False)) == []
-    groups.expert = [2, 6]
-    assert dp_copy.replicas(facts(False)) == [6]
-    groups.expert = [1, 2, 3]
-    assert dp_copy.replicas(facts(False)) == [], 'experts are replicated where the rest is not'
-
-
-@pytest.mark.parametrize('distributed', [False, True])
-def test_random_init_per_rank_leaves_no_replicas_or_twins(
-    groups: Groups, distributed: bool
+@pytest.mark.parametrize(
+    ('distributed', 'expert', 'instances', 'replicas', 'twins'),
+    [
+        # Without the distributed optimizer ranks hold the same state, but capture other shares.
+        (False, [0, 2, 4, 6], None, [0, 4, 6], []),
+        (False, [0, 2, 4, 6], [2, 6], [0, 4, 6], []),
+        (False, [2, 6], None, [6], []),
+        (False, [1, 2, 3], None, [], []),  # experts are replicated where the rest is not
+        (True, [0, 2, 4, 6], None, [], []),
+        (True, [0, 2, 4, 6], [2, 6], [], [6]),
+        (True, [0, 2, 4, 6], [2, 4], [], []),  # these have other shards of what is no expert
+    ],
+)
+def test_ranks_with_the_same_state_or_the_same_shard(
+    groups: Groups,
+    distributed: bool,
+    expert: list[int],
+    instances: list[int] | None,
+    replicas: list[int],
+    twins: list[int],
 ) -> None:
-    groups.instances = [2, 6]
+    """No rank has both: a twin always has the windows that its replay began from."""
+    groups.expert, groups.instances = expert, instances
+    assert dp_copy.replicas(facts(distributed)) == replicas
+    assert dp_copy.twins(facts(distributed)) == twins
     assert dp_copy.replicas(facts(distributed, random_init=True)) == []
     assert dp_copy.twins(facts(distributed, random_init=True)) == []
 
@@ -71,24 +81,3 @@ def test_no_rank_where_each_draws_as_many_numbers_as_its_sequences_need(groups: 
     """A copy would give a lost rank the generators of another one."""
     assert dp_copy.replicas(facts(False), lengths_differ=True) == []
     assert dp_copy.replicas(facts(False, copies=False)) == [], 'a loop of its own may draw anything'
-
-
-def test_twins_have_the_same_shard_in_another_optimizer_instance(groups: Groups) -> None:
-    assert dp_copy.twins(facts(True)) == []
-    groups.instances = [2, 6]
-    assert dp_copy.twins(facts(True)) == [6]
-    assert dp_copy.replicas(facts(True)) == []
-    groups.instances = [2, 4]
-    assert dp_copy.twins(facts(True)) == [], 'these have other shards of what is no expert'
-
-
-@pytest.mark.parametrize('distributed', [False, True])
-@pytest.mark.parametrize('instances', [None, [2, 6]])
-def test_rank_with_replicas_has_no_twins(
-    groups: Groups, distributed: bool, instances: list[int] | None
-) -> None:
-    """Hence a twin always has the windows that it captured, or that its replay began from."""
-    groups.instances = instances
-    same = facts(distributed)
-    assert not (dp_copy.replicas(same) and dp_copy.twins(same))
-    assert dp_copy.replicas(same) or dp_copy.twins(same) or distributed

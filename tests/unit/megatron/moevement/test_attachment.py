@@ -5,7 +5,7 @@ import gc
 import json
 import random
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from examples import small_gpt  # noqa: E402
 from megatron.moevement import attachment  # noqa: E402
 from megatron.moevement.job.declared import TrainingPlan, refuse_mixed_up_sends  # noqa: E402
 from moevement_ext.config import ConfigurationError, SparseCheckpointConfig  # noqa: E402
-from tests.unit.megatron.moevement.attached import Raised, attached, batches, run  # noqa: E402
+from tests.unit.megatron.moevement.attached import OwnLoop, Raised, attached, batches, run  # noqa: E402
 from tests.unit.memory.samples import tmpfs_directory  # noqa: E402
 
 pytestmark = pytest.mark.timeout(400)
@@ -154,91 +154,62 @@ def test_loop_that_ends_before_its_state_is_restored_ends_the_program(directory:
     assert run(iterations_to_the_end, directory)[0] > 2
 
 
-def steps_beyond_the_last(directory: Path) -> None:
-    with attached(directory, iterations=2) as own:
-
-        def loop() -> None:
-            for _ in range(3):
-                own.job.step(own.train_step)
-
-        own.job.train(loop, batches)
+def beyond_the_last(own: OwnLoop) -> None:
+    own.job.train(lambda: [own.job.step(own.train_step) for _ in range(3)], batches)
 
 
-def steps_outside(directory: Path) -> None:
-    with attached(directory, iterations=2) as own:
-        own.job.step(own.train_step)
+def trained(own: OwnLoop) -> OwnLoop:
+    own.train()
+    return own
 
 
-def steps_after_training(directory: Path) -> None:
-    with attached(directory) as own:
-        own.train(stop_at=2)
-        own.job.step(own.train_step)
+MISUSES: dict[str, tuple[dict[str, Any], Callable[[OwnLoop], object] | None, str]] = {
+    'checkpoint without a loader': (
+        {'load_own': {'checkpoint_iteration': 5}}, None, '=5 without load_checkpoint'
+    ),
+    'another checkpoint': (
+        {'load_own': {'load_checkpoint': lambda *_: (4, 16), 'checkpoint_iteration': 5}},
+        None, 'loaded iteration 4, .*_iteration=5',
+    ),
+    'connected by torch': (
+        {'connect': lambda job: torch.distributed.init_process_group('gloo')},
+        None, 'set_up .* after job.init_process_group',
+    ),
+    'digest of nothing': (
+        {'connect': lambda job: job.write_digest(Path('digest'))},
+        None, 'write_digest .* before job.set_up',
+    ),
+    'one model': (
+        {'change': lambda model, *rest: (model[0], *rest)},
+        None, r'build\(\) must return a list of model chunks',
+    ),
+    'no scheduler': (
+        {'change': lambda model, optimizer, _: (model, optimizer)},
+        None, r'build\(\) must return .* the scheduler',
+    ),
+    'set up twice': (
+        {}, lambda own: own.job.set_up(lambda: own.built), 'set_up must be called once'
+    ),
+    'beyond the last': ({}, beyond_the_last, 'step.* iteration 2, the last .*train_iters'),
+    'outside': ({}, lambda own: own.job.step(own.train_step), 'step.* outside of .*train'),
+    'afterwards': (
+        {}, lambda own: trained(own).job.step(own.train_step), 'step.* outside of .*train'
+    ),
+    'trained twice': ({}, lambda own: trained(own).train(), 'train.* second time'),
+}  # fmt: skip
 
 
-def trains_twice(directory: Path) -> None:
-    with attached(directory) as own:
-        own.train(stop_at=2)
-        own.train()
+def misused(directory: Path, how: str) -> None:
+    settings, use, _ = MISUSES[how]
+    with attached(directory, iterations=2, **settings) as own:
+        assert use is not None
+        use(own)
 
 
-def connects_by_torch(directory: Path) -> None:
-    def connect(job: object) -> None:
-        torch.distributed.init_process_group('gloo')
-
-    with attached(directory, connect=connect):
-        pass
-
-
-def writes_a_digest_of_nothing(directory: Path) -> None:
-    with attached(directory, connect=lambda job: job.write_digest(directory / 'digest')):
-        pass
-
-
-def sets_up_twice(directory: Path) -> None:
-    with attached(directory) as own:
-        own.job.set_up(lambda: own.built)
-
-
-def builds_one_model(directory: Path) -> None:
-    with attached(directory, change=lambda model, *rest: (model[0], *rest)):
-        pass
-
-
-def builds_no_scheduler(directory: Path) -> None:
-    with attached(directory, change=lambda model, optimizer, _: (model, optimizer)):
-        pass
-
-
-def names_a_checkpoint_without_loader(directory: Path) -> None:
-    with attached(directory, load_own={'checkpoint_iteration': 5}):
-        pass
-
-
-def loads_another_checkpoint(directory: Path) -> None:
-    load_own = {'load_checkpoint': lambda *built: (4, 16), 'checkpoint_iteration': 5}
-    with attached(directory, load_own=load_own):
-        pass
-
-
-@pytest.mark.parametrize(
-    ('scenario', 'message'),
-    [
-        (names_a_checkpoint_without_loader, 'ConfigurationError: .*=5 without load_checkpoint'),
-        (loads_another_checkpoint, 'ConfigurationError: .*loaded iteration 4, .*_iteration=5'),
-        (connects_by_torch, 'ConfigurationError: .*set_up .* after job.init_process_group'),
-        (writes_a_digest_of_nothing, 'ConfigurationError: .*write_digest .* before job.set_up'),
-        (sets_up_twice, 'ConfigurationError: .*set_up must be called once'),
-        (builds_one_model, r'ConfigurationError: build\(\) must return a list of model chunks'),
-        (builds_no_scheduler, r'ConfigurationError: build\(\) must return .* the scheduler'),
-        (steps_beyond_the_last, 'ConfigurationError: .*step.* iteration 2, the last .*train_iters'),
-        (steps_outside, 'ConfigurationError: .*step.* outside of .*train'),
-        (steps_after_training, 'ConfigurationError: .*step.* outside of .*train'),
-        (trains_twice, 'ConfigurationError: .*train.* second time'),
-    ],
-)
-def test_invalid_calls_are_refused(scenario: object, message: str, directory: Path) -> None:
-    with pytest.raises(Raised, match=message):
-        run(scenario, directory)
+@pytest.mark.parametrize('how', MISUSES)
+def test_invalid_calls_are_refused(how: str, directory: Path) -> None:
+    with pytest.raises(Raised, match=f'ConfigurationError: .*{MISUSES[how][2]}'):
+        run(partial(misused, how=how), directory)
 
 
 @pytest.mark.parametrize(

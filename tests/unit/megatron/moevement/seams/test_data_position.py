@@ -40,6 +40,11 @@ def loader(consumed_samples: int, workers: int = 0) -> DataLoader:
     )
 
 
+def in_order(ranks: int, dataset: list[int], consumed_samples: int) -> DataLoader:
+    sampler = MegatronPretrainingSampler(len(dataset), consumed_samples, 1, 0, ranks)
+    return DataLoader(dataset, batch_sampler=sampler)
+
+
 def read(batches: Iterator[Any], count: int) -> list[tuple[list[int], int]]:
     """Samples of each micro-batch, each with a random number drawn after it."""
     return [(next(batches).tolist(), int(torch.randint(1 << 30, ()))) for _ in range(count)]
@@ -84,12 +89,8 @@ def test_training_loaders_are_found_among_validation_sets(sets: int) -> None:
     data = UpstreamData(cyclic=False, full_validation=sets > 1)
     datasets = [list(range(20)), *([list(range(5))] * sets), list(range(7))]
 
-    def build(dataset: list[int], consumed_samples: int) -> DataLoader:
-        sampler = MegatronPretrainingSampler(len(dataset), consumed_samples, 1, 0, 1)
-        return DataLoader(dataset, batch_sampler=sampler)
-
     def build_all(provider: None) -> RerunDataIterator:
-        training, *_ = [data._noting(build, dataset, 0) for dataset in datasets]
+        training, *_ = [data._noting(partial(in_order, 1), dataset, 0) for dataset in datasets]
         return RerunDataIterator(iter(training))
 
     chunks = [data._building(build_all, None) for _ in range(2)]
@@ -106,12 +107,8 @@ def test_data_can_be_moved_to_the_end(kind: str) -> None:
     data = UpstreamData(cyclic=False, full_validation=False)
     dataset = list(range(8))
 
-    def build(dataset: list[int], consumed_samples: int) -> DataLoader:
-        sampler = MegatronPretrainingSampler(len(dataset), consumed_samples, 1, 0, 2)
-        return DataLoader(dataset, batch_sampler=sampler)
-
-    data._noting(build, dataset, 0)
-    data._noting(build, dataset, 0)
+    for _ in range(2):
+        data._noting(partial(in_order, 2), dataset, 0)
     moved = {'training': RerunDataIterator(iter(())), 'validation': RerunDataIterator(iter(()))}
     data.use(moved['training'], moved['validation'])
     for consumed, left in ((8, []), (6, [6]), (8, [])):

@@ -2,26 +2,12 @@
 """The settings of a machine without a GPU are in one place and no larger than needed."""
 
 import os
-from pathlib import Path
 
 import pytest
 
 from megatron.moevement.checking import parser
 from megatron.moevement.offline import run_flags
 from megatron.moevement.seams import cpu_device, without_gpu
-
-ROOT = Path(__file__).resolve().parents[5]
-PROGRAMS = 'moevement_ext', 'megatron', 'tools', 'examples', 'scripts', 'deploy'
-HERE = Path(without_gpu.__file__).relative_to(ROOT)
-
-
-def test_cpu_flags_are_named_in_one_file_only() -> None:
-    flags = [flag for flag in without_gpu.FLAGS.split() if flag.startswith('--no-')]
-    assert len(flags) > 5
-    paths = [path for name in PROGRAMS for path in (ROOT / name).rglob('*.*')]
-    texts = [path for path in paths if path.suffix in {'.py', '.sh', '.sbatch'}]
-    found = {path.relative_to(ROOT) for path in texts for flag in flags if flag in path.read_text()}
-    assert found == {HERE}
 
 
 def test_export_uses_the_same_cpu_settings() -> None:
