@@ -54,7 +54,6 @@ class Result(NamedTuple):
     replayed: int
     """Iterations that the lost stage computed again."""
     new: Iteration
-    """First new iteration in the log."""
     seconds: float
     """From the kill until `new`."""
     starting_s: float

@@ -33,7 +33,6 @@ from .lab.arguments import Parser
 from .lab.errors import LabError
 
 PACKAGES = ('slurm-wlm', 'munge')
-"""Names of the packages in Debian and Ubuntu."""
 NODES = tuple(f'n{number}' for number in range(1, 6))
 _MUNGE, _CONTROLLER, _NODE_DAEMON = _PROGRAMS = 'munged', 'slurmctld', 'slurmd'
 _STEP_DAEMON = 'slurmstepd'

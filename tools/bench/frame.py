@@ -31,7 +31,6 @@ class Report(msgspec.Struct, frozen=True):
     different: list[str]
     """What must be equal, and is not."""
     rounds: Any
-    """All measurements."""
 
     @property
     def exact(self) -> bool:

@@ -81,7 +81,6 @@ class Run(msgspec.Struct, frozen=True):
     exposed_ms: float | None
     """Mean exposed time of an iteration, as the last rank logs it."""
     windows: list[int]
-    """W of each iteration."""
     slot_bytes: list[int]
     """Bytes of each slot in the last window of the last rank."""
     digest: str
@@ -163,7 +162,6 @@ class Bench(NamedTuple):
     warm_up: int
     window: str
     against: Path | None = None
-    """Another checkout of this project."""
     precision: str = BF16
     """One of `FORMATS`, or of `precisions.NATIVE`."""
     stand_ins: bool | None = None

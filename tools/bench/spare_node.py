@@ -65,7 +65,6 @@ class Loss(msgspec.Struct, frozen=True):
     set_up_s: float
     """Seconds until the new worker has its model and its host memory."""
     kept: int
-    """Bytes that a rank keeps in host memory."""
     in_advance: int
     """Bytes reserved on the spare node when the other node was lost."""
     different: list[str]

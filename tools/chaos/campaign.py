@@ -43,7 +43,6 @@ class _Plain(NamedTuple):
     """A run of plain Megatron without faults."""
 
     digest: StateDigest
-    """Digest of the run's final state."""
     pause_s: float
     """Longest time from one iteration to the next."""
 
@@ -56,13 +55,10 @@ class Campaign:
     """
 
     output: Path
-    """Folder for logs and results."""
     data: Path
-    """Prefix of the text."""
     args: argparse.Namespace
     """Arguments of the program, as `check` has converted them."""
     results: Results
-    """Results so far, including those before an interruption."""
     console: Console
 
     @property

@@ -20,13 +20,11 @@ SAMPLES = 4
 """Samples of an iteration; of the first one if the batch grows."""
 _LAYERS = 4
 SEQUENCE = 32
-"""Tokens per sample."""
 _MODEL = models.ToyModel(hidden=32, heads=2, sequence=SEQUENCE, experts=4)
 # The clip is far below the gradient norm, so it acts in every step; the learning rate warms up and
 # decays.
 _TRAINING = '--micro-batch-size 1 --lr 2e-3 --min-lr 1e-4 --clip-grad 0.5'.split()
 COMMON_FLAGS = [*_MODEL.flags(), *models.TRAINING, *_TRAINING, *models.TEXT]
-"""Megatron's flags that every configuration has."""
 
 
 class Layout(NamedTuple):
@@ -174,14 +172,11 @@ class Configuration(NamedTuple):
     spares: int = 1
     launcher: Launcher = Launcher.LOCAL
     share_gpu: bool = False
-    """All ranks use the first GPU instead of the CPU."""
     fork: bool = False
     """The local launcher forks workers from one process, instead of using hot spares."""
     hang_timeout_s: int = HANG_TIMEOUT_S
     verify: str = REPORT
-    """Value of `--sparse-ckpt-verify`."""
     disk: bool = False
-    """Windows are also copied to disk."""
 
     def __str__(self) -> str:
         features = ', '.join(self.features) or 'no features'

@@ -30,7 +30,6 @@ from .configuration import COMMON_FLAGS, Layout
 
 RUN_ID = 'elastic'
 EVENTS = 'events'
-"""Subfolder for the events of a life."""
 LAYOUTS = (
     Layout('ep2', ep=2, dp=2),
     Layout('ep3', ep=3, dp=3),
@@ -72,7 +71,6 @@ class Start(NamedTuple):
     folder: Path
     """Folder for logs, which does not exist yet."""
     flags: Sequence[str]
-    """Flags of `pretrain_gpt.py`."""
     layout: Layout
     nodes: int
     kill_at: int | None = None
@@ -91,7 +89,6 @@ class Lived(NamedTuple):
     layouts: int
     """Number of layouts with files in the tmpfs at its end."""
     nbytes: int
-    """Bytes in the tmpfs at its end."""
 
     def line(self) -> str:
         went_on = 'was killed' if self.began is None else f'went on from {self.began}'
@@ -139,11 +136,8 @@ class ElasticCampaign:
     """One job with all its lives, and the run of plain Megatron after it."""
 
     output: Path
-    """Folder for logs and checkpoints."""
     data: Path
-    """Prefix of the text."""
     memory: Path
-    """Directory in a tmpfs."""
     lives: Sequence[Life]
     """The last one ends by itself."""
     run: Run

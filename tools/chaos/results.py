@@ -26,7 +26,6 @@ class Phase(enum.StrEnum):
     """Phase of a recovery, named as in the events; or a time without a recovery."""
 
     TRAINING = 'training'
-    """No recovery was running."""
     UNNOTICED = 'unnoticed'
     """After an earlier fault, before any process has noticed it."""
     DETECT = 'detect'
@@ -105,9 +104,7 @@ class FaultRecord(msgspec.Struct, frozen=True):
 
     fault: str
     cells: list[Cell]
-    """Cells in which the injections landed."""
     iteration: int
-    """Last iteration in the log before the fault."""
     tier: Tier
     replayed: int
     lost: int
@@ -131,7 +128,6 @@ class JobDone(msgspec.Struct, frozen=True, tag='job'):
     survivors_lost: list[str]
     """Workers that failed without a fault."""
     failed: str = ''
-    """Reason why the job did not finish."""
 
 
 Line = Begun | Refused | JobDone

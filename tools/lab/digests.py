@@ -23,7 +23,6 @@ class StateDigest(msgspec.Struct, frozen=True):
     digest: str
     """SHA-256 of all other fields."""
     iteration: int
-    """Number of committed iterations."""
     ranks: dict[str, dict[str, str]]
     """Per rank, SHA-256 by name; a name begins with its kind: `exp_avg/decoder...`."""
 

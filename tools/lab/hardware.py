@@ -18,7 +18,6 @@ class Hardware(msgspec.Struct, frozen=True):
 
     processor: str
     cores: int
-    """Number of cores that this process may use."""
     memory_gib: float
     gpu: str | None
     load_average: float

@@ -76,7 +76,6 @@ class Episode:
     end: float | None
     """Time when the last rank had recovered; None: some have not."""
     events: Sequence[Event]
-    """Events of all ranks during the episode."""
 
     @property
     def reasons(self) -> list[str]:

@@ -58,7 +58,6 @@ class Injection(NamedTuple):
     time: float
     """Seconds since the epoch."""
     pid: int
-    """Process id of the targeted worker."""
 
 
 class Job:
@@ -318,7 +317,6 @@ def memory_directory(
 
 
 DIGEST = 'digest.json'
-"""Name of the file with the digest of the final state, in the folder of a job."""
 
 
 class Trained(NamedTuple):
@@ -330,7 +328,6 @@ class Trained(NamedTuple):
     hurt_at: float | None = None
     """Time of the last fault (seconds since the epoch), if any."""
     recovery: Recovery | None = None
-    """The recovery from the last fault."""
 
     def different(self, reference: 'Trained') -> list[str]:
         return kinds_of_difference(reference.state, self.state)

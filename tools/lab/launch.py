@@ -53,7 +53,6 @@ class Launch(NamedTuple):
     folder: Path
     """Folder of the logs, which the job creates; must not exist."""
     flags: Sequence[str]
-    """Flags of the program."""
     nodes: int
     workers_per_node: int
     max_restarts: int = 0
@@ -70,7 +69,6 @@ class Launch(NamedTuple):
     checkout: Path = ROOT
     """Checkout of the program; one other than this tool's requires torchrun."""
     program_file: str = PROGRAM
-    """Path of the program in the checkout."""
 
     @property
     def world_size(self) -> int:

@@ -33,13 +33,10 @@ class Failure(NamedTuple):
     """A failure and the recovery from it."""
 
     what: str
-    """Label of the lost part."""
     time: float
     """Time in seconds since the epoch."""
     before: Iteration
-    """Last iteration in the log before the failure."""
     after: Iteration
-    """First iteration in the log after the recovery."""
     lanes: Mapping[str, Sequence[Span]] = {}
     """Activity of all stages in order, by title."""
 

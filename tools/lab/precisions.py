@@ -30,7 +30,6 @@ NATIVE = {'bf16': FLAGS['bf16'], 'fp32': ''}
 """Flags for the values of `models.native_precision`. In fp32 Megatron cannot load the checkpoints
 of its distributed optimizer."""
 ENGINE = ('--transformer-impl', 'transformer_engine')
-"""Additional flags with the real Transformer Engine."""
 
 
 def program(stand_ins: bool) -> str:

@@ -40,7 +40,6 @@ class Captured(NamedTuple):
 
     iteration: int
     window: int
-    """Iterations per window at the time."""
     nbytes: int
     exposed_ms: float
     """Milliseconds for which training waited for the capture."""

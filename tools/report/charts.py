@@ -34,7 +34,6 @@ class Timeline(NamedTuple):
     """Lanes over a period."""
 
     groups: dict[str, dict[str, list[Piece]]]
-    """Pieces by stage and lane."""
     ticks: list[tuple[float, str]]
     """Position in percent, and label."""
 
