@@ -250,9 +250,8 @@ class ReplicaClient:
             connection.set_deadline(self._timeout_s, tensor.nbytes)
             data = bytearray(tensor.nbytes)
             connection.receive_into(memoryview(data))
-        host, port = self.address
         if xxhash.xxh3_64_intdigest(data) != tensor.checksum:
-            raise CorruptLog(f'{key}, from peer {host}:{port}, is damaged: checksum mismatch')
+            raise CorruptLog(f'{key}, from {self._peer}, is damaged: checksum mismatch')
         return tensor, data
 
     def fetch_ledger(self, after: int, to: int) -> list[LedgerEntry]:
@@ -294,8 +293,11 @@ class ReplicaClient:
                 connection.receive_into(view)
                 digest.update(view)
         if digest.intdigest() != head.checksum:
-            host, port = self.address
-            raise RefusedWindow(f'ranges from peer {host}:{port} are damaged: checksum mismatch')
+            raise RefusedWindow(f'ranges from {self._peer} are damaged: checksum mismatch')
+
+    @property
+    def _peer(self) -> str:
+        return 'peer {}:{}'.format(*self.address)
 
     def _blob(self, file: WindowFile, slot: int) -> SlotBlob:
         return file.slot_blob(slot)
@@ -310,8 +312,7 @@ class ReplicaClient:
         try:
             return into.write_blob(slot.slot, slot.payload_bytes, frame, connection.receive_into)
         except ValueError as error:  # a repeated slot, or an impossible slot number
-            host, port = self.address
-            raise RefusedWindow(f'peer {host}:{port} sends no window: {error}') from error
+            raise RefusedWindow(f'{self._peer} sends no window: {error}') from error
 
     def interrupt(self) -> None:
         """Make the current and all later exchanges raise `PeerLost`. Any thread."""
@@ -335,8 +336,7 @@ class ReplicaClient:
             yield connection
         except OSError as error:
             self.close()
-            host, port = self.address
-            raise PeerLost(f'peer {host}:{port} is lost: {error}') from error
+            raise PeerLost(f'{self._peer} is lost: {error}') from error
         except PeerRefused:
             raise  # a refusal is a regular end of an exchange
         except BaseException:
