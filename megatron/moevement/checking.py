@@ -36,7 +36,7 @@ from moevement_ext.config import GLOBAL, WHOLE_JOB, SparseCheckpointConfig
 from moevement_ext.errors import HostMemoryError, UserError
 from moevement_ext.event_file import probe
 from moevement_ext.job.digest_file import refuse_unwritable
-from moevement_ext.memory import private
+from moevement_ext.memory import private_file
 from moevement_ext.memory.disk import require_writable
 from moevement_ext.memory.node_store import require_directory_name
 from moevement_ext.replicate.domains import failure_domains
@@ -247,7 +247,7 @@ def _refuse_memory(root: Path) -> None:
     """Refuse a `--sparse-ckpt-dir` with which a start would stop, or train unprotected."""
     try:
         if root.exists():
-            private.check_root(root)
+            private_file.check_root(root)
         probe(root)
     except (OSError, HostMemoryError) as error:
         raise UserError(

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
-from moevement_ext.memory.mapped import Bytes
+from moevement_ext.memory.mapped_file import Bytes
 from moevement_ext.memory.tensors import dtype_name, in_batches
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.refusal import RefusedWindow

@@ -47,7 +47,7 @@ from moevement_ext.membership.rank import Rank
 from moevement_ext.membership.standstill import Guard
 from moevement_ext.memory.budget import NOTHING_LOGGED
 from moevement_ext.memory.disk import DiskWindows
-from moevement_ext.memory.mapped import forget_prepared_maps
+from moevement_ext.memory.mapped_file import forget_prepared_maps
 from moevement_ext.memory.window.name import History, WindowName
 from moevement_ext.memory.window.refusal import UnreadableWindow
 from moevement_ext.memory.window.slot import SlotHeader

@@ -25,7 +25,7 @@ from moevement_ext.memory.file_system import (
 )
 from moevement_ext.memory.ledger import Ledger
 from moevement_ext.memory.limits import THIS_PROCESS, memory_left
-from moevement_ext.memory.mapped import in_pages
+from moevement_ext.memory.mapped_file import in_pages
 from moevement_ext.memory.window.format import GENERATIONS, PREAMBLE_BYTES
 from moevement_ext.memory.window.slot import align_up
 

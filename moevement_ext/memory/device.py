@@ -20,7 +20,7 @@ import torch
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.logger import logger_of
 from moevement_ext.memory.file_system import gib
-from moevement_ext.memory.mapped import in_pages
+from moevement_ext.memory.mapped_file import in_pages
 
 logger = logger_of(__name__)
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from moevement_ext.errors import UserError
 from moevement_ext.event_file import probe
 from moevement_ext.logger import logger_of
-from moevement_ext.memory import private
+from moevement_ext.memory import private_file
 from moevement_ext.memory.file_system import free_bytes, gib
 from moevement_ext.memory.holder_lock import HolderLock, StoreInUseError, taken
 from moevement_ext.memory.node_store import require_directory_name
@@ -63,8 +63,8 @@ def require_writable(root: Path) -> None:
     """Check as `DiskWindows` does, with a `UserError`, but create nothing."""
     with _refused(root):
         require_mounted(root)
-        private.require_modes(probe(root))
-        private.check_root(root)
+        private_file.require_modes(probe(root))
+        private_file.check_root(root)
 
 
 @contextmanager
@@ -77,11 +77,11 @@ def _refused(root: Path) -> Iterator[None]:
             f'{_FLAG} {root}: windows cannot be kept there: {error}. Give a directory that '
             f'this user can write to.'
         ) from error
-    except private.ForeignFileError as error:
+    except private_file.ForeignFileError as error:
         reason = error.about(_FLAG)
         try:
-            private.require_modes(probe(root))
-        except private.ForeignFileError as modes:
+            private_file.require_modes(probe(root))
+        except private_file.ForeignFileError as modes:
             reason = modes.about(_FLAG)
         except OSError:  # a full disk
             pass
@@ -132,7 +132,7 @@ class DiskWindows:
         self.path = directory_of(root, run_id, rank)
         with _refused(root):
             require_mounted(root)
-            private.make_directories(root, self.path)
+            private_file.make_directories(root, self.path)
             with suppress(OSError):  # a window is lost with a name above it
                 for level in (self.path.parent, root):
                     _sync_directory(level)
@@ -229,7 +229,7 @@ class DiskWindows:
     def note_complete(self, start: int) -> None:
         """Record that all ranks have the window with this start on disk; -1: no window."""
         written = self.path / f'{_COMPLETE}.new'
-        with private.opened(written, os.O_WRONLY | os.O_CREAT) as fd:
+        with private_file.opened(written, os.O_WRONLY | os.O_CREAT) as fd:
             os.ftruncate(fd, 0)
             os.write(fd, str(start).encode())
             os.fsync(fd)
@@ -328,7 +328,7 @@ def _copy(file: WindowFile, path: Path, advance: Advance) -> None:
             + (f' ({aside} of an earlier attempt, aside-*, may be deleted there)' if aside else '')
         )
     content = memoryview(file.array)[:used]
-    with private.opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:
+    with private_file.opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:
         synced = written = 0
         while written < used:
             count = os.write(fd, content[written : written + CHUNK_BYTES])

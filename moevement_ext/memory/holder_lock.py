@@ -17,7 +17,7 @@ from pathlib import Path
 
 from moevement_ext.errors import UserError
 from moevement_ext.logger import logger_of
-from moevement_ext.memory import private
+from moevement_ext.memory import private_file
 from moevement_ext.memory.file_system import is_in_memory
 
 logger = logger_of(__name__)
@@ -57,7 +57,7 @@ class HolderLock:
     """
 
     def __init__(self, path: Path) -> None:
-        self._fd = private.open_file(path, os.O_RDWR | os.O_CREAT)
+        self._fd = private_file.open_file(path, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -89,11 +89,14 @@ def taken(path: Path, elsewhere_s: float | None = None) -> HolderLock:
 def is_held(path: Path) -> bool:
     """True if a process holds the lock. The shared lock taken here excludes no other reader."""
     try:
-        with private.opened(path, os.O_RDONLY) as fd:
+        with private_file.opened(path, os.O_RDONLY) as fd:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except (OSError, private.ForeignFileError):  # of another user, or a file system without locks
+    except (
+        OSError,
+        private_file.ForeignFileError,
+    ):  # of another user, or a file system without locks
         return False
     return False
 

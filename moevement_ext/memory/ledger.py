@@ -20,8 +20,8 @@ import xxhash
 
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.logger import logger_of
-from moevement_ext.memory import private
-from moevement_ext.memory.mapped import map_anew, map_existing
+from moevement_ext.memory import private_file
+from moevement_ext.memory.mapped_file import map_anew, map_existing
 from moevement_ext.memory.window.name import RankIdentity
 
 logger = logger_of(__name__)
@@ -169,7 +169,7 @@ def _map_empty(path: Path, nbytes: int) -> mmap.mmap:
     """Create a file of zeros; replaces an existing file."""
     try:
         mapped = map_anew(path, nbytes)
-    except private.ForeignFileError as error:
+    except private_file.ForeignFileError as error:
         logger.warning('removed: %s', error)
         path.unlink()
         mapped = map_anew(path, nbytes)
@@ -186,7 +186,7 @@ def _entries_in(content: bytes) -> list[tuple[int, LedgerEntry]]:
 
 def _content(path: Path, identity: RankIdentity) -> bytes:
     try:
-        with os.fdopen(private.open_file(path, os.O_RDONLY), 'rb') as file:
+        with os.fdopen(private_file.open_file(path, os.O_RDONLY), 'rb') as file:
             content = file.read()
     except FileNotFoundError:
         return b''

@@ -18,7 +18,7 @@ import msgspec
 from moevement_ext.config import ConfigurationError
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.logger import logger_of
-from moevement_ext.memory import private
+from moevement_ext.memory import private_file
 from moevement_ext.memory.holder_lock import HolderLock, StoreInUseError, is_held, taken
 from moevement_ext.memory.window.directory import COMMITTED, committed_in, names_in
 from moevement_ext.memory.window.name import StoredWindow
@@ -87,7 +87,7 @@ class NodeStore:
         """
         if holder not in self._locks:
             path = self.holder_path(holder)
-            private.make_directories(self.root, path)
+            private_file.make_directories(self.root, path)
             self._locks[holder] = taken(path / 'lock')
 
     def wait_for_predecessor(self, holder: int) -> None:
@@ -110,7 +110,7 @@ class NodeStore:
 
     def _scan(self, kind: str) -> list[StoredWindow]:
         try:
-            private.check_directories(self.root, self.path)
+            private_file.check_directories(self.root, self.path)
         except FileNotFoundError:
             return []
         except HostMemoryError as error:

@@ -25,11 +25,11 @@ import msgspec
 
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.logger import logger_of
-from moevement_ext.memory import private
+from moevement_ext.memory import private_file
 from moevement_ext.memory.file_system import free_bytes, gib
 from moevement_ext.memory.holder_lock import StoreInUseError
 from moevement_ext.memory.limits import memory_left
-from moevement_ext.memory.mapped import map_anew, prepare_map, prepare_map_of_existing
+from moevement_ext.memory.mapped_file import map_anew, prepare_map, prepare_map_of_existing
 from moevement_ext.memory.node_store import STUB, NodeStore
 from moevement_ext.memory.window.directory import free_name
 
@@ -61,7 +61,7 @@ class ReservedPages:
             )  # fmt: skip
             return
         try:
-            private.make_directories(self._root, self.path)
+            private_file.make_directories(self._root, self.path)
             for number, nbytes in enumerate(sizes):
                 if self._ended.is_set():
                     break
@@ -96,7 +96,7 @@ class ReservedPages:
 
     def _sizes(self) -> dict[str, int]:
         try:
-            private.check_directories(self._root, self.path)
+            private_file.check_directories(self._root, self.path)
             names: Collection[str] = os.listdir(self.path)
         except (FileNotFoundError, HostMemoryError):
             return {}
@@ -187,7 +187,7 @@ class EarlyReservation:
     def wait(self) -> None:
         """Wait for the threads, on the training thread, before it reserves other files.
 
-        Once it has reserved them, it must call `mapped.forget_prepared_maps`.
+        Once it has reserved them, it must call `mapped_file.forget_prepared_maps`.
         """
         for thread in self._threads:
             thread.join()
@@ -237,7 +237,7 @@ class EarlyReservation:
 
     def _reserve(self, name: str, file: _KeptFile) -> None:
         path = self._path / name
-        private.make_directories(self._store.root, path.parent)
+        private_file.make_directories(self._store.root, path.parent)
         self._created.append(name)
         self._pages.take(file.reserved, path)
         prepare_map(path, file.nbytes, file.reserved)

@@ -16,7 +16,7 @@ from moevement_ext import faults
 from moevement_ext.capture.copier import Copier
 from moevement_ext.capture.layout import OperatorSlices, SlotLayout
 from moevement_ext.faults import Phase
-from moevement_ext.memory.mapped import Bytes
+from moevement_ext.memory.mapped_file import Bytes
 from moevement_ext.memory.window import settings
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.name import History, RankIdentity, WindowName

@@ -18,7 +18,7 @@ from moevement_ext.capture.layout import Operators, SlotLayout
 from moevement_ext.config import ConfigurationError
 from moevement_ext.events import TokensLost
 from moevement_ext.membership.rank import Rank
-from moevement_ext.memory.mapped import Bytes
+from moevement_ext.memory.mapped_file import Bytes
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.format import damaged
 from moevement_ext.memory.window.name import WindowName

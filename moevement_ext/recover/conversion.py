@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from moevement_ext import faults
 from moevement_ext.faults import Phase
-from moevement_ext.memory.mapped import Bytes
+from moevement_ext.memory.mapped_file import Bytes
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.slot import SlotContext, SlotHeader, decode_context
 from moevement_ext.recover.sources import ArrivingWindow, VerifiedWindow

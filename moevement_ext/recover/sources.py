@@ -13,7 +13,7 @@ from functools import partial
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.logger import logger_of
 from moevement_ext.membership.report import NOWHERE
-from moevement_ext.memory.mapped import Bytes
+from moevement_ext.memory.mapped_file import Bytes
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.format import GENERATIONS, Expected
 from moevement_ext.memory.window.generations import OwnerWindows

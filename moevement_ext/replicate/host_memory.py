@@ -24,7 +24,7 @@ from moevement_ext.memory.device import pin, threads_beside
 from moevement_ext.memory.file_system import gib
 from moevement_ext.memory.ledger import Ledger, LedgerEntry
 from moevement_ext.memory.limits import cores_left
-from moevement_ext.memory.mapped import in_pages
+from moevement_ext.memory.mapped_file import in_pages
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.upstream_log.log import UpstreamLog
 from moevement_ext.memory.window.file import FileTooSmall, WindowFile

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from moevement_ext.cpu_cost import CpuCost
 from moevement_ext.logger import logger_of
-from moevement_ext.memory.mapped import Bytes
+from moevement_ext.memory.mapped_file import Bytes
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.format import Expected
 from moevement_ext.memory.window.generations import OwnerWindows

@@ -21,7 +21,7 @@ from typing import Protocol
 from moevement_ext.config import ConfigurationError
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.logger import logger_of
-from moevement_ext.memory import private
+from moevement_ext.memory import private_file
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.replicate.greeting import SECRET_BYTES, new_secret
 
@@ -123,8 +123,8 @@ def of_attempt(secret: bytes, salt: bytes) -> bytes:
 
 def _kept(node: NodeStore) -> bytes | None:
     with suppress(HostMemoryError, OSError):
-        private.check_directories(node.root, node.shared)
-        with open(private.open_file(node.shared / _FILE, os.O_RDONLY), 'rb') as file:
+        private_file.check_directories(node.root, node.shared)
+        with open(private_file.open_file(node.shared / _FILE, os.O_RDONLY), 'rb') as file:
             found = file.read(SECRET_BYTES + 1)
         return found if len(found) == SECRET_BYTES else None
     return None
@@ -135,8 +135,8 @@ def _drawn(node: NodeStore) -> bytes | None:
     secret = new_secret()
     path = node.shared / f'{_FILE}-{os.getpid()}'
     try:
-        private.make_directories(node.root, node.shared)
-        with open(private.open_file(path, os.O_WRONLY | os.O_CREAT), 'wb') as file:
+        private_file.make_directories(node.root, node.shared)
+        with open(private_file.open_file(path, os.O_WRONLY | os.O_CREAT), 'wb') as file:
             file.write(secret)
         path.rename(node.shared / _FILE)
     except (HostMemoryError, OSError) as error:

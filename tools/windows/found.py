@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from moevement_ext.memory.node_store import FORMER, STUB
-from moevement_ext.memory.private import ForeignFileError
+from moevement_ext.memory.private_file import ForeignFileError
 from moevement_ext.memory.window.format import Expected
 from moevement_ext.memory.window.reader import WindowReader
 from moevement_ext.memory.window.refusal import RefusedWindow, TruncatedWindow, UnreadableWindow

@@ -28,7 +28,7 @@ from megatron.moevement.state.optimizer_state import (
 from moevement_ext import faults
 from moevement_ext.capture.layout import OperatorSlices, TensorSlice, check_fits
 from moevement_ext.faults import Phase
-from moevement_ext.memory.mapped import Bytes
+from moevement_ext.memory.mapped_file import Bytes
 from moevement_ext.memory.tensors import dtype_of
 from moevement_ext.memory.window.slot import Record, SlotContext, SlotHeader
 

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from moevement_ext.capture.layout import OperatorSlices, TensorSlice, check_fits
 from moevement_ext.capture.trainer_state import broadcast_packed
 from moevement_ext.config import ConfigurationError
-from moevement_ext.memory.mapped import Bytes
+from moevement_ext.memory.mapped_file import Bytes
 from moevement_ext.memory.tensors import copy_all, dtype_name, dtype_of
 from moevement_ext.memory.window.slot import SlotContext, SlotHeader
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from moevement_ext.memory.device import pin
-from moevement_ext.memory.mapped import map_anew, map_first, release_range
+from moevement_ext.memory.mapped_file import map_anew, map_first, release_range
 from moevement_ext.memory.upstream_log.record import region_bytes
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import xxhash
 
 from moevement_ext.errors import HostMemoryError
-from moevement_ext.memory.mapped import (
+from moevement_ext.memory.mapped_file import (
     Bytes,
     in_pages,
     map_anew,
@@ -27,7 +27,7 @@ from moevement_ext.memory.mapped import (
     release_range,
     reserve_range,
 )
-from moevement_ext.memory.private import ForeignFileError
+from moevement_ext.memory.private_file import ForeignFileError
 from moevement_ext.memory.window.format import (
     MAX_SLOTS,
     PREAMBLE_BYTES,

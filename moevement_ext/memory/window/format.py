@@ -14,7 +14,7 @@ from typing import NamedTuple, Self
 import msgspec
 import xxhash
 
-from moevement_ext.memory.mapped import Bytes
+from moevement_ext.memory.mapped_file import Bytes
 from moevement_ext.memory.window.name import Count, RankIdentity, WindowName
 from moevement_ext.memory.window.refusal import (
     CorruptWindow,

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.logger import logger_of
-from moevement_ext.memory import private
+from moevement_ext.memory import private_file
 from moevement_ext.memory.device import pin_like, pinned_as_far_as
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.directory import (
@@ -72,7 +72,7 @@ class OwnerWindows:
         self.capacity_bytes, self._room = (size, size) if isinstance(size, int) else size
         self.path = (store.stub_path if stubs else store.owner_path)(holder, owner)
         self._root = store.root
-        private.make_directories(self._root, self.path)
+        private_file.make_directories(self._root, self.path)
         self._in_turn = generations
         self._wanted = generations + holdable
         self._agreed = Agreed()
@@ -360,7 +360,7 @@ class OwnerWindows:
             if not file.path.exists():
                 self._forget_removed(file)
         if len(self._fitting()) < self._wanted:
-            private.make_directories(self._root, self.path)
+            private_file.make_directories(self._root, self.path)
             self._allocate()
 
     def _forget_removed(self, file: WindowFile) -> None:
@@ -407,7 +407,7 @@ class OwnerWindows:
             if path.name.startswith('writing-') and self._adopt_cut_off(path):
                 return
             file = WindowFile.create(path, self.capacity_bytes, self._room, reuse=True)
-        except private.ForeignFileError as error:
+        except private_file.ForeignFileError as error:
             logger.warning('not adopted, but removed: %s', error)
             path.unlink()
             return

@@ -14,7 +14,7 @@ import numpy as np
 import xxhash
 
 from moevement_ext.errors import HostMemoryError
-from moevement_ext.memory import private
+from moevement_ext.memory import private_file
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.format import (
     PREAMBLE_BYTES,
@@ -50,7 +50,7 @@ class WindowReader:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._fd = private.open_file(path, os.O_RDONLY)
+            self._fd = private_file.open_file(path, os.O_RDONLY)
         except (OSError, HostMemoryError) as error:
             raise unopened(path, error) from error
         try:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moevement_ext.errors import SparseCheckpointError
-from moevement_ext.memory.private import ForeignFileError
+from moevement_ext.memory.private_file import ForeignFileError
 
 UNKNOWN = 2**62
 """Start of windows in a directory that cannot be listed: they may be newer than all others."""

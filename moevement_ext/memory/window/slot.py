@@ -15,7 +15,7 @@ from typing import Annotated, NamedTuple
 import msgspec
 import xxhash
 
-from moevement_ext.memory.mapped import Bytes
+from moevement_ext.memory.mapped_file import Bytes
 from moevement_ext.memory.window import settings
 from moevement_ext.memory.window.name import Count, WindowName
 from moevement_ext.memory.window.settings import Placed

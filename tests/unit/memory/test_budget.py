@@ -17,7 +17,7 @@ from moevement_ext.memory.file_system import (
     reserved_bytes,
     warn_unless_in_memory,
 )
-from moevement_ext.memory.mapped import in_pages
+from moevement_ext.memory.mapped_file import in_pages
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.generations import OwnerWindows
 from tests.unit.memory.samples import capacity, commit

@@ -18,7 +18,7 @@ from moevement_ext.capture.copier import Copier
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory import device
 from moevement_ext.memory.device import pin
-from moevement_ext.memory.mapped import in_pages
+from moevement_ext.memory.mapped_file import in_pages
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.upstream_log import log as upstream_log
 from moevement_ext.memory.upstream_log import ring as ring_module

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from moevement_ext.errors import HostMemoryError
-from moevement_ext.memory import budget, mapped, reservation
+from moevement_ext.memory import budget, mapped_file, reservation
 from moevement_ext.memory.budget import HostMemoryPlan, RankMemory
 from moevement_ext.memory.limits import _MemoryLeft
-from moevement_ext.memory.mapped import map_anew
+from moevement_ext.memory.mapped_file import map_anew
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.reservation import EarlyReservation, ReservedPages, _KeptFile, kept_by
 from moevement_ext.memory.upstream_log.log import UpstreamLog
@@ -34,7 +34,7 @@ OWNERS = (2, 0)
 def root() -> Iterator[Path]:
     with tmpfs_directory() as path:
         yield path
-    mapped.forget_prepared_maps()
+    mapped_file.forget_prepared_maps()
 
 
 def on(root: Path, node: str) -> NodeStore:
@@ -175,7 +175,7 @@ def test_file_list_with_a_foreign_path_is_ignored(root: Path, directory: str) ->
 
 def addresses() -> set[int]:
     """Addresses of maps made in advance."""
-    maps = mapped._prepared.values()
+    maps = mapped_file._prepared.values()
     return {int(np.frombuffer(one, np.uint8).ctypes.data) for one in maps}
 
 

@@ -19,7 +19,7 @@ from moevement_ext.faults import Phase
 from moevement_ext.membership.rank import Place
 from moevement_ext.memory.budget import Logged
 from moevement_ext.memory.ledger import LedgerEntry
-from moevement_ext.memory.mapped import Bytes
+from moevement_ext.memory.mapped_file import Bytes
 from moevement_ext.memory.upstream_log.log import UpstreamLog
 from moevement_ext.memory.upstream_log.record import Direction, region_bytes
 from moevement_ext.memory.window.slot import SlotContext, SlotHeader

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from moevement_ext.memory.mapped import Bytes
+from moevement_ext.memory.mapped_file import Bytes
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.name import WindowName
 from moevement_ext.memory.window.slot import SlotContext, SlotHeader

@@ -15,7 +15,7 @@ import torch
 from moevement_ext.faults import Phase
 from moevement_ext.membership.membership import Membership
 from moevement_ext.membership.rendezvous import Rendezvous
-from moevement_ext.memory import private
+from moevement_ext.memory import private_file
 from moevement_ext.memory.upstream_log.log import UpstreamLog
 from moevement_ext.memory.upstream_log.record import Direction
 from moevement_ext.memory.window.directory import TRIES
@@ -106,7 +106,7 @@ class AwayJob(ThreadedJob):
     def _reap(self, process: Process) -> None:
         super()._reap(process)
         folder = windows_of(self, process.rank)
-        private.make_directories(self.directory, folder)
+        private_file.make_directories(self.directory, folder)
         for name, content in kept.items():
             (folder / name).write_bytes(content)
             (folder / name).chmod(0o600)

@@ -13,7 +13,7 @@ import torch
 from moevement_ext.config import ConfigurationError, SparseCheckpointConfig
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory.budget import NOTHING_LOGGED, Logged
-from moevement_ext.memory.mapped import in_pages
+from moevement_ext.memory.mapped_file import in_pages
 from moevement_ext.memory.upstream_log.record import Direction, LogKey
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.name import HeldWindow, RankIdentity, Window

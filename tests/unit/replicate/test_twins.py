@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from moevement_ext.config import SparseCheckpointConfig
-from moevement_ext.memory.mapped import in_pages
+from moevement_ext.memory.mapped_file import in_pages
 from moevement_ext.memory.window import twin
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.format import GENERATIONS

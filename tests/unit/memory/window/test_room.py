@@ -13,8 +13,8 @@ from unittest import mock
 import pytest
 
 from moevement_ext.errors import HostMemoryError
-from moevement_ext.memory import mapped
-from moevement_ext.memory.mapped import in_pages
+from moevement_ext.memory import mapped_file
+from moevement_ext.memory.mapped_file import in_pages
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window import file as file_module
 from moevement_ext.memory.window.file import FileState, WindowFile
@@ -147,7 +147,7 @@ def _die(*_: Any) -> None:
 
 
 def _die_in_fill(array: object, path: Path, begin: int, end: int) -> None:
-    mapped.reserve_range(array, path, begin, begin + (end - begin) // 2)  # type: ignore[arg-type]
+    mapped_file.reserve_range(array, path, begin, begin + (end - begin) // 2)  # type: ignore[arg-type]
     _die()
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moevement_ext.capture.layout import Piece
-from moevement_ext.memory.mapped import Bytes
+from moevement_ext.memory.mapped_file import Bytes
 from tests.gpu.jobs import copy_probe
 from tests.gpu.jobs.copy_probe import Sizes, Stage, Window, beside, busy
 from tests.unit.memory.samples import tmpfs_directory

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from moevement_ext.memory import private
+from moevement_ext.memory import private_file
 from moevement_ext.memory.ledger import Ledger
 from moevement_ext.memory.node_store import NodeStore
-from moevement_ext.memory.private import ForeignFileError
+from moevement_ext.memory.private_file import ForeignFileError
 from moevement_ext.memory.upstream_log.log import UpstreamLog
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.format import GENERATIONS
@@ -62,7 +62,7 @@ def test_created_files_are_closed_to_other_users(public: Path) -> None:
 def test_directory_of_an_earlier_release_is_closed_to_other_users(public: Path) -> None:
     path = public / 'memory' / 'run1' / 'node0'
     path.mkdir(mode=0o755, parents=True)
-    private.make_directories(public / 'memory', path)
+    private_file.make_directories(public / 'memory', path)
     assert modes(public / 'memory' / 'run1') == [0o700] * 2
 
 

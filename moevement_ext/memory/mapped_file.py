@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.logger import logger_of
-from moevement_ext.memory import private
+from moevement_ext.memory import private_file
 from moevement_ext.memory.file_system import NO_SPACE_REMEDY, free_bytes
 
 logger = logger_of(__name__)
@@ -55,7 +55,7 @@ def map_new(path: Path, nbytes: int, reserved: int | None = None) -> mmap.mmap:
         HostMemoryError: the file system is too full; no file is left behind.
         FileExistsError: a file of that name exists.
     """
-    with private.opened(path, os.O_RDWR | os.O_CREAT | os.O_EXCL) as fd:
+    with private_file.opened(path, os.O_RDWR | os.O_CREAT | os.O_EXCL) as fd:
         try:
             return _reserved(fd, nbytes, path, reserved)
         except BaseException:
@@ -72,7 +72,7 @@ def map_anew(
     bytes get pages; None: all. Raises `HostMemoryError` if the file system has too little space, or
     the file is not this user's own.
     """
-    with private.opened(path, os.O_RDWR | (os.O_CREAT if create else 0)) as fd:
+    with private_file.opened(path, os.O_RDWR | (os.O_CREAT if create else 0)) as fd:
         former = min(os.fstat(fd).st_size, nbytes)
         os.ftruncate(fd, former)
         try:
@@ -93,7 +93,7 @@ def map_existing(path: Path, writable: bool = False, reserved: int | None = None
         HostMemoryError: the file system has no space to fill the holes.
         OSError: the file cannot be opened or mapped.
     """
-    with private.opened(path, os.O_RDWR if writable else os.O_RDONLY) as fd:
+    with private_file.opened(path, os.O_RDWR if writable else os.O_RDONLY) as fd:
         if not writable:
             return mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
         found = os.fstat(fd)
@@ -141,7 +141,7 @@ def map_first(path: Path, nbytes: int) -> mmap.mmap:
         OSError: the file cannot be opened or mapped.
         ValueError: the file is smaller.
     """
-    with private.opened(path, os.O_RDWR) as fd:
+    with private_file.opened(path, os.O_RDWR) as fd:
         mapped = mmap.mmap(fd, nbytes)
     reserve_range(np.frombuffer(mapped, np.uint8), path, 0, nbytes)
     return mapped
@@ -207,7 +207,7 @@ def _check_free(fd: int, nbytes: int, path: Path) -> None:
 
 
 def _allocate(path: Path, begin: int, end: int) -> None:
-    with private.opened(path, os.O_RDWR) as fd, _no_space_named(path, end):
+    with private_file.opened(path, os.O_RDWR) as fd, _no_space_named(path, end):
         os.posix_fallocate(fd, begin, end - begin)
 
 

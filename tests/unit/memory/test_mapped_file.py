@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 
 from moevement_ext.errors import HostMemoryError
-from moevement_ext.memory import mapped
-from moevement_ext.memory.mapped import (
+from moevement_ext.memory import mapped_file
+from moevement_ext.memory.mapped_file import (
     map_anew,
     map_existing,
     map_new,
     release_range,
     reserve_range,
 )
-from moevement_ext.memory.private import ForeignFileError
+from moevement_ext.memory.private_file import ForeignFileError
 
 SIZE = 2**16
 
@@ -68,7 +68,7 @@ def test_space_taken_meanwhile_is_refused(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     said = errno.EINVAL if kernel != 'present' else errno.EFAULT
-    monkeypatch.setattr(mapped, '_advise', lambda *_: said)
+    monkeypatch.setattr(mapped_file, '_advise', lambda *_: said)
     monkeypatch.setattr(os, 'posix_fallocate', full)
     with pytest.raises(HostMemoryError, match=f'cannot reserve {SIZE} bytes for file in'):
         map_new(shm / 'file', SIZE)
@@ -82,7 +82,7 @@ def test_space_taken_meanwhile_is_refused(
 
 
 def test_old_kernel_falls_back_to_fallocate(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mapped, '_advise', lambda *_: errno.EINVAL)
+    monkeypatch.setattr(mapped_file, '_advise', lambda *_: errno.EINVAL)
     assert map_new(shm / 'file', SIZE)[:] == bytes(SIZE)
     assert reserved(shm / 'file') == SIZE
 
@@ -112,13 +112,13 @@ def test_empty_file_cannot_be_mapped(shm: Path) -> None:
 def test_pages_that_cannot_be_freed_are_reported_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    mapped._say_kept.cache_clear()
-    monkeypatch.setattr(mapped, '_advise', lambda *_: errno.EINVAL)
+    mapped_file._say_kept.cache_clear()
+    monkeypatch.setattr(mapped_file, '_advise', lambda *_: errno.EINVAL)
     for _ in range(2):
-        mapped.release_range(np.zeros(2 * PAGESIZE, np.uint8), 0, PAGESIZE)
+        mapped_file.release_range(np.zeros(2 * PAGESIZE, np.uint8), 0, PAGESIZE)
     (record,) = caplog.records
     assert 'Invalid argument' in record.getMessage()
-    mapped._say_kept.cache_clear()
+    mapped_file._say_kept.cache_clear()
 
 
 @pytest.mark.parametrize('map_file', [lambda path: map_anew(path, SIZE), map_existing])
