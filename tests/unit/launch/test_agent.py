@@ -59,7 +59,6 @@ def test_workers_end_when_the_supervisor_falls_silent(
 def test_busy_agent_sends_heartbeats_and_survives(
     job: SlurmJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For example, while it waits for a file system. It then carries out the pending orders."""
     monkeypatch.setattr(messages, 'SILENT_S', 5.0)
     monkeypatch.setattr(link, '_HEARTBEAT_S', 0.1)
     here, supervisor = connected()

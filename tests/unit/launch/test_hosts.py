@@ -145,7 +145,6 @@ def test_seated_spare_host_keeps_one_spare_process(job: SlurmJob) -> None:
 def test_spare_host_reserves_the_files_of_the_largest_seat(
     job: SlurmJob, comes: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether it connects before or after the ranks report their files."""
     monkeypatch.setattr(node, '_FIRST_PAUSE_S', 0.1)
     kept = [[1], [2, 3], [7], [1]]  # pages of the files of each rank; two ranks per seat
     found: list[list[int]] = []
@@ -217,7 +216,6 @@ def test_dead_agent_is_restarted_on_its_host(job: SlurmJob) -> None:
 def test_first_message_to_an_agent_is_the_program(
     job: SlurmJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No heartbeat precedes it, however long it takes."""
     send = Link.send
 
     def send_late(connection: Link, message: msgspec.Struct) -> None:
@@ -329,7 +327,6 @@ def test_agent_leaves_signals_to_the_supervisor(
 
 
 def test_no_process_outlives_the_supervisor(job: SlurmJob, tmp_path: Path) -> None:
-    """Neither a worker that ignores the signal nor the children of a worker."""
     job.finish_when = lambda: False
     flags = ('0.0=deaf', '0.0=print:deaf', '1.0=child')
     log = tmp_path / 'logs' / 'rank0.log'

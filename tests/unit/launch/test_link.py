@@ -98,7 +98,6 @@ def test_listener_survives_too_many_open_files(listener: Listener) -> None:
 
 
 def test_heartbeats_reach_agents_while_the_launcher_is_busy() -> None:
-    """For example, while the launcher waits for a store."""
     listener = Listener(SECRET)
     there = connect(Address('127.0.0.1', listener.port, SECRET), 'a', [])
     assert readable(listener.fd, 120.0)

@@ -48,7 +48,6 @@ def test_unwritable_log_is_named(job: Job, tmp_path: Path) -> None:
 def test_workers_survive_the_loss_of_the_log_directory(
     job: Job, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Its folder was moved, or its file server is unreachable."""
     logs = tmp_path / 'logs'
 
     def lose(event: Event) -> None:

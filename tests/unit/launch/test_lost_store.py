@@ -126,7 +126,6 @@ def test_wait_of_a_worker_for_the_store_is_bounded(
 def test_workers_continue_training_without_a_store(
     job: Job, store: OutsideStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As long as no other failure occurs; the launcher still handles signals."""
     monkeypatch.setattr(supervisor, '_WITHOUT_STORE_S', 0.0)
     glances = []
 

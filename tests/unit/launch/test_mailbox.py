@@ -56,8 +56,6 @@ def state(job: Job, rank: int, launch: str, process: int) -> None:
 
 @pytest.mark.parametrize('survive', [True, False])
 def test_reports_of_an_earlier_launch_are_ignored(job: Job, survive: bool) -> None:
-    """Also if it had processes with the same numbers."""
-
     def note(event: Event) -> None:
         if isinstance(event, WorkerLaunched) and event.restarts == 0:
             state(job, event.rank, 'the one before', job.process(event.rank))

@@ -68,7 +68,6 @@ def test_tail_goes_on_once_its_file_is_readable_again(tmp_path: Path) -> None:
 
 
 def test_last_lines_of_a_pipe_and_of_a_log(tmp_path: Path) -> None:
-    """Only the end of a long log is read."""
     reader, writer = os.pipe()
     relay = Relay(reader, '', lambda line: None)
     lines = [f'line {number}' for number in range(5000)]
@@ -97,7 +96,6 @@ def test_relay_finishes_while_children_of_the_worker_still_print() -> None:
 
 
 def test_endless_line_is_passed_on(capsys: pytest.CaptureFixture[str]) -> None:
-    """For example, a progress bar; the buffered part does not grow."""
     reader, writer = os.pipe()
     relay = Relay(reader, '', lambda line: None)
     printed = 0

@@ -131,13 +131,6 @@ def test_words_in_quotes_stay_together(elsewhere: Path) -> None:
     assert words[words.index('--text') + 1 :][:2] == ['two words', '--'], drill.stderr
 
 
-@pytest.mark.parametrize('file', ['scripts/slurm_job.sh', 'docs/slurm.md'])
-def test_example_of_pyxis_names_the_working_directory(file: str) -> None:
-    """Otherwise an image's own is used, whatever is mounted; and `python` is that of the host."""
-    example = (ROOT / file).read_text('utf-8').partition('pyxis')[2].partition('apptainer')[0]
-    assert 'AGENT_PYTHON="env python"' in example and '--container-workdir=$PWD' in example
-
-
 SRUN = """\
 #!/usr/bin/env bash
 echo "$@ $(env | grep ^SLURM_ | sort | xargs)" >"$0.asked"

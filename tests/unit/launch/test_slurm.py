@@ -129,8 +129,6 @@ def test_only_a_lost_node_requeues_the_job(
 def test_job_that_needs_more_ranks_is_requeued_with_more_nodes(
     job: SlurmJob, scontrol: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The spare node is requested again."""
-
     def run(supervisor: Supervisor) -> int:
         supervisor._report(RanksNeeded(9))
         return EXIT_WHOLE_JOB
@@ -148,7 +146,6 @@ def test_host_without_an_agent_is_excluded_on_requeue(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Slurm considers it healthy. The number of such requeues is bounded."""
     monkeypatch.setattr(slurm, '_TO_NOTICE_S', 0.0)
     for name, text in (('srun', ONE_AGENT), ('squeue', '#!/usr/bin/env bash\necho nodes\n')):
         scontrol.with_name(name).write_text(text)

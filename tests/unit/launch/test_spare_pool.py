@@ -154,7 +154,6 @@ def test_future_imports_of_a_program_hold_in_its_main_guard(tmp_path: Path) -> N
 def test_spare_without_room_for_a_fork_forks_later(
     by_the_spare: bool, job: Job, tmp_path: Path
 ) -> None:
-    """As with a full cgroup of processes; the worker that it forked before lives on."""
     full = FULL.replace('BY_THE_SPARE', str(by_the_spare))
     job.program.write_text(full + job.program.read_text())
 
@@ -284,7 +283,6 @@ def test_spare_that_could_not_start_is_retried_after_the_loss_of_a_worker(job: J
 
 
 def test_failure_to_start_a_spare_ends_no_worker(job: Job, tmp_path: Path) -> None:
-    """Here its log cannot be opened; a process or file limit has the same effect."""
     log_dir = tmp_path / 'logs'
 
     def remove_then_kill(event: SpareReady) -> None:

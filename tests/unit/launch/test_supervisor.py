@@ -123,7 +123,6 @@ def test_restart_of_all_workers_counts_once(job: Job) -> None:
 def test_program_failing_at_start_ends_the_job_with_its_last_lines(
     job: Job, logged: bool, tmp_path: Path
 ) -> None:
-    """Whichever rank's failure is detected first in each attempt."""
     job.finish_when = lambda: False
     failing = [f'{rank}.{attempt}=exit:3' for rank in range(2) for attempt in range(9)]
     printing = [f'{rank}.{attempt}=print:no such flag' for rank in range(2) for attempt in range(9)]
@@ -209,8 +208,6 @@ def test_error_after_training_fails_the_job(job: Job) -> None:
 
 
 def test_rank_killed_after_training_restarts_all(job: Job) -> None:
-    """As it writes its model: the others wait for it at the ends of their processes."""
-
     def note(event: WorkerLaunched) -> None:
         if event.rank == 1 and event.restarts == 0:
             job.mailbox.delete_key('survivors')
@@ -243,7 +240,6 @@ def test_failing_job_waits_for_finished_workers(job: Job, said: bool) -> None:
 
 @pytest.mark.parametrize('finished_first', [True, False])
 def test_no_restart_once_a_peer_has_reported_its_end(job: Job, finished_first: bool) -> None:
-    """Whether its process has ended or not; here workers do not survive each other."""
     job.finish_when = lambda: False
 
     def note(event: Event) -> None:

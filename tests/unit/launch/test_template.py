@@ -58,7 +58,6 @@ def test_large_environment_reaches_the_worker(job: Job, monkeypatch: pytest.Monk
 
 
 def test_child_spawned_by_a_worker_imports_the_program_as_main(job: Job, tmp_path: Path) -> None:
-    """For example, upstream's asynchronous checkpoint writers, which `multiprocessing` spawns."""
     assert job.run('0.0=spawn:child', fork=True, log_dir=tmp_path / 'logs') == 0
     assert (tmp_path / 'logs' / 'rank0.log').read_text() == 'importing\nchild\n'
 

@@ -136,7 +136,6 @@ if os.environ['WORLD_SIZE'] == '1':
 
 @pytest.mark.thorough
 def test_torch_gives_workers_its_own_grace_when_a_node_joins(tmp_path: Path) -> None:
-    """As docs/elastic.md says; with the variable, a save of 4 s would be cut off."""
     program, saved = tmp_path / 'program.py', tmp_path / 'saved'
     program.write_text(SAVES)
     with socket.create_server(('127.0.0.1', 0)) as probe:

@@ -92,7 +92,6 @@ def test_user_error_at_the_start_ends_the_job(job: Job, survive: bool) -> None:
 
 
 def test_user_error_of_a_replacement_does_not_end_the_job(job: Job) -> None:
-    """For example, its node temporarily lacks memory."""
     job.finish_when = lambda: len(job.started(1)) == 3
     assert job.run('1.0=kill', f'1.1=exit:{EXIT_USER_ERROR}', nodes=2) == 0
     assert len(job.started(0)) == 1

@@ -40,7 +40,6 @@ def test_first_state_of_a_barrier_is_final(store: TCPStore) -> None:
 
 
 def test_all_waiting_ranks_see_the_same_state_of_a_barrier(store: TCPStore) -> None:
-    """One connection opens the barrier while another closes it."""
     connections = [store.clone() for _ in range(4)]
     with ThreadPoolExecutor(4) as threads:
         for turn in range(20):

@@ -109,7 +109,6 @@ def joined(job: Job) -> tuple[list[Membership], Membership]:
 def test_new_process_joins_again_while_it_sets_up(
     job: Job, joined: tuple[list[Membership], Membership]
 ) -> None:
-    """Twice, without its training thread, which then finds the newest rendezvous."""
     survivors, new = joined
     for _ in range(2):
         round = present_round(job.store)
@@ -397,7 +396,6 @@ def test_rank_that_waits_for_too_long_ends_the_round(
 
 
 def test_barrier_waits_for_a_busy_rank(job: Job) -> None:
-    """For longer than a collective may take, because a hang of that rank would be detected."""
     both = [Forked(ranks.meets_at_a_barrier, job.store.port, rank) for rank in range(2)]
     assert [rank.wait(LIMIT_S) for rank in both] == [0, 0]
     assert why_broken(job.store, 0) is None
@@ -425,7 +423,6 @@ def test_process_with_a_lost_gpu_ends_before_its_report(job: Job) -> None:
 
 
 def test_process_with_waits_that_cannot_be_aborted_ends(job: Job) -> None:
-    """For example, if a GPU does not release an aborted communicator."""
     code, _, said = Forked(ranks.is_never_unblocked, job.store.port).end(LIMIT_S)
     assert code == EXIT_STUCK, said
     assert 'rank 0 replaces itself: its waits have not ended within 1 s' in said

@@ -34,6 +34,11 @@ DUE_S = 20.0
 TIMEOUT = timedelta(seconds=60)
 
 
+@pytest.fixture(autouse=True)
+def fast_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous_runner, 'HEARTBEAT_S', 0.02)
+
+
 @pytest.fixture
 def store() -> Iterator[TCPStore]:
     """Four ranks have met; the process number of rank n was 100 + n."""
@@ -49,11 +54,8 @@ def report_of(process: int, launch: str = '') -> bytes:
     return encode(Report(survivor=False, node='a', process=process, windows=[], launch=launch))
 
 
-def test_only_absent_ranks_without_heartbeats_are_evicted(
-    store: TCPStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_absent_ranks_without_heartbeats_are_evicted(store: TCPStore) -> None:
     """Rank 0 has arrived, rank 1 is late, ranks 2 and 3 send no heartbeats."""
-    monkeypatch.setattr(rendezvous_runner, 'HEARTBEAT_S', 0.05)
     assert Rendezvous(store, 0, 4)._join(1, b'', False)
     began, heartbeats = time.monotonic(), Heartbeats(store, 0, 1)
     found = MissingRanks(store.clone, 4, HANG_S, lambda: True)
@@ -71,7 +73,6 @@ def test_processes_of_an_earlier_launch_are_not_evicted_in_this_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The store outlives the launch; in a container, process ids repeat."""
-    monkeypatch.setattr(rendezvous_runner, 'HEARTBEAT_S', 0.05)
     monkeypatch.setenv('MOEVEMENT_LAUNCH', 'second')
     store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
     for rank in range(2):
@@ -85,11 +86,8 @@ def test_processes_of_an_earlier_launch_are_not_evicted_in_this_one(
     assert not store.check(['launch/second/evict/1']) and not store.check(['evict/1'])
 
 
-def test_rank_that_stops_while_joining_is_evicted(
-    store: TCPStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rank_that_stops_while_joining_is_evicted(store: TCPStore) -> None:
     """Rank 2 is a survivor, rank 3 is new; both have signed their arrival, without a report."""
-    monkeypatch.setattr(rendezvous_runner, 'HEARTBEAT_S', 0.05)
     for rank in (0, 1):
         assert Rendezvous(store, rank, 4)._join(1, report_of(200 + rank), False)
         counters.sign(store, 'answered/1', rank, 4)
@@ -104,11 +102,8 @@ def test_rank_that_stops_while_joining_is_evicted(
     found.close()
 
 
-def test_rank_that_does_not_search_does_not_connect(
-    store: TCPStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rank_that_does_not_search_does_not_connect(store: TCPStore) -> None:
     """Otherwise each rank would have another connection to the store in every rendezvous."""
-    monkeypatch.setattr(rendezvous_runner, 'HEARTBEAT_S', 0.01)
     asked, connected = threading.Semaphore(0), threading.Event()
     ours = threading.Event()
 
@@ -129,11 +124,8 @@ def test_rank_that_does_not_search_does_not_connect(
     found.close()
 
 
-def test_search_for_absent_ranks_reconnects(
-    store: TCPStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_search_for_absent_ranks_reconnects(store: TCPStore) -> None:
     """The eviction request is repeated, in case the launcher has not received it."""
-    monkeypatch.setattr(rendezvous_runner, 'HEARTBEAT_S', 0.05)
     way, connected = Way(store.port), threading.Semaphore(0)
 
     def connect() -> TCPStore:
@@ -156,7 +148,6 @@ def test_time_of_a_pause_of_the_searching_rank_does_not_count(
     store: TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 1 is late, and was stopped for as long as the searching rank."""
-    monkeypatch.setattr(rendezvous_runner, 'HEARTBEAT_S', 0.01)
     clock = Clock()
     monkeypatch.setattr(rendezvous_runner, 'time', clock)
     looks = 0
@@ -210,11 +201,8 @@ def wait_for(store: TCPStore, rank: int) -> None:
         time.sleep(0.01)
 
 
-def test_joined_rank_that_does_not_answer_is_evicted(
-    store: TCPStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_joined_rank_that_does_not_answer_is_evicted(store: TCPStore) -> None:
     """Rank 2 has stopped while waiting for the last rank; the evicted process is the joined one."""
-    monkeypatch.setattr(rendezvous_runner, 'HEARTBEAT_S', 0.05)
     first, second, third = joined(store, range(3))
     waiting = answer([first, second])
     wait_for(store, 2)
@@ -234,7 +222,6 @@ def test_joined_rank_that_does_not_answer_is_evicted(
 def test_rank_that_stops_while_packing_reports_is_evicted(
     store: TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rendezvous_runner, 'HEARTBEAT_S', 0.05)
     stopped, go_on = threading.Event(), threading.Event()
     gather = exchange.gather
 
@@ -259,11 +246,8 @@ def test_rank_that_stops_while_packing_reports_is_evicted(
     found.close()
 
 
-def test_round_ends_if_a_rank_stops_before_it_says_that_it_packs(
-    store: TCPStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_round_ends_if_a_rank_stops_before_it_says_that_it_packs(store: TCPStore) -> None:
     """No rank knows which one answered last; the next round shows which one has stopped."""
-    monkeypatch.setattr(rendezvous_runner, 'HEARTBEAT_S', 0.05)
     joined(store, range(3))
     for rank in range(3):
         counters.sign(store, 'answered/1', rank, 3)

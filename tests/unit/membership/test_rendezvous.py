@@ -142,7 +142,6 @@ def test_late_rank_with_heartbeats_is_waited_for(
     threads: ThreadPoolExecutor,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It finishes a write, and takes several times as long as a silent rank may."""
     monkeypatch.setattr(barriers, '_BETWEEN_HEARTBEATS_S', 0.5)
     attempts = attempts_of(connections)
     round = assert_one_new_round(meet_all(attempts))
@@ -195,7 +194,6 @@ def test_timeout_names_joined_ranks_that_do_not_answer(launcher: TCPStore) -> No
 def test_keys_do_not_grow_with_the_number_of_rounds(
     launcher: TCPStore, connections: list[TCPStore]
 ) -> None:
-    """Including heartbeats, barriers and values of ranks. Keys outside of rounds stay."""
     launcher.set('job/0/plan', 'kept')
     launcher.set('evict/0', '1')
     attempts = attempts_of(connections)

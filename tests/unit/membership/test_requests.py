@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests of ranks to the launcher's store do not grow with their waiting time."""
 
-import random
 import threading
 import time
 from collections.abc import Iterator
@@ -76,15 +75,6 @@ def test_waiting_ranks_send_no_requests(job: Job, threads: ThreadPoolExecutor) -
     come_to_rest(job)
     job.ranks[0].barrier(results[0], 'ready', TIMEOUT)
     assert [future.result() for future in waiting] == [None] * 3
-
-
-def test_no_value_exceeds_a_mebibyte(job: Job, threads: ThreadPoolExecutor) -> None:
-    content = [random.Random(rank).randbytes(MIB - 4096) for rank in range(WORLD)]
-    for result in threads.map(
-        lambda rank: rank.meet(lambda: content[rank.rank], TIMEOUT), job.ranks
-    ):
-        assert result.reports == content
-    assert MIB / 2 < job.tally.read().largest <= MIB
 
 
 def test_heartbeat_period_grows_with_the_hang_timeout(

@@ -121,7 +121,6 @@ def fast_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_all_ranks_are_woken_when_the_round_is_broken(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the store: no heartbeat, which also checks for the end, is due in time."""
     monkeypatch.setattr(detect, 'HEARTBEAT_S', 2 * DEADLINE_S)
     for round in range(5):
         watches = [job.watch(rank, [1, 2, 3]) for rank in range(3)]
@@ -182,7 +181,6 @@ def test_rank_that_stops_its_heartbeat_is_evicted(
 
 
 def test_silent_rank_is_not_evicted_before_judging_starts(job: Job, fast_heartbeats: None) -> None:
-    """As during its set-up, which may take several times the hang timeout."""
     watch = job.watch(0, [100, 101], hang_timeout_s=0.3, judges=False)
     while job.heartbeats(0) < 20:
         assert not watch.broken.wait(0.01)
@@ -210,7 +208,6 @@ def test_stopped_process_is_evicted_and_informed_on_continue(
 def test_rank_with_slow_heartbeats_is_not_evicted(
     job: Job, fast_heartbeats: None, clock: Clock
 ) -> None:
-    """For longer than the hang timeout."""
     watch, heartbeats = job.watch(0, [100, 101], hang_timeout_s=2.0), Heartbeats(job.store, 0, 1)
     for _ in range(4):
         heartbeats.send()
@@ -231,7 +228,6 @@ def wait_until_listened(job: Job, watch: RoundWatch) -> None:
 def test_time_of_a_pause_of_the_watch_does_not_count(
     job: Job, fast_heartbeats: None, clock: Clock
 ) -> None:
-    """For example, all ranks of a virtual machine that is migrated."""
     watch = job.watch(0, [100, 101], hang_timeout_s=4.0)
     heartbeats = Heartbeats(job.store, 0, 1)
     for _ in range(3):

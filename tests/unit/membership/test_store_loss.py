@@ -129,7 +129,6 @@ def test_missing_threads_are_started_later(loss_of: Lose, monkeypatch: pytest.Mo
 def test_stopped_store_is_found_again_when_it_continues(
     loss_of: Lose, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For example, its launcher was stopped. The next failure is recovered from as before."""
     monkeypatch.setattr(store_loss, '_LEAST_TO_ANSWER_S', 0.5)
     server = Server()
     try:
@@ -150,7 +149,6 @@ def test_stopped_store_is_found_again_when_it_continues(
 
 
 def test_another_store_at_the_same_port_is_refused(loss_of: Lose) -> None:
-    """Even if ranks of the next attempt have met there."""
     port = free_port()
     store = serve(port)
     called = threading.Event()

@@ -139,7 +139,6 @@ def test_thread_at_another_place_has_moved(clock: Clock) -> None:
 
 
 def test_thread_that_computes_at_one_place_is_not_still(clock: Clock) -> None:
-    """Like one that waits for a GPU: only the program reports its progress."""
     release = threading.Event()
     with running(release.wait) as thread:
         before = looks_until_still(clock, thread)[-1]
@@ -254,8 +253,6 @@ def test_bytes_of_all_threads_and_children_are_counted(
 def test_bytes_are_counted_on_a_node_that_hides_other_processes(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """For example, `/proc` is mounted with `hidepid=1`."""
-
     def hidden(process: psutil.Process, recursive: bool) -> list[psutil.Process]:
         raise PermissionError(1, 'not permitted', '/proc/1/stat')
 

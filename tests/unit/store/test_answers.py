@@ -54,7 +54,6 @@ class Asking:
 
 
 def test_requests_to_a_stopped_store_raise(server: Server) -> None:
-    """A request as well as a wait for a key."""
     asking, waiting = (server.connect() for _ in range(2))
     watch = AnswerWatch(asking, 1.0)
     late = Asking(lambda: waiting.wait(['never'], timedelta(days=1)))
@@ -188,7 +187,6 @@ def test_peek_is_one_request() -> None:
 
 
 def test_many_values_are_read_some_at_a_time() -> None:
-    """The store serves others in between."""
     tally, server = Tally(), served()
     keys = [f'key/{index}' for index in range(1000)]
     for key in keys:

@@ -48,7 +48,6 @@ def test_server_ends_with_its_parent() -> None:
 
 @pytest.mark.thorough
 def test_store_with_a_closed_log_continues() -> None:
-    """Like a full disk, a closed pipe must not end it."""
     store = OutsideStore()
     host, _, port = store.address.partition(':')
     (server,) = psutil.Process(store.pid).children()

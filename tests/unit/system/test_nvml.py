@@ -23,21 +23,14 @@ def read(source: nvml.Nvml | None) -> list[Finding]:
     return source.read()
 
 
-def test_missing_library_disables_the_watch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, 'pynvml', None)
-    assert nvml.of_this_node() is None
-    assert nvml.of_one(A) is None
-
-
-def test_missing_driver_disables_the_watch(
-    devices: Devices, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize('missing', ['library', 'driver', 'device'])
+def test_nothing_is_watched_without_library_driver_or_device(
+    missing: str, devices: Devices, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv('MOEVEMENT_TEST_DEVICES')
-    assert nvml.of_this_node() is None
-    assert nvml.of_one(A) is None
-
-
-def test_unknown_device_disables_the_watch(devices: Devices) -> None:
+    if missing == 'library':
+        monkeypatch.setitem(sys.modules, 'pynvml', None)
+    elif missing == 'driver':
+        monkeypatch.delenv('MOEVEMENT_TEST_DEVICES')
     assert nvml.of_this_node() is None
     assert nvml.of_one(A) is None
 
@@ -50,7 +43,6 @@ def test_unknown_device_disables_the_watch(devices: Devices) -> None:
 def test_actions_that_end_the_use_of_a_device_are_faults(
     number: int, action: str | None, devices: Devices
 ) -> None:
-    """Not those that wait until its work is done."""
     devices.set(A)
     devices.set(B, action=number)
     asked = Finding(B, f'the driver asks for {action}')
@@ -69,8 +61,8 @@ def test_failed_replacement_of_a_row_is_a_fault_unless_known_before(devices: Dev
 
 
 def test_unsupported_values_are_no_faults(devices: Devices) -> None:
-    """As with a consumer GPU or an older driver."""
     devices.set(A, clock=None, action=None, no_row_left=None)
+    devices.set(B, lost=True)  # of another process
     assert read(nvml.of_one(A)) == []
 
 
@@ -78,20 +70,9 @@ def test_lost_device_is_read_as_lost(devices: Devices) -> None:
     devices.set(A)
     source = nvml.of_this_node()
     devices.set(A, lost=True)
-    assert read(source) == [Finding(A, LOST)]
+    assert read(source) == read(nvml.of_this_node()) == [Finding(A, LOST)]
     devices.set(A, reset=True)
     assert read(source) == [Finding(A, 'the driver asks for a reset of the GPU')]
-
-
-def test_source_of_one_device_ignores_others(devices: Devices) -> None:
-    devices.set(A)
-    devices.set(B, lost=True)
-    assert read(nvml.of_one(A)) == []
-
-
-def test_device_lost_at_the_start_is_read_as_lost(devices: Devices) -> None:
-    devices.set(A, lost=True)
-    assert read(nvml.of_this_node()) == [Finding(A, LOST)]
 
 
 def test_devices_of_other_jobs_are_not_read(devices: Devices) -> None:

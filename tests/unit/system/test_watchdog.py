@@ -54,7 +54,6 @@ def test_only_consecutive_empty_checks_are_silence(seen: list[str], silent: bool
 def test_time_of_a_stopped_machine_does_not_count(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """For example, while a virtual machine migrates."""
     clock = Clock()
     monkeypatch.setattr(watchdog_process, 'time', clock)
 
@@ -91,7 +90,6 @@ def test_process_with_a_closed_pipe_has_the_usual_time(
 def test_heartbeats_continue_while_threads_can_run(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Whatever the other threads wait for."""
     listener = tmp_path / 'listens'
     listener.write_text('import os\nwhile found := os.read(0, 9):\n    os.write(2, found)\n')
     monkeypatch.setattr(watchdog, '_PROGRAM', listener)
@@ -148,15 +146,6 @@ def watched(
     finally:
         process.kill()
         process.communicate()
-
-
-def test_stopped_process_is_killed() -> None:
-    with watched('sleeps', silent_s=SILENT_S) as (process, dog):
-        process.send_signal(signal.SIGSTOP)
-        _, said = process.communicate(timeout=WAIT_S)
-        assert process.returncode == -signal.SIGKILL
-        assert f'rank 3 (pid {process.pid}) has sent no heartbeat for 1 s: killed' in said
-        assert dies(dog)
 
 
 def test_stopped_process_is_killed_if_no_message_can_be_printed() -> None:
