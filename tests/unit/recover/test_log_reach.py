@@ -18,9 +18,9 @@ from moevement_ext.memory.upstream_log.record import Direction, LogGap, LogKey, 
 from moevement_ext.memory.window.name import HeldWindow, Window, WindowName
 from moevement_ext.recover.verdict import Localized, decide_recovery
 from tests.unit.memory.samples import tmpfs_directory
+from tests.unit.recover.test_verdict import LAST, replacement, survivor
 
 STAGES = 3
-LAST = 1000
 
 
 class Shape(NamedTuple):
@@ -96,20 +96,17 @@ class Job:
 
     def reports(self, lost: int, ahead: int | None) -> list[Report]:
         """What all ranks say after the death of one; another may be an update ahead."""
-        committed = [self.committed + (rank == ahead) for rank in range(STAGES)]
         windows = []
         if self.persisted is not None:
             window = Window(WindowName(self.persisted, 'plan'), self.shape.window)
             windows = [HeldWindow(window, owner) for owner in range(STAGES)]
         return [
-            Report(
-                survivor=rank != lost,
-                node='node',
-                process=1,
-                windows=windows,
-                committed=committed[rank],
-                clean_at=committed[rank],
+            replacement(windows)
+            if rank == lost
+            else survivor(
+                self.committed + (rank == ahead),
                 first_logged=self.logs[rank].first_iteration or 1,
+                windows=windows,
             )
             for rank in range(STAGES)
         ]

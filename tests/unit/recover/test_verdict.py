@@ -228,16 +228,6 @@ def test_no_rank_replays_without_a_loss(committed: int, stages: int, tied: bool)
 
 
 @pytest.mark.parametrize(
-    ('lost', 'tied', 'stages'),
-    [(0, True, {0, 3}), (3, True, {0, 3}), (1, True, {1}), (0, False, {0}), (3, False, {3})],
-)
-def test_tied_ends_replay_together(lost: int, tied: bool, stages: set[int]) -> None:
-    reports = [survivor(9, windows=everywhere(4, OLD)) for _ in range(4)]
-    reports[lost] = replacement()
-    assert localized(Job(reports, [*range(4)], tied).verdict()).stages == stages
-
-
-@pytest.mark.parametrize(
     'behind',
     [survivor(8), survivor(9, NOWHERE), replacement(committed=10)],
     ids=['missed the last update', 'torn update', 'commits of a lost process do not count'],
@@ -389,12 +379,6 @@ def test_a_rank_copies_from_a_replica_or_its_stage_replays(job: Job) -> None:
     lost = set(job.stage_of) - whole
     ends = {0, max(job.stage_of)}
     assert verdict.stages == (lost | ends if job.tied and lost & ends else lost)
-
-
-def test_where_a_replica_is_left_no_window_is_needed() -> None:
-    reports = [survivor(9), replacement(), survivor(9), survivor(9, NOWHERE)]
-    verdict = localized(decide_with_replicas(Job(reports, [0, 0, 1, 1])))
-    assert (verdict.stages, verdict.window, verdict.copies) == (set(), None, {1: 0, 3: 2})
 
 
 def test_a_stage_replays_whole_if_one_of_its_ranks_has_no_replica_left() -> None:
