@@ -91,11 +91,11 @@ def refuse_stranger(place: Rendezvous, identity: RankIdentity, strict: bool) -> 
     Raises `UserError` if that job lives; otherwise it is an earlier one.
     """
     store = place.store
-    round = present_round(store)
-    found = report_of(store, round, place.rank) or report_of(store, round, 0)
+    number = present_round(store)
+    found = report_of(store, number, place.rank) or report_of(store, number, 0)
     if found is None or decode_all([found])[0].launched == launch_of(identity):
         return
-    if waiting_survivor(place) is not None or lives(store, round):
+    if waiting_survivor(place) is not None or lives(store, number):
         reason = why_not(store, [], identity, strict)
         if reason is not None:
             raise UserError(f'{reason}. {REMEDY} Another job needs another --master-port.')

@@ -41,8 +41,8 @@ from moevement_ext.recover.whole_job import end_with_other_bits, start_the_whole
 
 logger = logger_of(__name__)
 
-_ANNOUNCEMENT_SECONDS = 2.0
-_POLL_SECONDS = 0.02
+_ANNOUNCEMENT_S = 2.0
+_POLL_S = 0.02
 _ADDRESS = msgspec.msgpack.Decoder(tuple[str, int])
 
 
@@ -229,11 +229,11 @@ class LocalizedRecovery:
 
     def announced(self) -> bool:
         """Return True if another rank was lost, even if the announcement is still to follow."""
-        deadline = time.monotonic() + _ANNOUNCEMENT_SECONDS
+        deadline = time.monotonic() + _ANNOUNCEMENT_S
         while not self._membership.broken:
             if time.monotonic() > deadline:
                 return self._membership.broken_in_the_store()
-            time.sleep(_POLL_SECONDS)
+            time.sleep(_POLL_S)
         return True
 
     def _raise_if_broken(self) -> None:
@@ -402,11 +402,11 @@ class LocalizedRecovery:
 
     def _take_over(self, met: Sequence[Met]) -> Localized:
         """Move to the round that the other ranks have reached meanwhile."""
-        for round in met:
-            self._outage.begins(round.reason, round.detect_s, round.before)
-            self._outage.met(round.reports)
-            self._rank.events.emit(FailureDetected(reason=round.reason))
-            logger.warning('the replay continues after: %s', round.reason)
+        for one in met:
+            self._outage.begins(one.reason, one.detect_s, one.before)
+            self._outage.met(one.reports)
+            self._rank.events.emit(FailureDetected(reason=one.reason))
+            logger.warning('the replay continues after: %s', one.reason)
         self._went_on += len(met)
         verdict = self._decide()
         self._position.goes_on(verdict)

@@ -155,10 +155,8 @@ class ArrivingWindow:
         self._error: Exception | None = None
         self._awaited: Callable[[], bool] | None = None
         self._changed = threading.Condition()
-        obtain = partial(
-            verified_window,
-            memory, candidate, inventories, identity, self._arrived, self._before_next,
-        )  # fmt: skip
+        source = memory, candidate, inventories, identity
+        obtain = partial(verified_window, *source, self._arrived, self._before_next)
         self._thread = threading.Thread(
             target=self._run, args=(obtain,), daemon=True, name='sparse-ckpt-window'
         )

@@ -18,11 +18,14 @@ from torch.distributed import Store
 from moevement_ext import faults
 from moevement_ext.faults import Phase
 
-_FIRST_POLL_SECONDS = 0.005
-_LAST_POLL_SECONDS = 0.1
+_FIRST_POLL_S = 0.005
+_LAST_POLL_S = 0.1
 # Growth of the pause between polls: a wait ends late by at most a quarter of itself, or by the
 # longest pause.
 _GROWTH = 1.25
+_POLL_S = 0.02  # for a backend
+_TOLD = 'in-use'
+_ALL = 'in-use/all'
 
 
 class InterruptibleStore(Store):
@@ -72,17 +75,14 @@ class InterruptibleStore(Store):
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Wait for keys; `ConnectionError` if interrupted, `TimeoutError` without them in time."""
         deadline = time.monotonic() + (timeout or self._timeout).total_seconds()
-        pause_s = _FIRST_POLL_SECONDS
+        pause_s = _FIRST_POLL_S
         while not self._store.check(keys):
             if self._interrupted.is_set():
                 raise ConnectionError('another failure was announced')
             if time.monotonic() > deadline:
                 raise TimeoutError(f'{keys[:3]} did not come in time')
             time.sleep(pause_s)
-            pause_s = min(_GROWTH * pause_s, _LAST_POLL_SECONDS)
-
-
-_POLL_SECONDS = 0.02
+            pause_s = min(_GROWTH * pause_s, _LAST_POLL_S)
 
 
 def in_time[B](connect: Callable[[], B], timeout: timedelta, interrupted: Callable[[], bool]) -> B:
@@ -101,16 +101,12 @@ def in_time[B](connect: Callable[[], B], timeout: timedelta, interrupted: Callab
 
     threading.Thread(target=run, name='sparse-ckpt-connect', daemon=True).start()
     deadline = time.monotonic() + timeout.total_seconds()
-    while not wait([connected], _POLL_SECONDS).done:
+    while not wait([connected], _POLL_S).done:
         if interrupted():
             raise RuntimeError('another failure was announced meanwhile')
         if time.monotonic() > deadline:
             raise RuntimeError('a backend did not connect in time')
     return connected.result()
-
-
-_TOLD = 'in-use'
-_ALL = 'in-use/all'
 
 
 def used_by_any(

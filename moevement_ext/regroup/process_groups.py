@@ -30,7 +30,7 @@ type _Kind = gloo.Gloo | Nccl
 FAKE = 'fake'
 NCCL = 'nccl'
 # Far longer than the destruction of backends without pending operations.
-_DESTROY_SECONDS = 0.5
+_DESTROY_S = 0.5
 # torch's name of a backend, by its class.
 _KINDS = {
     'FakeProcessGroup': FAKE,
@@ -39,7 +39,7 @@ _KINDS = {
 }
 
 
-_CONNECT_SECONDS = 60.0
+_CONNECT_S = 60.0
 _RANKS_CONNECTED = 1024
 
 
@@ -206,7 +206,7 @@ class ProcessGroups:
     def await_destruction(self) -> None:
         """Wait a limited time for the destruction of the backends that were replaced last."""
         if self._destroying is not None:
-            self._destroying.join(_DESTROY_SECONDS)
+            self._destroying.join(_DESTROY_S)
 
     @property
     def waits_returned(self) -> bool:
@@ -414,7 +414,7 @@ def _destroy(backends: list[Backend]) -> threading.Thread:
 
 def connect_timeout(world_size: int) -> timedelta:
     """Timeout for connecting one group, once all ranks start; grows with the job, for NCCL."""
-    return timedelta(seconds=_CONNECT_SECONDS * max(1.0, world_size / _RANKS_CONNECTED))
+    return timedelta(seconds=_CONNECT_S * max(1.0, world_size / _RANKS_CONNECTED))
 
 
 def stand_in_for(backend: str) -> None:

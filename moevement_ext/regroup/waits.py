@@ -20,8 +20,8 @@ PARTS: dict[str, tuple[str, ...]] = {
 }
 """Private parts of torch used here (see `internals.check`). Checked against torch 2.15."""
 
-_LOOK_UP_SECONDS = 0.25
-_SLICE = timedelta(seconds=_LOOK_UP_SECONDS)
+_LOOK_UP_S = 0.25
+_SLICE = timedelta(seconds=_LOOK_UP_S)
 # Kinds of work without short waits: a timeout closes the connections (the first three), or the work
 # supports no timeout. Composite works, such as reduce-scatter, have an unknown kind.
 _WITHOUT_SLICES = frozenset(
@@ -127,7 +127,7 @@ class _Waiter:
         self._works.put(work)
         while True:
             try:
-                return self._results.get(timeout=_LOOK_UP_SECONDS)
+                return self._results.get(timeout=_LOOK_UP_S)
             except queue.Empty:
                 if _ended.is_set():
                     self._works.put(None)

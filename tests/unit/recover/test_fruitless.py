@@ -165,7 +165,7 @@ def test_error_after_each_step_is_the_program_s_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whatever progress follows each error; a connection of the program is told at once."""
-    monkeypatch.setattr(localized, '_ANNOUNCEMENT_SECONDS', 0.1)  # no rank is lost
+    monkeypatch.setattr(localized, '_ANNOUNCEMENT_S', 0.1)  # no rank is lost
     begins = ITERATIONS if last else FAILS_AT
     faulty = Faulty(
         monkeypatch, lambda _, iteration: iteration >= begins, kind, 'note', ThreadedJob

@@ -4,6 +4,7 @@
 import threading
 import time
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -322,7 +323,7 @@ def renew_with_a_slow_end(job: Job, prefix: str) -> tuple[bool, bool]:
         dist.barrier()  # the next renewal removes addresses that the other rank may still need
         at_first = ended.is_set()
         let.set()
-        patched.setattr(process_groups, '_DESTROY_SECONDS', ranks.DEADLINE.total_seconds())
+        patched.setattr(process_groups, '_DESTROY_S', ranks.DEADLINE.total_seconds())
         ranks.renew(job, f'{prefix}-again')
     return at_first, ended.is_set()
 
@@ -334,11 +335,12 @@ def _all_of(replaced: list[EndsSlowly]) -> list[EndsSlowly]:
 
 
 def test_addresses_behind_a_lost_connection_are_left() -> None:
-    class Unreachable:
-        def forget(self, store: object, rank: int) -> None:
-            raise DistNetworkError('the connection is lost')
+    with cluster(1) as job:
+        job.ranks[0].call(forget_unreachable_addresses)
 
-    groups = object.__new__(process_groups.ProcessGroups)
-    groups._addresses = [(Unreachable(), None, 0)]  # type: ignore[list-item]
-    groups._forget_addresses()
-    assert not groups._addresses
+
+def forget_unreachable_addresses(job: Job) -> None:
+    kind = Mock(forget=Mock(side_effect=DistNetworkError('the connection is lost')))
+    job.process_groups._addresses = [(kind, Mock(), 0)]
+    ranks.renew(job, 'after')
+    kind.forget.assert_called_once()
