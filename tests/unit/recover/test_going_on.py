@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whose replay goes on after another failure, and which windows and histories it may take."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 
@@ -13,17 +13,13 @@ from hypothesis import strategies as st
 from moevement_ext.membership.report import NOWHERE, Report, UnderWay
 from moevement_ext.memory.disk import DiskWindows
 from moevement_ext.memory.node_store import NodeStore
-from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.memory.window.name import HeldWindow, History, Window, WindowName, drawn_history
 from moevement_ext.recover.inventory import candidates, take_stock
 from moevement_ext.recover.verdict import Localized, WholeJob, decide_recovery
 from tests.unit.memory.samples import (
     PLAN,
-    capacity,
     identity_of,
     make_file,
-    tmpfs_directory,
-    write_window,
 )
 from tests.unit.recover.test_verdict import (
     LAST,
@@ -210,28 +206,6 @@ FIRST = History(drawn_history())
 SECOND = FIRST.after(FIRST.window(0, PLAN))
 
 
-@pytest.fixture
-def shm() -> Iterator[Path]:
-    with tmpfs_directory() as path:
-        yield path
-
-
-def in_memory(shm: Path, rank: int, history: History) -> list[HeldWindow]:
-    """What the node of a rank has: the rank's own window, and its copy of the other rank's."""
-    with_node = NodeStore(shm, 'run', f'node{rank}')
-    for owner in (0, 1):
-        windows = OwnerWindows(with_node, rank, owner, capacity())
-        file = windows.begin(history.window(START, PLAN))
-        assert file is not None
-        write_window(file, owner)
-        windows.commit(file)
-    with_node.close()
-    store = NodeStore(shm, 'run', f'node{rank}')
-    found = take_stock(store, None, identity_of(rank)).memory
-    store.close()
-    return found
-
-
 def on_disk(root: Path, rank: int, history: History) -> list[HeldWindow]:
     file = make_file(root / f'memory{rank}', START, history.window(START, PLAN).plan, owner=rank)
     (root / f'node{rank}').mkdir()
@@ -251,9 +225,9 @@ def test_parts_on_disk_join_only_within_a_history(alike: bool, tmp_path: Path) -
     assert len(candidates(held, 2)) == alike
 
 
-def test_the_later_history_is_taken_of_two_whole_windows(shm: Path) -> None:
-    held = in_memory(shm, 0, SECOND) + in_memory(shm, 1, FIRST)
-    assert [window.name.history for window in candidates(held, 2)] == [SECOND.name, FIRST.name]
+def test_the_later_history_is_taken_of_two_whole_windows() -> None:
+    windows = [Window(history.window(START, PLAN), 3) for history in (FIRST, SECOND)]
+    assert candidates(everywhere(2, *windows), 2) == windows[::-1]
 
 
 def in_history(history: History, *windows: Window, lost: int = 2) -> list[Report]:
