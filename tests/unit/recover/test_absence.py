@@ -115,9 +115,8 @@ def test_former_name_of_a_node_is_reported() -> None:
 
 
 @pytest.fixture
-def store() -> Iterator[NodeStore]:
-    with tmpfs_directory() as shm:
-        yield NodeStore(shm, 'run1', 'node0')
+def store(shm: Path) -> NodeStore:
+    return NodeStore(shm, 'run1', 'node0')
 
 
 @pytest.mark.parametrize('where', ['memory', 'disk'])

@@ -39,7 +39,6 @@ from tests.unit.memory.samples import (
     capacity,
     digest,
     named,
-    tmpfs_directory,
 )
 from tests.unit.replicate.peers import DEADLINE_S, put_window, silent_peer
 from tests.unit.replicate.test_host_memory import CANDIDATE, Job
@@ -47,12 +46,6 @@ from tests.unit.replicate.test_host_memory import CANDIDATE, Job
 pytestmark = pytest.mark.timeout(300)
 
 OWN = RankIdentity(RUN, TOPOLOGY, 0)
-
-
-@pytest.fixture
-def shm() -> Iterator[Path]:
-    with tmpfs_directory() as path:
-        yield path
 
 
 @pytest.fixture

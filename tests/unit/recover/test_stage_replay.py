@@ -20,7 +20,7 @@ from moevement_ext.recover.stage_replay import StageReplay
 from moevement_ext.recover.verdict import Localized
 from moevement_ext.replicate import host_memory
 from moevement_ext.replicate.secret import of_attempt
-from tests.unit.memory.samples import RUN, SECRET, TOPOLOGY, tmpfs_directory
+from tests.unit.memory.samples import RUN, SECRET, TOPOLOGY
 from tests.unit.recover.fake_trainer import FakeTrainer
 from tests.unit.replicate.peers import silent_peer
 from tests.unit.replicate.test_host_memory import CANDIDATE, Job
@@ -58,11 +58,10 @@ class Replay:
 
 
 @pytest.fixture
-def replay(monkeypatch: pytest.MonkeyPatch) -> Iterator[Replay]:
-    with tmpfs_directory() as shm:
-        job = Job(Path(shm), monkeypatch, ('node-a', 'node-b', 'node-c'))
-        yield Replay(job)
-        job.stop()
+def replay(shm: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Replay]:
+    job = Job(shm, monkeypatch, ('node-a', 'node-b', 'node-c'))
+    yield Replay(job)
+    job.stop()
 
 
 def test_replay_does_not_wait_for_a_neighbour_that_sends_no_more(replay: Replay) -> None:

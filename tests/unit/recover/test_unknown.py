@@ -42,7 +42,6 @@ from tests.unit.memory.samples import (
     identity_of,
     make_file,
     named,
-    tmpfs_directory,
 )
 from tests.unit.recover.reshard import test_resharded as resharded
 from tests.unit.recover.test_sources import predecessor_with, replicate
@@ -80,12 +79,6 @@ class Failing:
 @pytest.fixture
 def failing(monkeypatch: pytest.MonkeyPatch) -> Failing:
     return Failing(monkeypatch)
-
-
-@pytest.fixture
-def shm() -> Iterator[Path]:
-    with tmpfs_directory() as path:
-        yield path
 
 
 class Alone:

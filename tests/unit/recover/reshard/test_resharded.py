@@ -44,7 +44,7 @@ from moevement_ext.recover.reshard.resharded import Fetcher, ReshardedWindow, re
 from moevement_ext.recover.reshard.stock import Stock, take_stock
 from moevement_ext.replicate.client import PeerLost, PeerRefused, ReplicaClient
 from moevement_ext.replicate.replica_server import ReplicaServer
-from tests.unit.memory.samples import SECRET, tmpfs_directory
+from tests.unit.memory.samples import SECRET
 
 OWNERS, ELEMENTS, START, WINDOW = 4, 64, 7, 2
 OLD, NEW = 'run.aaaaaaaa', 'run.bbbbbbbb'
@@ -171,12 +171,6 @@ def damage(paths: Iterable[Path]) -> None:
         content = bytearray(path.read_bytes())
         content[2**16 + 5] ^= 1
         path.write_bytes(content)
-
-
-@pytest.fixture
-def shm() -> Iterator[Path]:
-    with tmpfs_directory() as path:
-        yield path
 
 
 @pytest.fixture
