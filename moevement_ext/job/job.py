@@ -463,7 +463,7 @@ class Job:
     def _finish(self) -> None:
         keeps = self.keeps_windows
         if keeps is None:
-            keeps = not hasattr(self, 'trainer') or self.iteration < self.trainer.last_iteration
+            keeps = self._mode is None or self.iteration < self.trainer.last_iteration
         if keeps:
             self.part()
         self.end_together()

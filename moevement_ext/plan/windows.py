@@ -98,10 +98,11 @@ def budgets(
     cpu = None if cpu_bytes_per_s is None else hideable_budget(cpu_bytes_per_s, iteration_s, 1.0)
     whole = held_to(send_bytes_per_s, 1.0, network_bytes_per_s)
     if whole is None or not copies:
-        return Budgets(copy, None, None, cpu)
+        return Budgets(copy, network_bytes=None, link_bytes=None, cpu_bytes=cpu)
     link = hideable_budget(whole / copies, iteration_s, 1.0)
     share = network_share if network_bytes_per_s is None else 1.0
-    return Budgets(copy, max(1, int(link * share)), link, cpu)
+    network = max(1, int(link * share))
+    return Budgets(copy, network_bytes=network, link_bytes=link, cpu_bytes=cpu)
 
 
 def held_to(link: float | None, share: float, limit: float | None) -> float | None:

@@ -206,7 +206,7 @@ class ExpertLedger:
         reached = max(self._reached, (cycle.experts, cycle.lost))
         copies = ExpertCopies(experts, self._since, self._lost, *reached)
         digest = self._digest(cycle, base)
-        return Checkpoint(digest, copies, copies.older_than(iteration), file)
+        return Checkpoint(digest, copies, older=copies.older_than(iteration), base=file)
 
     def _as_before(self, name: str, copy: ExpertCopy) -> ExpertCopy:
         learned = max(copy.learned, self._restored.get(name, 0.0))

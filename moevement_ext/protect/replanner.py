@@ -64,39 +64,30 @@ def event(plan: Cycle, operators: Collection[str]) -> Replanned:
 def publish(store: Store, parameters: PlanParameters) -> None:
     """Publish the inputs of all stages' plans, for the first rank of each stage."""
     content = exchange.packed(msgspec.msgpack.encode(parameters))
-    store.set(_parameters_key(parameters.version), content)  # type: ignore[arg-type]
-    store.delete_key(_parameters_key(parameters.version - VERSIONS_KEPT))
+    store.set(f'plan/{parameters.version}', content)  # type: ignore[arg-type]
+    store.delete_key(f'plan/{parameters.version - VERSIONS_KEPT}')
 
 
 def published(store: Store, version: int) -> PlanParameters:
     """Read published inputs by version; waits up to the store's timeout."""
-    content = exchange.unpacked(store.get(_parameters_key(version)))
-    return _PARAMETERS.decode(content)
+    return _PARAMETERS.decode(exchange.unpacked(store.get(f'plan/{version}')))
 
 
 def hand_out(store: Store, stage: int, plan: Cycle) -> None:
     """Store the plan for the other ranks of the stage, and delete the oldest plan."""
-    store.set(_plan_key(plan.version, stage), packed(plan))  # type: ignore[arg-type]
-    store.delete_key(_plan_key(plan.version - VERSIONS_KEPT, stage))
+    store.set(f'plan/{plan.version}/{stage}', packed(plan))  # type: ignore[arg-type]
+    store.delete_key(f'plan/{plan.version - VERSIONS_KEPT}/{stage}')
 
 
 def handed_out(store: Store, stage: int, version: int) -> Cycle | None:
     """Read the plan of the stage; None if its first rank does not hand one out within seconds."""
-    key = _plan_key(version, stage)
+    key = f'plan/{version}/{stage}'
     try:
         store.wait([key], _LONGEST_WAIT)
     except DistStoreError:
         if not store.check([key]):  # raises if the connection is lost
             return None
     return unpacked(store.get(key))
-
-
-def _parameters_key(version: int) -> str:
-    return f'plan/{version}'
-
-
-def _plan_key(version: int, stage: int) -> str:
-    return f'plan/{version}/{stage}'
 
 
 class Replanner:

@@ -74,10 +74,6 @@ def test_replication_has_these_rate_limits() -> None:
         assert config.network_bytes_per_s == bytes_per_s
 
 
-def test_stuck_timeout_can_be_disabled() -> None:
-    assert SparseCheckpointConfig(stuck_timeout=0).stuck_timeout == 0
-
-
 def test_each_way_to_recover_is_allowed_and_survivors_keep_their_state_by_default() -> None:
     assert SparseCheckpointConfig(recovery=WHOLE_JOB).recovery == 'whole-job'
     assert SparseCheckpointConfig(recovery=GLOBAL).recovery == 'global'

@@ -180,10 +180,6 @@ def test_plans_and_budgets_are_checked():
         fewest_slots(a, 0)
 
 
-def test_hideable_budget_is_the_copy_of_the_hidden_fraction():
-    assert hideable_budget(25e9, 2.0, 0.5) == 25_000_000_000
-
-
 @pytest.mark.parametrize(
     'arguments, message',
     [

@@ -157,16 +157,6 @@ def test_sends_before_the_last_slot_are_spread_over_the_window(
     assert waiting == 0.0, 'when the last slot comes'
 
 
-def test_spread_is_undefined_without_time_copies_or_slots() -> None:
-    assert spread([8], 2.0, 3) is spread([8, 8], 0.0, 3) is spread([8, 8], 2.0, 0) is None
-
-
-@pytest.mark.parametrize('rate', [0.0, -1.0])
-def test_rates_must_be_positive(rate: float) -> None:
-    with pytest.raises(ValueError, match='must be positive'):
-        budgets(1.0, 1e9, rate, 2)
-
-
 @pytest.mark.parametrize(
     ('copied', 'sent', 'copies', 'limit', 'seconds'),
     [

@@ -86,10 +86,3 @@ def test_of_two_plans_for_one_iteration_the_later_is_in_force(
     training.run_until(TARGET + 8)
     assert windows(training) == IN_STEP
     assert training.checkpointer.schedule.version == 1
-
-
-def test_without_another_plan_windows_begin_where_all_do(training: Training) -> None:
-    training.run_until(TARGET)
-    begin_window(training)
-    training.run_until(TARGET + 2 * W)
-    assert windows(training) == [(TARGET, SCHEDULE.digest), (TARGET + W, SCHEDULE.digest)]
