@@ -2,13 +2,11 @@
 """Each file is in one shard, and the shards take about equal time."""
 
 import argparse
-import ast
 from pathlib import Path
 
 import pytest
 
 from tests.suite import shards
-from tests.suite.selection import ROOT
 from tests.suite.shards import Recorded, Shard
 
 
@@ -61,35 +59,3 @@ def test_durations_of_executed_files_are_replaced(
     assert shards.recorded() == {'b.py': (0.1, 1), 'c.py': (2.0, 2)}
     shards.record({'b.py::x': {'outcome': 'failed', 'seconds': 60.0}})
     assert shards.recorded()['b.py'] == (0.1, 1)
-
-
-def test_all_files_of_the_default_suite_are_recorded() -> None:
-    """Shards of unknown files are unbalanced; `scripts/test.sh --record NAME` records one."""
-    known = shards.recorded()
-    assert [file for file in known if not (ROOT / file).is_file()] == [], 'they are gone'
-    folders = ('unit', 'rules', 'fuzz', 'distributed')
-    found = [path for it in folders for path in (ROOT / 'tests' / it).rglob('test_*.py')]
-    by_default = [str(path.relative_to(ROOT)) for path in found if _runs_by_default(path)]
-    assert sorted(set(by_default) - known.keys()) == [], 'scripts/test.sh --record NAME'
-
-
-def _runs_by_default(path: Path) -> bool:
-    """True if some case of a file does not have the mark `thorough`."""
-    body = ast.parse(path.read_text('utf-8')).body
-    if any(isinstance(node, ast.Assign) and _is_mark(node) for node in body):
-        return False
-    tests = [it for it in body if isinstance(it, ast.FunctionDef) and it.name.startswith('test_')]
-    return any(not any(map(_is_thorough, test.decorator_list)) for test in tests)
-
-
-def _is_mark(node: ast.Assign) -> bool:
-    return ast.unparse(node.targets[0]) == 'pytestmark' and _is_thorough(node.value)
-
-
-def _is_thorough(node: ast.AST) -> bool:
-    """`with_quick` marks all cases except those it names."""
-    return any(
-        (isinstance(it, ast.Attribute) and ast.unparse(it) == 'pytest.mark.thorough')
-        or (isinstance(it, ast.Call) and ast.unparse(it.func) == 'with_quick' and len(it.args) == 1)
-        for it in ast.walk(node)
-    )
