@@ -82,10 +82,19 @@ class Dense(Checked, frozen=True):
         """I (T + o) + c, seconds from one checkpoint to the next without a failure."""
         return self.interval * self.step_s + self.stall_s
 
+    @property
+    def mean_overhead_s(self) -> float:
+        """O + c/I, seconds added to each iteration on average, stalls included."""
+        return self.overhead_s + self.stall_s / self.interval
+
+    @property
+    def period(self) -> int:
+        return self.interval
+
     def ettr_first_order(self) -> float:
         """1 / (1 + o'/T) x 1 / (1 + E[R]/M) with o' = o + c/I (paper, appendix C)."""
-        overhead_s = self.overhead_s + self.stall_s / self.interval
-        return first_order(self.iteration_s, overhead_s, self.expected_recovery_s(), self.mtbf_s)
+        overhead_s, recovery_s = self.mean_overhead_s, self.expected_recovery_s()
+        return first_order(self.iteration_s, overhead_s, recovery_s, self.mtbf_s)
 
     def ettr_exact(self) -> float:
         """I T over the mean seconds of a period, M e^(r/M) (e^(L/M) - 1) (Daly's renewal form)."""
@@ -136,6 +145,14 @@ class Sparse(Checked, frozen=True):
             fields.require(good, 'frozen_shares', self.frozen_shares, rule)
             for value in self.frozen_shares:
                 fields.number('frozen_shares', value, Share)
+
+    @property
+    def mean_overhead_s(self) -> float:
+        return self.overhead_s
+
+    @property
+    def period(self) -> int:
+        return self.window
 
     @property
     def step_s(self) -> float:

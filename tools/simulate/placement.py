@@ -48,6 +48,8 @@ Placement = list[tuple[int, ...]]
 """Experts in the slots of each node."""
 
 ENUMERATION_LIMIT = 200_000
+SAMPLES = 100_000
+"""Sets of failed domains that are drawn where there are too many to enumerate."""
 SPREADS = 20
 _CHUNK = 4096
 _MOST_SKEW = 100
@@ -84,31 +86,26 @@ class Placed(msgspec.Struct, frozen=True):
 def survival_report(
     domains: Sequence[str],
     failed: Iterable[int],
-    *,
-    replicas: Iterable[int] = (1, 2, 3),
     groups: Sequence[Sequence[int]] | None = None,
     distance: LinkCost | None = None,
-    samples: int = 100_000,
 ) -> list[Placed]:
-    """Placements by `place_replicas` for each of `replicas`, and their survival of failed domains.
+    """Placements of 1, 2 and 3 replicas by `place_replicas`, and their survival of failed domains.
 
-    Raises ValueError: more domains fail than exist, or replicas are negative.
+    Raises ValueError if more domains fail than exist.
     """
     failed = list(failed)
     found = []
-    for count in replicas:
+    for count in (1, 2, 3):
         holders = place_replicas(domains, count, groups=groups, distance=distance)
         held = Counter(rank for held_by in holders for rank in held_by)
         loads = [held[rank] for rank in range(len(domains))]
         links = [(owner, rank) for owner, held_by in enumerate(holders) for rank in held_by]
         survival = []
         for lost in failed:
-            probability = survival_probability(
-                domains, holders, lost, groups=groups, samples=samples
-            )
+            probability = survival_probability(domains, holders, lost, groups=groups)
             # Two more of each kind, as samples without any loss prove nothing (Agresti and Coull).
-            share = (probability * samples + 2) / (samples + 4)
-            error = math.sqrt(share * (1 - share) / (samples + 4))
+            share = (probability * SAMPLES + 2) / (SAMPLES + 4)
+            error = math.sqrt(share * (1 - share) / (SAMPLES + 4))
             exact = is_exact(len(set(domains)), lost)
             survival.append(Survival(lost, probability, 0.0 if exact else error))
         least = min(map(len, holders), default=0)
@@ -122,22 +119,12 @@ def survival_probability(
     domains: Sequence[str],
     holders: Sequence[Sequence[int]],
     failed_domains: int,
-    *,
     groups: Sequence[Sequence[int]] | None = None,
-    samples: int = 100_000,
 ) -> float:
     """Probability that every rank's state survives a simultaneous loss of `failed_domains` domains.
 
-    A rank's state survives in the owner, in its holders, and in the ranks with the same state
-    and their holders. Every set of domains is equally likely. Exact up to `ENUMERATION_LIMIT`
-    sets, else from `samples` random sets.
-
-    Args:
-        domains: failure domain of each rank.
-        holders: ranks that hold copies of each rank's state, by owner.
-        failed_domains: number of domains lost.
-        groups: ranks with the same state.
-        samples: number of sampled sets.
+    A rank's state survives in the owner, in its holders (by owner), and in the ranks of its group,
+    which have the same state, and their holders.
     """
     index = {name: position for position, name in enumerate(sorted(set(domains)))}
     kept = np.zeros((len(domains), len(index)), dtype=bool)
@@ -145,26 +132,22 @@ def survival_probability(
         kept[owner, [index[domains[rank]] for rank in (owner, *held_by)]] = True
     for members in groups or ():
         kept[list(members)] = kept[list(members)].any(axis=0)
-    return copies_survival(kept, failed_domains, samples=samples)
+    return copies_survival(kept, failed_domains)
 
 
-def copies_survival(kept: np.ndarray, failed_domains: int, *, samples: int = 100_000) -> float:
+def copies_survival(kept: np.ndarray, failed_domains: int) -> float:
     """Probability that each item keeps a copy when `failed_domains` random domains are lost.
 
     `kept` is bool, shape [items, domains]: whether a domain has a copy of an item. Exact, by
-    enumeration, where `is_exact`, else from `samples` random sets. Raises `ValueError` for
-    fewer than `failed_domains` domains.
+    enumeration, where `is_exact`, else from random sets.
     """
     domains = kept.shape[1]
     if not 0 <= failed_domains <= domains:
         raise ValueError(f'failed_domains is {failed_domains}, of {domains} domains')
     kept = np.unique(kept, axis=0).astype(np.float32)
-    if is_exact(domains, failed_domains):
-        sets: Iterable[np.ndarray] = _all_sets(domains, failed_domains)
-    else:
-        sets = _random_sets(domains, failed_domains, samples)
+    sets = _all_sets if is_exact(domains, failed_domains) else _random_sets
     survived = tried = 0
-    for failed in sets:
+    for failed in sets(domains, failed_domains):
         lost = failed @ kept.T == kept.sum(axis=1)
         survived += int((~lost.any(axis=1)).sum())
         tried += len(failed)
@@ -181,10 +164,10 @@ def _all_sets(count: int, failed: int) -> Iterator[np.ndarray]:
         yield _one_hot(np.array(chunk, dtype=np.int64).reshape(len(chunk), failed), count)
 
 
-def _random_sets(count: int, failed: int, samples: int) -> Iterator[np.ndarray]:
+def _random_sets(count: int, failed: int) -> Iterator[np.ndarray]:
     generator = np.random.default_rng(0)
-    for start in range(0, samples, _CHUNK):
-        order = generator.random((min(_CHUNK, samples - start), count)).argpartition(failed, axis=1)
+    for start in range(0, SAMPLES, _CHUNK):
+        order = generator.random((min(_CHUNK, SAMPLES - start), count)).argpartition(failed, axis=1)
         yield _one_hot(order[:, :failed], count)
 
 
@@ -222,11 +205,6 @@ def allocate_replicas(tokens: Sequence[float], nodes: int, slots: int, least: in
 def representatives(replicas: Sequence[int], slots: int) -> list[int]:
     """Replicas of the representative of each group, ascending."""
     return sorted(replicas)[::slots]
-
-
-def representatives_fit(replicas: Sequence[int], nodes: int, slots: int) -> bool:
-    """True if each group gets all its nodes; only then is maximum rank overlap optimal."""
-    return sum(representatives(replicas, slots)) <= nodes
 
 
 def maximum_rank_overlap(replicas: Sequence[int], nodes: int, slots: int) -> Placement:
@@ -357,7 +335,7 @@ def experts_report(args: argparse.Namespace) -> dict[str, Any]:
     return {
         'replicas': replicas,
         'representatives': representatives(replicas, args.slots),
-        'representatives_fit': representatives_fit(replicas, *shape),
+        'representatives_fit': sum(representatives(replicas, args.slots)) <= args.nodes,
         'maximum_rank_overlap': [
             recovery_probability(overlap, lost) for lost in range(1, args.failed + 1)
         ],
@@ -370,24 +348,18 @@ def experts_report(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def ranks_table(placements: Sequence[Placed]) -> Table:
-    """A row for each number of replicas, a column for each number of failed nodes."""
     columns = ['>copies', '>holders', '>load', '>links between switches']
     columns += [f'>{lost.failed} failed' for lost in placements[0].survival]
     rows = []
     for placed in placements:
         least, most = placed.load
-        away = placed.mean_distance
-        rows.append((
-            str(placed.replicas),
-            str(placed.holders),
-            str(least) if least == most else f'{least} to {most}',
-            '' if away is None else f'{away:.0%}',
-            *(
-                f'{one.probability:.4f}'
-                + (f' ±{one.standard_error:.4f}' if one.standard_error else '')
-                for one in placed.survival
-            ),
-        ))  # fmt: skip
+        load = str(least) if least == most else f'{least} to {most}'
+        away = '' if placed.mean_distance is None else f'{placed.mean_distance:.0%}'
+        shares = (
+            f'{one.probability:.4f}{f" ±{error:.4f}" if (error := one.standard_error) else ""}'
+            for one in placed.survival
+        )
+        rows.append((str(placed.replicas), str(placed.holders), load, away, *shares))
     return table(columns, rows, title='Probability that nothing is lost', title_justify='left')
 
 

@@ -33,7 +33,6 @@ from ..lab.tables import table
 from ..lab.text import tick
 from ..model.fields import FieldError
 from . import flags
-from .closed_form import Dense
 from .experts import PartialRun
 from .systems import PARTIAL_SYSTEMS, SPARSE_SYSTEMS, SYSTEMS
 
@@ -90,16 +89,14 @@ class Point(NamedTuple):
     """PLT that 1 job in 20 exceeds; None for systems that lose no tokens."""
 
 
-def sweep(
-    args: argparse.Namespace, systems: Sequence[str], values: Sequence[float]
-) -> tuple[list[Point], list[str]]:
+def sweep(args: argparse.Namespace, values: Sequence[float]) -> tuple[list[Point], list[str]]:
     """Points, and reasons for missing ones. Raises FieldError and errors of file readers."""
     points, missing = [], []
     for value in tqdm(values, desc=args.over, disable=None, leave=False):
         attribute = args.over.replace('-', '_')
         setattr(args, attribute, int(value) if args.over in WHOLE else value)
         scenario = flags.scenario(args)
-        for name in systems:
+        for name in args.systems:
             try:
                 points.append(_point(scenario, name, value))
             except InfeasiblePlan as error:
@@ -109,31 +106,20 @@ def sweep(
 
 def _point(scenario: flags.Scenario, name: str, value: float) -> Point:
     system = scenario.system(name)
-    costs = system.costs
-    estimate = scenario.simulate(system)
-    run = estimate.run
-    stall_s = costs.stall_s / costs.interval if isinstance(costs, Dense) else 0.0
+    costs, estimate = system.costs, scenario.simulate(system)
+    lost = estimate.run.plt_of_unlucky() if isinstance(estimate.run, PartialRun) else None
     return Point(
-        system=name,
-        value=value,
-        ettr_exact=costs.ettr_exact(),
-        ettr_simulated=estimate.ettr,
-        ettr_simulated_ci95=estimate.ci95,
-        overhead=(costs.overhead_s + stall_s) / costs.iteration_s,
-        window=costs.interval if isinstance(costs, Dense) else costs.window,
-        recovery=costs.expected_recovery_s(),
-        lost=run.plt_of_unlucky() if isinstance(run, PartialRun) else None,
-    )
+        name, value, costs.ettr_exact(), estimate.ettr, estimate.ci95,
+        costs.mean_overhead_s / costs.iteration_s, costs.period, costs.expected_recovery_s(), lost,
+    )  # fmt: skip
 
 
 def shown(point: Point, what: str) -> float:
-    """The requested figure of a point."""
     name = {'ettr': 'ettr_exact', 'simulated': 'ettr_simulated'}.get(what, what)
     return float(getattr(point, name))
 
 
 def print_table(points: Sequence[Point], over: str, what: str, console: Console) -> None:
-    """Print a row per value, a column per system."""
     names = list(dict.fromkeys(point.system for point in points))
     found = {(point.system, point.value): point for point in points}
     rows = []
@@ -146,7 +132,6 @@ def print_table(points: Sequence[Point], over: str, what: str, console: Console)
 
 
 def draw(points: Sequence[Point], over: str, what: str, target: Path) -> None:
-    """Draw a line per system into an image file."""
     names = list(dict.fromkeys(point.system for point in points))
     values = sorted({point.value for point in points})
     seconds = over == 'mtbf'
@@ -173,8 +158,7 @@ def draw(points: Sequence[Point], over: str, what: str, target: Path) -> None:
 def _ticks(axes: Any, values: Sequence[float], *, logarithmic: bool, seconds: bool) -> None:
     """Label the values themselves, as far as space allows."""
     place = math.log if logarithmic else float
-    if logarithmic:
-        axes.set_xscale('log')
+    axes.set_xscale('log' if logarithmic else 'linear')
     length = place(values[-1]) - place(values[0])
     labelled: list[float] = []
     for value in values:
@@ -195,28 +179,31 @@ def styles(names: Sequence[str]) -> list[dict[str, Any]]:
     return [own.get(name) or {'color': next(others), 'linewidth': 1.6} for name in names]
 
 
-def check_it_matters(args: argparse.Namespace, names: Sequence[str]) -> None:
+def check_it_matters(args: argparse.Namespace) -> None:
     """Refuse a sweep over a flag without effect. Raises FieldError, which names a flag."""
-    over = args.over
-    if over in ('mtbf', 'gpus') and args.trace is not None:
-        raise FieldError(over, 'cannot be varied: --trace fixes the failures')
-    if over == 'gpus' and args.mtbf is not None:
-        raise FieldError('mtbf', 'fixes the rate of failures for any number of GPUs; leave it out')
-    if over == 'gpus' and args.gpu_hours_per_failure is None:
-        raise FieldError('gpu_hours_per_failure', 'is missing; give it to vary --gpus')
-    if over.endswith('bandwidth') and args.profile is None:
-        raise FieldError('profile', f'is missing; without one nothing is priced by --{over}')
-    if over == 'window' and not set(names) & set(SPARSE_SYSTEMS):
-        raise FieldError(over, 'cannot be varied: none of --systems has a window')
-    if over == 'interval' and set(names) <= {'none', *SPARSE_SYSTEMS}:
-        raise FieldError(over, 'cannot be varied: none of --systems has an interval')
-    if over == 'skew' and not set(names) & {*SPARSE_SYSTEMS, *PARTIAL_SYSTEMS}:
-        raise FieldError(over, 'cannot be varied: none of --systems depends on popularity')
-    others = [name for name in names if name not in PARTIAL_SYSTEMS]
-    if args.show == 'lost' and others:
-        raise FieldError(
-            'show', f'lost is for {" and ".join(PARTIAL_SYSTEMS)}; {others[0]} loses none'
-        )
+    over, names = args.over, set(args.systems)
+    lossless = [name for name in args.systems if name not in PARTIAL_SYSTEMS]
+    none = 'cannot be varied: none of --systems'
+    losing = ' and '.join(PARTIAL_SYSTEMS)
+    for forbidden, flag, rule in (
+        (over in ('mtbf', 'gpus') and args.trace is not None, over,
+         'cannot be varied: --trace fixes the failures'),
+        (over == 'gpus' and args.mtbf is not None, 'mtbf',
+         'fixes the rate of failures for any number of GPUs; leave it out'),
+        (over == 'gpus' and args.gpu_hours_per_failure is None, 'gpu_hours_per_failure',
+         'is missing; give it to vary --gpus'),
+        (over.endswith('bandwidth') and args.profile is None, 'profile',
+         f'is missing; without one nothing is priced by --{over}'),
+        (over == 'window' and not names & set(SPARSE_SYSTEMS), over, f'{none} has a window'),
+        (over == 'interval' and names <= {'none', *SPARSE_SYSTEMS}, over,
+         f'{none} has an interval'),
+        (over == 'skew' and not names & {*SPARSE_SYSTEMS, *PARTIAL_SYSTEMS}, over,
+         f'{none} depends on popularity'),
+        (args.show == 'lost' and lossless, 'show',
+         f'lost is for {losing}; {lossless[0] if lossless else ""} loses none'),
+    ):  # fmt: skip
+        if forbidden:
+            raise FieldError(flag, rule)
 
 
 def parse_arguments(
@@ -249,8 +236,8 @@ def parse_arguments(
 def main(argv: Sequence[str] | None = None) -> int:
     parser, args, values = parse_arguments(argv)
     with flags.errors(parser):
-        check_it_matters(args, args.systems)
-        points, missing = sweep(args, args.systems, values)
+        check_it_matters(args)
+        points, missing = sweep(args, values)
     console = Console(stderr=args.json)
     for reason in missing:
         console.print(reason, style='yellow', markup=False, soft_wrap=True)
