@@ -58,7 +58,7 @@ def parse_arguments() -> argparse.Namespace:
         prog='own_loop', description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        '--data', type=Path, required=True, help='prefix given to tools.prepare_data'
+        '--data', type=Path, required=True, help='prefix given to moevement prepare-data'
     )
     parser.add_argument('--iterations', type=int, default=100)
     parser.add_argument('--dir', default=SparseCheckpointConfig.dir, help='for windows, in a tmpfs')
@@ -68,7 +68,7 @@ def parse_arguments() -> argparse.Namespace:
     given = parser.parse_args()
     if not Path(f'{given.data}.bin').is_file():  # a user error: no launcher restarts this rank
         parser.error(
-            f'--data {given.data}: {given.data}.bin does not exist (see tools.prepare_data)'
+            f'--data {given.data}: {given.data}.bin does not exist (see moevement prepare-data)'
         )
     return given
 

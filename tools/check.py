@@ -5,8 +5,8 @@
     moevement check --nproc 64 -- --num-layers 32 --hidden-size 4096 ...
 
 After `--` come all flags of pretrain_gpt.py; --sparse-ckpt is implied. Refusals are those of the
-start, in the same words. The tool looks for files and directories on this machine. Use tools.plan
-for the host memory of a job.
+start, in the same words. The tool looks for files and directories on this machine. For the host
+memory of a job there is `moevement plan`.
 
 Exit status: 0 the job would be protected, 2 the start would be refused, or a flag is wrong.
 """

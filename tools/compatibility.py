@@ -5,7 +5,7 @@
 
 The sources are `megatron/moevement/job/flags.py`, and the requirements in
 setup.py and the Dockerfile. Without --write the page is printed. To check the flags of one job, use
-`tools.check`.
+`moevement check`.
 """
 
 import re

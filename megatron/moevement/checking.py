@@ -3,7 +3,7 @@
 
 Upstream parses and validates the flags as on the first rank, but sets nothing up. The functions of
 a real start then apply their rules. Two answers need a running job: the host memory for the model
-(`tools.plan` computes it), and whether the launcher can replace a worker.
+(`moevement plan` computes it), and whether the launcher can replace a worker.
 """
 
 import argparse

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Export: a relaunch by `tools.windows export` that only saves the content of the run's windows.
+"""Export: a relaunch by `moevement windows export` that only saves what the run's windows have.
 
 An export needs a window that fits its flags. Without one it ends instead of training from scratch,
 which would overwrite the windows. The windows remain after an export.

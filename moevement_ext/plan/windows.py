@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the shortest window that all ranks' links sustain. For training and `tools.plan`.
+"""Finds the shortest window that all ranks' links sustain. For training and `moevement plan`.
 
 Two links have limits of different kinds. A *copy* to host memory must finish before the next update
 overwrites its source, which limits each slot. Bytes to *send* to holders of replicas wait in the

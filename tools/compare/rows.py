@@ -27,7 +27,7 @@ class Row(NamedTuple):
     title: str
     keeps: Keeps
     system: str
-    """The simulator's name for it (`tools.simulate --system`)."""
+    """The simulator's name for it (`moevement simulate --system`)."""
     flags: str = ''
     """Further flags of the trainer; names of `training_flags` in braces are filled in."""
     exact: bool = True

@@ -25,7 +25,7 @@ FLAGS = {
     'c4': f'{BASE} {_C3} {_MOMENTS}',
     'c5': f'{BASE} {_C3} --sparse-ckpt-fp8-masters {_MOMENTS}',
 }
-"""Flags of Megatron, by name of the precision as in `tools.plan --precision`."""
+"""Flags of Megatron, by name of the precision as in `moevement plan --precision`."""
 NATIVE = {'bf16': FLAGS['bf16'], 'fp32': ''}
 """Flags for the values of `models.native_precision`. In fp32 Megatron cannot load the checkpoints
 of its distributed optimizer."""

@@ -86,7 +86,7 @@ def refuse(was: Layout, now: Layout, interleaved: bool, own_data: bool) -> None:
     if was.tensor != now.tensor:
         raise RefusedWindow(
             f'windows of {was} are divided by {flag} {was.tensor}, and this job by {now.tensor}: '
-            f'start with {flag} {was.tensor}, or export a checkpoint (tools.windows export)'
+            f'start with {flag} {was.tensor}, or export a checkpoint (moevement windows export)'
         )
     if interleaved and was.expert_tensor != now.expert_tensor:
         raise RefusedWindow(
