@@ -3,7 +3,7 @@
 
     python -m tools.compatibility --write
 
-The sources are `megatron/moevement/job/flags.py`, and the requirements in
+The sources are `megatron/moevement/job/flags.py`, `compatibility.toml`, and the requirements in
 setup.py and the Dockerfile. Without --write the page is printed. To check the flags of one job, use
 `moevement check`.
 """
@@ -11,6 +11,7 @@ setup.py and the Dockerfile. Without --write the page is printed. To check the f
 import re
 import sys
 import textwrap
+import tomllib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -24,60 +25,9 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCUMENT = ROOT / 'docs' / 'compatibility.md'
 _WIDTH = 100
 
-CHECKED = (
-    ('torch 2.15.0, gloo', '0.19.2', 'none', 'all tests but `tests/gpu`, on the CPU'),
-    ('torch 2.14.1, gloo', '0.19.2', 'none', 'all tests but `tests/gpu`, on the CPU'),
-    (
-        'torch 2.12.0, gloo',
-        '0.19.2',
-        'none',
-        'by hand: `test_localized_recovery.py`, `test_whole_job_recovery.py` and '
-        '`test_refusals.py`. It is the release nearest to the torch in the image that the '
-        'Dockerfile names, which calls itself 2.12.0a0',
-    ),
-    (
-        'torch 2.11.0, gloo',
-        '0.19.2',
-        'none',
-        'by hand: `pretrain_gpt.py --help`, a localized recovery, one of the whole job, and '
-        'tests/unit/regroup without the backend that fails like NCCL: neither 2.11 nor 2.12 '
-        'supports backends that are written in Python',
-    ),
-    (
-        'torch 2.14.1, without a GPU',
-        '0.19.2',
-        '2.20.2',
-        'tests/transformer_engine: all rules that can be checked without its kernels',
-    ),
-    ('torch 2.12.0a0 of the Dockerfile, NCCL', '0.19.2', 'of the Dockerfile', 'nothing yet'),
-)
+_TEXTS = tomllib.loads(Path(__file__).with_suffix('.toml').read_text('utf-8'))
+CHECKED: list[list[str]] = _TEXTS['checked']
 """PyTorch and backend, megatron-core, Transformer Engine, and the tests of this combination."""
-
-_HEAD = """# Compatibility
-
-<!-- Written by `python -m tools.compatibility --write`; a change goes into its sources. -->
-
-Flags of megatron-core 0.19.2 that `--sparse-ckpt` does not fully support:
-
-- [Refused](#refused): the job is not started; the message names the flag and what to do instead.
-- [Whole job only](#whole-job-only): a failure restarts all workers, which recover together from
-  host memory, with the same bits. The log says so at the start.
-
-With all others only the stages that lost a worker replay, and every bit is as if nothing had
-happened. Without `--untie-embeddings-and-output-weights` the first and the last pipeline stage
-share weights, and replay together if one of them lost a worker: with two stages, that is the whole
-job. Every flag is part of the run's identity, including flags that a later Megatron adds: a job
-that is started with another value finds its windows refused, by the name of the flag.
-[Some](#may-differ) cannot change a bit, and may differ from start to start.
-
-`moevement check -- <flags>` reports how a job with these flags would be treated, without
-starting it.
-"""
-
-_LENGTHS = (
-    'Sequences of different lengths (`TransformerConfig.variable_seq_lengths`, which no flag sets) '
-    'are recovered locally up to `--seq-length`, by which the upstream log is sized.'
-)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -92,11 +42,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def document() -> str:
+    lengths = textwrap.fill(_TEXTS['lengths'], _WIDTH)
     return '\n'.join(
         (
-            _HEAD,
+            _TEXTS['head'],
             f'## Refused\n\n{_rules(REFUSED)}',
-            f'## Whole job only\n\n{textwrap.fill(_LENGTHS, _WIDTH)}\n\n{_rules(WHOLE_JOB)}',
+            f'## Whole job only\n\n{lengths}\n\n{_rules(WHOLE_JOB)}',
             f'## May differ\n\n{_indifferent()}',
             _versions(),
         )
@@ -114,7 +65,9 @@ def _versions() -> str:
         f'is built on `{image[1]}`. At its start a job compares the parts of megatron-core that it '
         'replaces with those it was written for, and ends with their names if they differ.'
     )
-    rows = markdown(('PyTorch', 'megatron-core', 'Transformer Engine', 'Checked by'), CHECKED)
+    rows = markdown(
+        ('PyTorch', 'megatron-core', 'Transformer Engine', 'Checked by'), _TEXTS['checked']
+    )
     return f'## Versions\n\n{textwrap.fill(text, _WIDTH)}\n\n{rows}'
 
 
@@ -131,13 +84,10 @@ def _rules(rules: Iterable[Rule]) -> str:
 
 def _indifferent() -> str:
     """A row for each reason why settings change no bit, with the flags that upstream has."""
-    return markdown(
-        ('About', 'Settings'),
-        [
-            (about, ', '.join(f'`{name}`' for name in names.split()))
-            for about, names in NO_BIT.items()
-        ],
+    rows = (
+        (about, ', '.join(f'`{one}`' for one in names.split())) for about, names in NO_BIT.items()
     )
+    return markdown(('About', 'Settings'), rows)
 
 
 def _condition(rule: Rule) -> str:

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of a comparison, each a small declaration."""
+"""The rows of a comparison, as `rows.toml` declares them."""
 
 import enum
+from importlib.resources import files
 from pathlib import Path
-from typing import NamedTuple
+
+import msgspec
 
 from moevement_ext.config import AUTO
-from moevement_ext.plan.strategy.moc import LOST_SHARE
 
 from ..lab import models
 
@@ -21,7 +22,7 @@ class Keeps(enum.StrEnum):
     """Host memory, by sparse checkpointing."""
 
 
-class Row(NamedTuple):
+class Row(msgspec.Struct, frozen=True):
     """A way to survive failures."""
 
     title: str
@@ -80,68 +81,9 @@ class Row(NamedTuple):
 RUN_ID = 'compare'
 PLAIN = 'plain'
 """Plain Megatron without failures, the reference of all rows."""
-_PEERS = '--sparse-ckpt-replicas 1 --sparse-ckpt-network-gb-per-s {network_gb_per_s:g}'
-_WINDOWS = f'--sparse-ckpt-window {{window}} {_PEERS}'
-_STRATEGY = '--sparse-ckpt-strategy'
-_MOC = f'{_STRATEGY} moc'
-_RECOVERY = f'{_WINDOWS} --sparse-ckpt-recovery'
-
-ROWS = {
-    'none': Row('no checkpoints', Keeps.NOTHING, 'none', restarts_all=True),
-    'torch-dist-sync': Row(
-        'torch_dist, synchronous', Keeps.DISK, 'dense', exact=False, restarts_all=True
-    ),
-    'torch-dist-async': Row(
-        'torch_dist, asynchronous', Keeps.DISK, 'dense',
-        exact=False, restarts_all=True, asynchronous=True,
-    ),
-    'checkfreq': Row(
-        'CheckFreq', Keeps.MEMORY, 'checkfreq',
-        f'{_STRATEGY} checkfreq --sparse-ckpt-disk {{disk}}',
-    ),
-    'gemini': Row(
-        'Gemini', Keeps.MEMORY, 'gemini',
-        f'{_STRATEGY} gemini --sparse-ckpt-interval oracle --sparse-ckpt-mtbf {{mtbf_s:g}} '
-        f'{_PEERS}',
-    ),
-    'moc': Row(
-        'MoC-System, K = 1', Keeps.MEMORY, 'moc',
-        f'{_MOC} --sparse-ckpt-experts 1 {_PEERS}', exact=False, lossy=True, saved=1,
-    ),
-    'moc-dynamic': Row(
-        'MoC-System, dynamic K', Keeps.MEMORY, 'moc',
-        f'{_MOC} --sparse-ckpt-experts dynamic {_PEERS}',
-        exact=False, lossy=True, saved=1, lost_budget=LOST_SHARE,
-    ),
-    'moetion': Row(
-        'MoEtion v1', Keeps.MEMORY, 'moetion',
-        f'{_STRATEGY} moetion {_PEERS}', exact=False, lossy=True,
-    ),
-    'whole-job': Row(
-        'MoEvement, whole job', Keeps.MEMORY, 'ours',
-        f'{_RECOVERY} whole-job', restarts_all=True,
-    ),
-    'windows': Row(
-        'MoEvement, global, without frozen operators and popularity', Keeps.MEMORY, 'ours',
-        f'{_RECOVERY} global --sparse-ckpt-order fixed', settings='freezes=0', ablation=True,
-    ),
-    'windows-frozen': Row(
-        'MoEvement, global, without popularity', Keeps.MEMORY, 'ours',
-        f'{_RECOVERY} global --sparse-ckpt-order fixed', ablation=True,
-    ),
-    'global': Row('MoEvement, global', Keeps.MEMORY, 'ours', f'{_RECOVERY} global'),
-    'localized': Row(
-        'MoEvement, localized', Keeps.MEMORY, 'ours', f'{_RECOVERY} localized', localized=True
-    ),
-    'localized-spare': Row(
-        'MoEvement, localized, hot spare', Keeps.MEMORY, 'ours',
-        f'{_RECOVERY} localized', spares=1, localized=True,
-    ),
-    'copy': Row(
-        'copy from a data-parallel peer', Keeps.MEMORY, 'copy',
-        f'{_RECOVERY} localized', copies=True, localized=True,
-    ),
-}  # fmt: skip
+ROWS = msgspec.toml.decode(
+    files(__package__).joinpath('rows.toml').read_bytes(), type=dict[str, Row]
+)
 """In the order of the table."""
 
 
