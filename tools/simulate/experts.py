@@ -18,7 +18,7 @@ experts as the iteration hides, selected by their tokens; MLT is the mean number
 failure, here in iterations' worth of tokens.
 """
 
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 from msgspec.structs import replace
@@ -29,7 +29,6 @@ from .closed_form import Dense
 from .runs import DenseRun
 
 Selection = Literal['sequential', 'load-aware']
-SELECTIONS = get_args(Selection)
 _CYCLES = 40
 
 

@@ -2,8 +2,10 @@
 """Common flags of the simulator and its sweeps, and the scenario that they describe."""
 
 import argparse
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.resources import files
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,35 +14,24 @@ from msgspec.structs import replace
 
 from moevement_ext.plan.byte_planner import InfeasiblePlan
 
-from ..lab.arguments import Flag, add_flags
 from ..model import fields
 from ..model.description import GIGA, DescriptionError, read
 from ..model.description import mtbf_s as mtbf_of
 from ..model.fields import FieldError, NotNegative, Positive
 from . import profile as profiles
-from .experts import SELECTIONS, draw_shares
+from .experts import draw_shares
 from .failures import Correlated, Process, Renewal, Trace, TraceError, read_trace
 from .monte_carlo import Estimate, Spares, simulate
 from .profile import Profile
 from .runs import Pipeline
-from .systems import INTERVAL_RULES, PARTIAL_SYSTEMS, Options, System, build
+from .systems import PARTIAL_SYSTEMS, Options, System, build
 
+_GROUPS = tomllib.loads(files(__package__).joinpath('flags.toml').read_text('utf-8'))
 FLAG_OF_FIELD = {
-    'iteration_s': '--iteration-time',
-    'overhead_s': '--overhead',
-    'stall_s': '--stall',
-    'restart_s': '--restart-time',
-    'mtbf_s': '--mtbf',
-    'copy_s': '--copy-time',
-    'copy_bytes_per_s': '--copy-bandwidth',
-    'network_bytes_per_s': '--network-bandwidth',
-    'disk_bytes_per_s': '--disk-bandwidth',
-    'job_s': '--job-hours',
-    'saved': '--saved-experts',
-    'shape': '--weibull-shape',
-    'repeat_after_s': '--repeat-after',
-    'repair_s': '--repair-time',
-    'count': '--spares',
+    given['field']: f'--{name}'
+    for group in _GROUPS.values()
+    for name, given in group.items()
+    if 'field' in given
 }
 """Flags whose name differs from the field's."""
 # Fields of Options that have a flag each.
@@ -74,73 +65,15 @@ def errors(parser: argparse.ArgumentParser) -> Iterator[None]:
         parser.error(str(error))
 
 
-_COSTS = [
-    Flag('--iteration-time', 'seconds of an iteration without fault tolerance', float),
-    Flag('--interval', 'iterations from one dense checkpoint to the next', int),
-    Flag('--window', 'iterations of a window of sparse checkpointing', int),
-    Flag('--overhead', 'seconds that are added to each iteration, on average', float),
-    Flag('--stall', 'seconds that training waits once per dense checkpoint', float),
-    Flag('--restart-time', 'seconds from a failure until the replay begins', float),
-    Flag('--local-saving', 'share saved of a replayed iteration: few stages only', float, 0.0),
-    Flag('--frozen-saving', 'share of the work of a frozen operator that is saved', float, 0.0),
-    Flag('--copy-time', "seconds to copy a rank's state from a data-parallel copy", float),
-    Flag('--overhead-bound', 'of CheckFreq, share of an iteration (default: 0.03)', float, 0.03),
-    Flag('--experts', 'experts per layer; a profile does not have their number', int),
-    Flag('--saved-experts', 'experts in each checkpoint of moc and moetion', int),
-    Flag('--lost-budget', 'PLT beyond which moc doubles the saved experts (paper: 0.0375)', float),
-    Flag('--skew', "of the experts' popularity, 0 (none) to below 1 (drawn at random)", float),
-]
-_MACHINE = [
-    Flag('--profile', 'measurements, for costs that no flag gives: a JSON file, or the '
-         'folder of --sparse-ckpt-events of a run', Path),
-    Flag('--copy-bandwidth', "GB/s of a rank to host memory, instead of the profile's", float),
-    Flag('--network-bandwidth', "GB/s of a rank's share of the network", float),
-    Flag('--disk-bandwidth', "GB/s of a rank's share of the storage", float),
-    Flag('--nodes', 'nodes of the job', int),
-    Flag('--stages', 'pipeline stages', int),
-    Flag('--micro-batches', 'micro-batches per iteration', int),
-    Flag('--copies', 'nodes of a stage that hold the same state', int),
-]  # fmt: skip
-_FAILURES = [
-    Flag('--mtbf', 'mean seconds between failures of the job (inf: none), or a multiple of '
-         "the profile's value such as 0.5x (default: that value)", mtbf),
-    Flag('--gpus', 'GPUs of the job; with --gpu-hours-per-failure instead of --mtbf', int),
-    Flag('--gpu-hours-per-failure', 'e.g. 50000 (Llama 3), 30000, 7500 (OPT-175B)', float),
-    Flag('--weibull-shape', 'shape of the gaps; below 1 failures come in bunches', float, 1.0),
-    Flag('--neighbours', 'mean number of further nodes lost with a failed one', float, 0.0),
-    Flag('--repeat', 'probability that a failed node fails again soon', float, 0.0),
-    Flag('--repeat-after', 'mean seconds until then (default: 3600)', float, 3600.0),
-    Flag('--trace', 'CSV file with the columns time,node,event instead of random failures', Path),
-    Flag('--spares', 'nodes in reserve (default: always enough)', int),
-    Flag('--repair-time', 'seconds until a failed node is a spare', float, 0.0),
-]  # fmt: skip
-_SIMULATION = [
-    Flag('--hours', 'hours to simulate, over all histories', float),
-    Flag('--job-hours', 'length of the job, each history from a fresh start', float),
-    Flag('--histories', 'number of independent histories', int),
-    Flag('--seed', 'seed of the random numbers (default: 0)', int, 0),
-]
-_CHOICES = [
-    Flag('--interval-rule', 'how gemini chooses its interval (default: oracle)',
-         default='oracle', choices=INTERVAL_RULES),
-    Flag('--selection', 'how moc chooses experts (default: sequential)',
-         default='sequential', choices=SELECTIONS),
-    Flag('--recovery', 'the stages that replay; localized needs --stages',
-         default='global', choices=('global', 'localized')),
-    Flag('--order', 'of the operators in a window (default: popularity)',
-         default='popularity', choices=('popularity', 'given')),
-    Flag('--restore', 'load slots during the replay, or all before it',
-         default='streaming', choices=('streaming', 'whole')),
-]  # fmt: skip
-_GROUPS = {
-    'costs': _COSTS, 'machine': _MACHINE, 'failures': _FAILURES, 'simulation': _SIMULATION,
-    'choices': _CHOICES,
-}  # fmt: skip
-
-
 def add_scenario_flags(parser: argparse.ArgumentParser) -> None:
-    for title, group in _GROUPS.items():
-        add_flags(parser.add_argument_group(title), *group)
+    kinds = {'int': int, 'float': float, 'path': Path, 'mtbf': mtbf}
+    for title, flags in _GROUPS.items():
+        group = parser.add_argument_group(title)
+        for name, given in flags.items():
+            options = {key: value for key, value in given.items() if key not in ('field', 'type')}
+            if 'type' in given:
+                options['type'] = kinds[given['type']]
+            group.add_argument(f'--{name}', **options)
 
 
 class Scenario(NamedTuple):

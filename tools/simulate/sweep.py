@@ -16,7 +16,9 @@ system that is infeasible at some value is left out there, and the reason is pri
 import argparse
 import math
 import sys
+import tomllib
 from collections.abc import Sequence
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,35 +39,11 @@ from .experts import PartialRun
 from .systems import PARTIAL_SYSTEMS, SPARSE_SYSTEMS, SYSTEMS
 
 WHOLE = ('gpus', 'window', 'interval')
-SHOWN = {
-    'ettr': 'ETTR',
-    'simulated': 'ETTR (simulated)',
-    'lost': 'tokens lost (PLT that 1 job in 20 exceeds)',
-    'overhead': 'overhead (share of an iteration)',
-    'window': 'window or interval (iterations)',
-    'recovery': 'mean recovery (s)',
-}
-AXIS = {
-    'mtbf': 'MTBF (s)',
-    'gpus': 'GPUs',
-    'window': 'window (iterations)',
-    'interval': 'interval (iterations)',
-    'copy-bandwidth': 'copy bandwidth per GPU (GB/s)',
-    'network-bandwidth': 'network per GPU (GB/s)',
-    'skew': 'skew of expert popularity',
-}
+_WORDS = tomllib.loads(files(__package__).joinpath('sweep.toml').read_text('utf-8'))
+SHOWN: dict[str, str] = _WORDS['shown']
+AXIS: dict[str, str] = _WORDS['axis']
 """Flags that can be varied."""
-NAMES = {
-    'none': 'no checkpoints',
-    'dense': 'dense checkpoints',
-    'checkfreq': 'CheckFreq',
-    'gemini': 'Gemini',
-    'moc': 'MoC-System',
-    'moetion': 'MoEtion',
-    'moevement': 'MoEvement, as printed',
-    'ours': 'this implementation',
-    'copy': 'this implementation, with data-parallel copies',
-}
+NAMES: dict[str, str] = _WORDS['names']
 """Names of the systems in pictures."""
 # Share of an axis that a label takes.
 _CROWDED = 0.06

@@ -25,7 +25,7 @@ failure also loses, on average, as many iterations as a copy takes.
 
 import math
 from collections.abc import Callable
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 from msgspec import Struct
@@ -64,7 +64,6 @@ PARTIAL_SYSTEMS = ('moc', 'moetion')
 """Systems that lose tokens, which are counted relative to the length of a job."""
 SYSTEMS = DENSE_SYSTEMS + SPARSE_SYSTEMS
 IntervalRule = Literal['oracle', 'young', 'daly']
-INTERVAL_RULES = get_args(IntervalRule)
 
 
 class Options(Checked, frozen=True):
