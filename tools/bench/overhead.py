@@ -62,6 +62,11 @@ TITLES = {
     SYNC: 'torch_dist each time',
     ASYNC: 'torch_dist each time, asynchronous',
 }
+_POLL_S = 0.25
+BF16, ALL, AUTO = 'bf16', 'all', 'auto'
+AGAIN = 'bf16, another seed'
+FORMATS = (BF16, AGAIN, *(name for name in precisions.FLAGS if name != BF16))
+_WINDOW_OF_FORMATS = '4'
 # The loss is averaged over the last tenth of the iterations.
 _SHARE = 10
 _MIB = 1 << 20
@@ -143,13 +148,6 @@ def title_of(run: Run) -> str:
         return TITLES[run.variant]
     slots = ' '.join(f'{nbytes / _MIB:.1f}' for nbytes in run.slot_bytes)
     return f'{TITLES[run.variant]}, window {", ".join(map(str, windows))}, slots {slots}'
-
-
-_POLL_S = 0.25
-BF16, ALL, AUTO = 'bf16', 'all', 'auto'
-AGAIN = 'bf16, another seed'
-FORMATS = (BF16, AGAIN, *(name for name in precisions.FLAGS if name != BF16))
-_WINDOW_OF_FORMATS = '4'
 
 
 class Bench(NamedTuple):

@@ -62,6 +62,8 @@ TITLES = {
     DISK: 'whole job, torch_dist',
     ELASTIC: 'whole job, --sparse-ckpt-elastic, same layout',
 }
+_ITERATIONS_AFTER = 3
+_MAX_RESTARTS = 1000
 USUAL = tuple(name for name in TITLES if name != ELASTIC)
 
 
@@ -76,9 +78,6 @@ class Comeback(msgspec.Struct, frozen=True):
     """Number of repeated iterations, times the number of stages that repeated them."""
     different: list[str]
     """Kinds of state that differ from the undisturbed run."""
-
-
-# ---- phases
 
 
 def sparse_recovery(
@@ -175,10 +174,6 @@ def print_report(report: Report, console: Console) -> None:
         differ = ', '.join(_different(name, report.rounds))
         what = f'Final state against that of an undisturbed run, {way.title}'
         say(console, f'{what}: {f"differs in: {differ}" if differ else "equal"}.')
-
-
-_ITERATIONS_AFTER = 3
-_MAX_RESTARTS = 1000
 
 
 class Bench(NamedTuple):

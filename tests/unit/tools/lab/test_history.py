@@ -14,7 +14,6 @@ from moevement_ext.events import (
     RecoveryStarted,
 )
 from tests.unit.tools.runs import (
-    EXPOSED_S,
     LOST,
     RANKS,
     localized_run,
@@ -43,31 +42,6 @@ class TestLocalized:
             2: [*begin, (STARTING, 10.5, 13.0), (REPLAYING, 13.0, 15.0), end],
             3: [*begin, (WAITING, 10.5, 13.0), (REPLAYING, 13.0, 15.0), end],
         }
-
-    def test_one_failure_is_one_episode(self) -> None:
-        [episode] = self.history.episodes
-        assert (episode.start, episode.end, episode.scope) == (10.5, 15.0, 'localized')
-        assert episode.reasons == ['rank 2 (pid 12) was killed by SIGKILL']
-        assert (episode.replaced, episode.stages) == ([LOST], [1])
-        assert (episode.replayed, episode.verified, episode.differing) == (4, 6, [])
-        assert episode.phases['respawn'] == 2.0
-
-    def test_shares_add_up_to_the_wall_time(self) -> None:
-        found = shares(self.history)
-        assert found is not None
-        assert found.wall == pytest.approx(26.0)
-        assert found.useful == pytest.approx(18 * (1 - EXPOSED_S))
-        assert found.exposed == pytest.approx(18 * EXPOSED_S)
-        assert (found.recovering, found.starting) == (4.5, 2.0)
-        assert found.other == pytest.approx(26 - 18 - 4.5 - 2)
-        assert found.ettr == pytest.approx(16.2 / 26)
-
-    def test_only_undisturbed_iterations_count_for_the_pace(self) -> None:
-        """Rank 2's second process begins to count at 0 again, and others replay in between."""
-        counted = {rank: sum(p.iterations for p in found)
-                   for rank, found in self.history.progress.items()}  # fmt: skip
-        assert counted == dict.fromkeys(range(4), 6 + 8)
-        assert self.history.pace == pytest.approx((1.0, EXPOSED_S))
 
 
 def test_restart_of_the_whole_job_is_one_episode() -> None:
