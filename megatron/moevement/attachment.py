@@ -209,7 +209,9 @@ def attach(
     every = settings_of_loop(model, optimizer, ddp, plan, facts, settings)
     refuse_unsupported(every)
     patches.check()
-    compiled.make_repeatable(torch.are_deterministic_algorithms_enabled(), warns=_first_rank())
+    compiled.make_repeatable(
+        torch.are_deterministic_algorithms_enabled(), warns=os.environ.get('RANK', '0') == '0'
+    )
     adam.repair_loading()
     adam.install_fp8_masters(every)
     counters, data = LoopCounters(plan.train_iters), ReplayableData()
@@ -217,10 +219,6 @@ def attach(
     with protected_job(every, facts, counters, sparse, data, operations) as session:
         yield Attachment(session, facts, counters, data, plan)
         session.job.keeps_windows = counters.iteration < plan.train_iters
-
-
-def _first_rank() -> bool:
-    return os.environ.get('RANK', '0') == '0'
 
 
 class Attachment:

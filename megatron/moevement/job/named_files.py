@@ -76,7 +76,11 @@ def held_by_files(settings: Settings) -> Table:
         if isinstance(path, str | os.PathLike):
             with suppress(OSError, ValueError):
                 blend = _parsed(name, Path(path).read_text())
-                found[f'{_flag(name)} {path}'] = _text_of(blend)
+                found[f'{_flag(name)} {path}'] = (
+                    ' '.join(blend)
+                    if isinstance(blend, list)
+                    else json.dumps(blend, sort_keys=True)
+                )
                 found |= _data(_strings(blend))
     found |= _data(_strings([settings.get(name) for name in DATA]))
     for name in FILES:
@@ -143,10 +147,6 @@ def _parsed(name: str, text: str) -> object:
     return {
         split: given.split() if isinstance(given, str) else given for split, given in splits.items()
     }
-
-
-def _text_of(blend: object) -> str:
-    return ' '.join(blend) if isinstance(blend, list) else json.dumps(blend, sort_keys=True)
 
 
 def _data(prefixes: Iterable[str]) -> Table:

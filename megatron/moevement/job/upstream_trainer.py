@@ -108,12 +108,11 @@ class UpstreamTrainer:
                 context = kwargs.get('checkpointing_context')
                 upstream.load_dense_checkpoint(self._counters, model, optimizer, scheduler, context)
 
-        return self._session.set_up(build, load_dense, self._dense_iteration())
-
-    def _dense_iteration(self) -> int:
-        if self._session.job.joining:  # the survivors have chosen a source already
-            return -1
-        return dense_tier.dense_iteration(self._facts, self._session.job.rank.exchange)
+        job = self._session.job
+        # Of a joining process the survivors have chosen the source already.
+        exchange = job.rank.exchange
+        newest = -1 if job.joining else dense_tier.dense_iteration(self._facts, exchange)
+        return self._session.set_up(build, load_dense, newest)
 
     def _open_data(self, original: Callable[..., object], provider: object) -> object:
         if empty := empty_part(self._settings):

@@ -10,7 +10,7 @@ layout continues with the same random numbers.
 import contextlib
 import copy
 import io
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +77,8 @@ def export(slot: DenseSlot, flags: Sequence[str], output: Path) -> int:
         training.restore(state, args)
         _save(built, run, states, slot.placed)
     finally:
-        _close()
+        parallel_state.destroy_model_parallel()
+        torch.distributed.destroy_process_group()
     return state.iteration
 
 
@@ -99,11 +100,6 @@ def _build(args: UpstreamArguments, experts_apart: bool) -> Built:
             pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
         )
         return built
-
-
-def _close() -> None:
-    parallel_state.destroy_model_parallel()
-    torch.distributed.destroy_process_group()
 
 
 def _for_this_rank(
@@ -172,7 +168,7 @@ def _generators(
     """Generator states of the first data-parallel ranks, or of all if `of_each_replica`."""
     layout = placed[min(placed)].layout
     found: dict[tuple[int, int], list[dict[str, object]]] = {}
-    for owner in _in_order(placed):
+    for owner in sorted(placed, key=lambda owner: placed[owner].seat.data):
         seat = placed[owner].seat
         if seat.context == 0 and (of_each_replica or seat.data == 0):
             place = seat.pipeline, seat.tensor
@@ -182,10 +178,6 @@ def _generators(
         f'{pipeline}.{tensor}': ShardedObject(_RANDOM, kept, shape, (pipeline, tensor))
         for (pipeline, tensor), kept in found.items()
     }
-
-
-def _in_order(placed: Mapping[int, Placed]) -> Iterator[int]:
-    yield from sorted(placed, key=lambda owner: placed[owner].seat.data)
 
 
 def _as_upstream(state: RngState) -> dict[str, object]:

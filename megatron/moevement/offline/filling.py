@@ -12,7 +12,7 @@ from megatron.moevement.state.training_state import TrainingState
 from moevement_ext.capture.layout import TensorSlice
 from moevement_ext.memory.tensors import dtype_name
 from moevement_ext.memory.window.refusal import RefusedWindow
-from moevement_ext.memory.window.settings import Placed, Seat
+from moevement_ext.memory.window.settings import Placed
 from moevement_ext.memory.window.slot import SlotHeader
 from moevement_ext.recover.reshard.index import NameOf, SlotIndex, Wanted
 
@@ -107,9 +107,9 @@ def names_of_shards(placed: Mapping[int, Placed], shared: bool) -> NameOf:
     """Names of the shards that owners hold, for the index of their records."""
 
     def name_of(operator: str, tensor: str, owner: int) -> str:
-        return shard_name(
-            whole_name(operator, tensor, shared), _shard(operator, placed[owner].seat)
-        )
+        seat = placed[owner].seat
+        shard = seat.expert_tensor if is_of_an_expert(operator) else seat.tensor
+        return shard_name(whole_name(operator, tensor, shared), shard)
 
     return name_of
 
@@ -143,7 +143,3 @@ def _joined(shards: Sequence[torch.Tensor], dim: int, stride: int) -> torch.Tens
     """Join shards of `stride` pieces each, such as the two halves of a gated unit."""
     pieces = [torch.chunk(shard, stride, dim) for shard in shards]
     return torch.cat([piece[part] for part in range(stride) for piece in pieces], dim).view(-1)
-
-
-def _shard(operator: str, seat: Seat) -> int:
-    return seat.expert_tensor if is_of_an_expert(operator) else seat.tensor

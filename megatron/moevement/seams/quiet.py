@@ -39,8 +39,12 @@ def on_a_cpu() -> None:
     """Filter messages that are wrong or useless without a GPU. Call before upstream is imported."""
     if everything_is_shown():
         return
-    logging.getLogger('megatron.core.tensor_parallel.random').addFilter(_is_so)
-    logging.getLogger('torch.utils.cpp_extension').addFilter(_no_search_for_cuda)
+    logging.getLogger('megatron.core.tensor_parallel.random').addFilter(
+        lambda record: record.getMessage() != _NOT_SO
+    )
+    logging.getLogger('torch.utils.cpp_extension').addFilter(
+        lambda record: not record.getMessage().startswith('No CUDA runtime is found')
+    )
     warnings.filterwarnings('ignore', _NOT_INSTALLED, UserWarning, r'megatron\.')
     if os.environ.get('RANK', '0') == '0' and not _is_restarted():
         warnings.filterwarnings('default', _NOT_INSTALLED, UserWarning, _SAID_ONCE)
@@ -74,14 +78,6 @@ def refuse_without_gpu(flags: Sequence[str]) -> None:
 
 def _is_restarted() -> bool:
     return os.environ.get('TORCHELASTIC_RESTART_COUNT', '0') != '0'
-
-
-def _is_so(record: logging.LogRecord) -> bool:
-    return record.getMessage() != _NOT_SO
-
-
-def _no_search_for_cuda(record: logging.LogRecord) -> bool:
-    return not record.getMessage().startswith('No CUDA runtime is found')
 
 
 def _not_again(original: Callable[..., object], title: str, args: argparse.Namespace) -> None:

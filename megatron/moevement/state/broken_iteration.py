@@ -122,7 +122,7 @@ class BrokenIteration:
 
     def _release_chunk(self, chunk: DistributedDataParallel, hooked: bool) -> None:
         """Drop pending collectives; reset the reductions to those of a new model, and the hooks."""
-        for group in _bucket_groups(chunk):
+        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
             group.grad_reduce_handle = group.param_gather_handle = None
             group.param_gather_dispatched = False
             # A new process determines in its first batch the order in which gradients become
@@ -140,20 +140,11 @@ class BrokenIteration:
 
 def _reset_shared_experts(chunk: DistributedDataParallel) -> None:
     """Reset shared experts, which overlap with the token exchange by a state machine per layer."""
-    for module in _overlapping_experts(chunk):
-        module._overlap_state = SharedExpertState.IDLE
-        module.cached_fc1_input = module.cached_fc2_input = None
-        module.cached_fc2_output = module.cached_output = None
-
-
-def _bucket_groups(chunk: DistributedDataParallel) -> list[Any]:
-    return [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
-
-
-def _overlapping_experts(chunk: DistributedDataParallel) -> Iterator[SharedExpertMLP]:
     for module in chunk.modules():
         if isinstance(module, SharedExpertMLP) and module.config.moe_shared_expert_overlap:
-            yield module
+            module._overlap_state = SharedExpertState.IDLE
+            module.cached_fc1_input = module.cached_fc2_input = None
+            module.cached_fc2_output = module.cached_output = None
 
 
 def _metrics() -> dict[str, torch.Tensor]:

@@ -112,7 +112,7 @@ def resharded(
         scalers=_scalers(list(states.values()), len(present.scalers)),
         scalars=_scalars([state.scalars for state in states.values()], reduced),
         groups=[
-            {**_without_decay(group), **found} if found else group
+            {**{n: v for n, v in group.items() if n != WEIGHT_DECAY}, **found} if found else group
             for group, found in zip(present.groups, matched, strict=True)
         ],
         group_steps=[_steps(list(states.values()))] * len(present.groups),
@@ -143,10 +143,6 @@ def _same(
 ) -> list[dict[str, Setting]]:
     """Known groups that have the values of `group` under these names."""
     return [one for one in known if all(one.get(name) == group.get(name) for name in names)]
-
-
-def _without_decay(group: Mapping[str, Setting]) -> dict[str, Setting]:
-    return {name: value for name, value in group.items() if name != WEIGHT_DECAY}
 
 
 def _steps(states: Sequence[IterationState]) -> int | None:
