@@ -156,15 +156,15 @@ def test_weights_in_fp8_are_held_under_the_same_names(real: Any, name: str, reci
 def test_delayed_scaling_has_the_same_state_and_rules(real: Any) -> None:
     from transformer_engine.common.recipe import DelayedScaling, Format
 
-    from tests.stand_ins import fp8_compute, scaling_rules
+    from tests.stand_ins import fp8_compute
 
-    recipe = DelayedScaling(fp8_format=Format.HYBRID, **scaling_rules.ASKED)
+    recipe = DelayedScaling(fp8_format=Format.HYBRID, **rules.ASKED)
     layer = real.Linear(32, 32, bias=False, params_dtype=torch.bfloat16)
-    found = scaling_rules.facts_of_scaling(
+    found = rules.facts_of_scaling(
         layer, lambda: real.fp8_autocast(enabled=True, fp8_recipe=recipe), 'cuda'
     )
-    stand_in = fp8_compute.Recipe(True, fp8_compute.E5M2, **scaling_rules.ASKED)
-    expected = scaling_rules.facts_of_scaling(
+    stand_in = fp8_compute.Recipe(True, fp8_compute.E5M2, **rules.ASKED)
+    expected = rules.facts_of_scaling(
         fp8_compute.Linear(), lambda: fp8_compute.autocast(stand_in, None), 'cpu'
     )
     assert found._replace(values={}) == expected._replace(values={})

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from tests.stand_ins.float8 import LARGEST, Float8Tensor
-from tests.stand_ins.remainders import join, split
 
 FP32, FP16, BF16, FP8 = torch.float32, torch.float16, torch.bfloat16, torch.uint8
 NAMES = 'exp_avg', 'exp_avg_sq', 'master_param'
@@ -227,3 +226,24 @@ class OlderFusedAdam(FusedAdam):
     """Leaves out groups without parameters, as versions before 2.20 did."""
 
     COUNTS_STEPS_OF_EMPTY_GROUPS = False
+
+
+# ---- masters in fp32 as a bf16 weight and 16 more bits
+#
+# The weight is the upper half of the master, one more where the lower half, read as int16, is
+# negative: so it is the master rounded, with halves away from zero.
+
+
+def join(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
+    """The fp32 master of a bf16 weight and its int16 remainder."""
+    low = remainder.to(torch.int32)
+    high = weight.detach().view(torch.int16).to(torch.int32) - (low < 0).to(torch.int32)
+    return ((high << 16) | (low & 0xFFFF)).view(torch.float32)
+
+
+def split(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The bf16 weight and the int16 remainder of an fp32 master."""
+    bits = master.contiguous().view(torch.int32)
+    low = (bits & 0xFFFF).to(torch.int16)
+    high = (bits >> 16) + (low < 0).to(torch.int32)
+    return high.to(torch.int16).view(torch.bfloat16), low

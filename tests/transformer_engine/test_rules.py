@@ -21,7 +21,7 @@ te = pytest.importorskip(
 from megatron.moevement.seams import cpu_device, patches  # noqa: E402
 from megatron.moevement.seams.adam import keeping  # noqa: E402
 from megatron.moevement.state import low_precision  # noqa: E402
-from tests.stand_ins import rules, scaling_rules  # noqa: E402
+from tests.stand_ins import rules  # noqa: E402
 from tests.stand_ins.fused_adam import FusedAdam, OlderFusedAdam  # noqa: E402
 from tests.stand_ins.grouped_linear import GroupedLinear  # noqa: E402
 from tests.stand_ins.one_rank import OneRank, assert_same  # noqa: E402
@@ -277,7 +277,7 @@ def delayed() -> Iterator[tuple[Any, Any]]:
     from transformer_engine.common.recipe import DelayedScaling, Format
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
-    recipe = DelayedScaling(fp8_format=Format.HYBRID, **scaling_rules.ASKED)
+    recipe = DelayedScaling(fp8_format=Format.HYBRID, **rules.ASKED)
     layer = te.Linear(32, 32, bias=False, device=kernels.device(), **IN_BF16)
     with torch.no_grad(), te.autocast(enabled=True, recipe=recipe):
         layer.init_fp8_metadata(num_gemms=1)
@@ -299,7 +299,7 @@ def test_delayed_scaling_is_found_and_updated_by_the_same_rules(
 
     layer, _ = delayed
     monkeypatch.setenv('NVTE_UNFUSED_FP8_UPDATE', '1')  # by torch, not by a kernel
-    asked = fp8_compute.Recipe(True, fp8_compute.E5M2, **scaling_rules.ASKED)
+    asked = fp8_compute.Recipe(True, fp8_compute.E5M2, **rules.ASKED)
     stand_in = {
         'scaling_fwd': fp8_compute.DelayedScaling(asked, 3),
         'scaling_bwd': fp8_compute.DelayedScaling(asked, 2),

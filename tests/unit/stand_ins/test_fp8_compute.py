@@ -8,7 +8,7 @@ from megatron.moevement.seams import cpu_device
 
 cpu_device.install()
 
-from tests.stand_ins import fp8_compute, fp8_weights, rules, scaling_rules  # noqa: E402
+from tests.stand_ins import fp8_compute, fp8_weights, rules  # noqa: E402
 from tests.stand_ins.fused_adam import FusedAdam  # noqa: E402
 
 FP32 = torch.float32
@@ -16,7 +16,7 @@ DELAYED = fp8_compute.Recipe(True, fp8_compute.E5M2, 1, 4, 'max')
 
 
 def test_delayed_scaling_keeps_the_state_after_passes_and_evaluations() -> None:
-    facts = scaling_rules.facts_of_scaling(
+    facts = rules.facts_of_scaling(
         fp8_compute.Linear(), lambda: fp8_compute.autocast(DELAYED, None), 'cpu'
     )
     assert facts.state == {

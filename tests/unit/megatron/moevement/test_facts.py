@@ -48,12 +48,6 @@ def test_replicas_are_no_source_if_each_draws_numbers_of_its_own(args: Namespace
     assert not facts_of(args).copies_from_peers
 
 
-def test_argument_removed_by_upstream_is_named(args: Namespace) -> None:
-    del args.exit_interval
-    with pytest.raises(AttributeError, match='exit_interval'):
-        facts_of(args)
-
-
 @pytest.mark.parametrize(('in_fp32', 'dtype'), [(False, torch.bfloat16), (True, torch.float32)])
 def test_boundary_dtype_is_that_of_the_residual_connection(
     in_fp32: bool, dtype: torch.dtype, args: Namespace

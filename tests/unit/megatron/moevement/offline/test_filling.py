@@ -54,9 +54,16 @@ def test_upstream_shards_are_merged(shards: int, dim: int, stride: int) -> None:
         part = torch.empty(sizes)
         torch.manual_seed(5)  # upstream draws the whole tensor on each rank
         whole = _initialize_affine_weight_cpu(
-            part, *shape, sizes[dim], dim, torch.nn.init.normal_, stride,
-            return_master_weight=True, rank=rank, world_size=shards,
-        )  # fmt: skip
+            part,
+            *shape,
+            sizes[dim],
+            dim,
+            torch.nn.init.normal_,
+            stride,
+            return_master_weight=True,
+            rank=rank,
+            world_size=shards,
+        )
         parts.append(part)
     found = merged(divided(shape, dim, stride), shards, lambda index, _: parts[index].view(-1), 'x')
     assert torch.equal(found.view(shape), whole)

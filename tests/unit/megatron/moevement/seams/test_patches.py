@@ -62,9 +62,16 @@ def test_changed_part_is_named(part: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert str(refused.value).startswith(f'{part} has the parameters')
 
 
-def test_missing_part_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(*place_of(LOADER))
-    with pytest.raises(UserError, match='build_pretraining_data_loader is not there'):
+@pytest.mark.parametrize(
+    ('target', 'named'),
+    [
+        (LOADER, 'build_pretraining_data_loader is not there'),
+        ('megatron.core.timers:Timers', r'timers:Timers.__init__ is not there .*0.19.2'),
+    ],
+)
+def test_missing_part_is_named(target: str, named: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(*place_of(target))
+    with pytest.raises(UserError, match=named):
         patches.check()
 
 
@@ -82,12 +89,6 @@ def test_wrapped_function_still_names_its_attributes(monkeypatch: pytest.MonkeyP
     start = found(TIMER)
     monkeypatch.setattr(*place_of(TIMER), functools.wraps(start)(lambda *args: start(*args)))
     patches.check()
-
-
-def test_renamed_holder_of_attributes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr('megatron.core.timers.Timers')
-    with pytest.raises(UserError, match=r'timers:Timers.__init__ is not there .*0.19.2'):
-        patches.check()
 
 
 def test_renamed_attribute_is_refused_before_the_program_reads_it(

@@ -59,9 +59,14 @@ def said() -> Said:
     """Output of each start: with protection, and the arguments without it."""
     program = f'from {__name__} import start_all; start_all()'
     result = subprocess.run(
-        [sys.executable, '-c', program], cwd=ROOT, text=True, check=True,
-        env={**os.environ, **WITHOUT_GPU}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+        [sys.executable, '-c', program],
+        cwd=ROOT,
+        text=True,
+        check=True,
+        env={**os.environ, **WITHOUT_GPU},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
     found = result.stdout.split(OVER)
     return {name: found[number].split(WITHOUT) for number, name in enumerate(STARTS)}
 
@@ -112,9 +117,13 @@ def test_cpu_flags_are_accepted_without_a_gpu(flags: str) -> None:
 
 def test_trainer_without_a_gpu_ends_with_one_line() -> None:
     result = subprocess.run(
-        [sys.executable, 'pretrain_gpt.py', '--num-layers', '4', '--sparse-ckpt'], cwd=ROOT,
-        env={**os.environ, **WITHOUT_GPU}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        [sys.executable, 'pretrain_gpt.py', '--num-layers', '4', '--sparse-ckpt'],
+        cwd=ROOT,
+        env={**os.environ, **WITHOUT_GPU},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert result.returncode == EXIT_USER_ERROR and result.stdout == ''
     (line,) = result.stderr.splitlines()
     assert line.startswith('pretrain_gpt.py: error: no GPU is visible here')

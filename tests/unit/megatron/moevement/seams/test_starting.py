@@ -17,6 +17,15 @@ def _check(*paths: Path) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, cwd='/')
 
 
+def _install(folder: Path, version: str) -> None:
+    """Let a version of megatron-core be found first."""
+    metadata = folder / f'megatron_core-{version}.dist-info'
+    metadata.mkdir()
+    (metadata / 'METADATA').write_text(
+        f'Metadata-Version: 2.1\nName: megatron-core\nVersion: {version}\n'
+    )
+
+
 def test_good_installation_passes() -> None:
     assert _check(ROOT).returncode == 0
 
@@ -33,22 +42,14 @@ def test_foreign_init_file_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize('version', ['0.18.1', '0.20.0'])
 def test_other_version_of_megatron_core_is_named(tmp_path: Path, version: str) -> None:
-    metadata = tmp_path / f'megatron_core-{version}.dist-info'
-    metadata.mkdir()
-    (metadata / 'METADATA').write_text(
-        f'Metadata-Version: 2.1\nName: megatron-core\nVersion: {version}\n'
-    )
+    _install(tmp_path, version)
     found = _check(tmp_path, ROOT)
     assert found.returncode != 0
     assert f'megatron-core {version}' in found.stderr and 'pip install' in found.stderr
 
 
 def test_program_ends_with_one_line(tmp_path: Path) -> None:
-    metadata = tmp_path / 'megatron_core-0.18.1.dist-info'
-    metadata.mkdir()
-    (metadata / 'METADATA').write_text(
-        'Metadata-Version: 2.1\nName: megatron-core\nVersion: 0.18.1\n'
-    )
+    _install(tmp_path, '0.18.1')
     found = subprocess.run(
         [sys.executable, str(ROOT / 'pretrain_gpt.py')],
         capture_output=True,

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Queries of the adapter to upstream's trainer."""
+"""Queries of the adapter to upstream's trainer, and groups of a process that joins a job."""
 
 from argparse import Namespace
+from collections.abc import Iterator
 from types import SimpleNamespace
 
+import megatron.core.optimizer as optimizers
 import pytest
 import torch
 from megatron.core.optimizer.optimizer import (
@@ -11,8 +13,11 @@ from megatron.core.optimizer.optimizer import (
     ChainedOptimizer,
 )
 from megatron.training import training
+from torch.distributed import HashStore
 
 from megatron.moevement.seams import upstream
+from megatron.moevement.seams.upstream import groups_of_all_ranks
+from moevement_ext.membership.exchange import Exchange
 
 
 @pytest.mark.parametrize(
@@ -62,3 +67,41 @@ def test_consumed_samples_of_a_phase_match_upstream(
     datasets = None, None, None
     training.build_train_valid_test_data_loaders(lambda _: datasets)
     assert upstream.consumed_of_the_phase() == opened[0]
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A world of one rank."""
+    torch.distributed.init_process_group('gloo', store=HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def _kinds(exchange: Exchange, experts: bool) -> list[tuple[bool, float, int]]:
+    """For each group: expert flag, weight decay factor and number of parameters."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2, bias=False))
+    if experts:
+        model[1].weight.allreduce = False
+    config = optimizers.OptimizerConfig(lr=0.1)
+    overrides = optimizers.get_standard_config_overrides(config)
+    with groups_of_all_ranks(exchange):
+        groups = optimizers._get_param_groups([model], config, overrides)
+    return sorted(
+        (group['is_expert_parallel'], group['wd_mult'], len(group['params'])) for group in groups
+    )
+
+
+@pytest.mark.usefixtures('alone')
+def test_groups_of_other_ranks_exist_and_are_empty() -> None:
+    archive = HashStore()
+    assert _kinds(Exchange(archive), experts=True) == [
+        (False, 0.0, 1),
+        (False, 1.0, 1),
+        (True, 1.0, 1),
+    ]
+    assert _kinds(Exchange(archive, joining=True), experts=False) == [
+        (False, 0.0, 1),
+        (False, 1.0, 2),
+        (True, 1.0, 0),
+    ]
+    assert _kinds(Exchange(), experts=False) == [(False, 0.0, 1), (False, 1.0, 2)]

@@ -132,9 +132,13 @@ def test_survivor_enters_the_loop_with_what_a_new_process_has(
 
 def layer() -> GroupedLinear:
     return GroupedLinear(
-        2, 4, 3, init_method=torch.nn.init.ones_, params_dtype=torch.float32,
+        2,
+        4,
+        3,
+        init_method=torch.nn.init.ones_,
+        params_dtype=torch.float32,
         delay_wgrad_compute=True,
-    )  # fmt: skip
+    )
 
 
 class FusedExperts(torch.nn.Module):

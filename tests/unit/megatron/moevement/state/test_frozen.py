@@ -224,9 +224,12 @@ def summed_by_upstream(config: TransformerConfig, chunks: list[torch.nn.Module])
 def gradients_of_norms(*frozen: str) -> dict[str, torch.Tensor]:
     """Reduced gradients of norms on four tensor-parallel ranks, with some frozen."""
     config = TransformerConfig(
-        num_layers=2, hidden_size=8, num_attention_heads=4, sequence_parallel=True,
+        num_layers=2,
+        hidden_size=8,
+        num_attention_heads=4,
+        sequence_parallel=True,
         tensor_model_parallel_size=TENSOR_PARALLEL,
-    )  # fmt: skip
+    )
     generator = torch.Generator().manual_seed(7)
     chunks, operators = [], {name: Operator(name, 'rest') for name in NORMS}
     for rank in range(TENSOR_PARALLEL):

@@ -184,18 +184,12 @@ def sizes(parts: tuple[TensorSlice, ...]) -> dict[str, int]:
 
 @pytest.mark.parametrize('recipe', SCALES)
 def test_fp8_weight_takes_one_byte_per_element(recipe: str) -> None:
-    count = END - START
-    weights = {'weight': count, 'weight_scale': 4 * SCALES[recipe]}
-    assert sizes(rank(recipe, 1).slices.weights) == weights
-    assert sizes(rank(recipe, 1).slices.full) == weights | dict.fromkeys(
-        ('master', 'exp_avg', 'exp_avg_sq'), 4 * count
-    )
-
-
-@pytest.mark.parametrize('recipe', SCALES)
-def test_rank_without_a_shard_has_the_scales(recipe: str) -> None:
-    scales = {'weight_scale': 4 * SCALES[recipe]}
-    without = rank(recipe, 1, shard=False).slices
+    """A rank without a shard has the scales."""
+    count, scales = END - START, {'weight_scale': 4 * SCALES[recipe]}
+    one, without = rank(recipe, 1).slices, rank(recipe, 1, shard=False).slices
+    weights = {'weight': count, **scales}
+    state = dict.fromkeys(('master', 'exp_avg', 'exp_avg_sq'), 4 * count)
+    assert (sizes(one.weights), sizes(one.full)) == (weights, weights | state)
     assert (sizes(without.full), sizes(without.weights)) == (scales, scales)
 
 
