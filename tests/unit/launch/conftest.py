@@ -156,13 +156,20 @@ class Job:
         return [event for event in self.events if isinstance(event, kind)]
 
     def on[Kind: Event](
-        self, kind: type[Kind], call: Callable[[Kind], object], **fields: object
+        self,
+        kind: type[Kind],
+        call: Callable[[Kind], object],
+        nth: int | None = None,
+        **fields: object,
     ) -> None:
-        """Call this with each event of that kind with these fields, and with no other event."""
+        """Call this, too, with each event of that kind with these fields; `nth`: of the kind."""
+        others = self.on_event
 
         def note(event: Event) -> None:
-            if isinstance(event, kind) and fields.items() <= structs.asdict(event).items():
-                call(event)
+            others(event)
+            if isinstance(event, kind) and nth in (None, len(self.seen(kind))):
+                if fields.items() <= structs.asdict(event).items():
+                    call(event)
 
         self.on_event = note
 

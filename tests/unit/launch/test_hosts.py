@@ -114,11 +114,7 @@ def test_spare_host_takes_the_seat_of_a_lost_host(job: SlurmJob, forks: bool) ->
 
 
 def test_worker_that_dies_on_a_healthy_host_is_forked_there(job: SlurmJob) -> None:
-    def let_die(event: Event) -> None:
-        if isinstance(event, SpareReady) and len(job.spares()) == 2:  # one on each host
-            job.touch('ready')
-
-    job.on_event = let_die
+    job.on(SpareReady, lambda event: job.touch('ready'), nth=2)  # one on each host
     job.finish_when = lambda: len(job.started(1)) == 3
     flags = ('1.0=kill:ready', '1.1=kill')
     assert job.on_hosts('ab', *flags, nodes=2, spares=1).run() == 0
@@ -130,11 +126,7 @@ def test_worker_that_dies_on_a_healthy_host_is_forked_there(job: SlurmJob) -> No
 def test_seated_spare_host_keeps_one_spare_process(job: SlurmJob) -> None:
     """It had as many spares as workers; the remaining one replaces any worker that dies."""
 
-    def act(event: Event) -> None:
-        if isinstance(event, SpareReady) and len(job.spares()) == 3:
-            job.lose('b')
-
-    job.on_event = act
+    job.on(SpareReady, lambda event: job.lose('b'), nth=3)
     job.finish_when = lambda: len(job.started(1)) == 3
     assert job.on_hosts('abc', '1.1=kill', nodes=2, spares=1).run() == 0
     assert [event.was_spare for event in job.started(1)] == [False, True, True]
@@ -151,11 +143,6 @@ def test_spare_host_reserves_the_files_of_the_largest_seat(
     with tmpfs_directory() as root:
         spare = ReservedPages(NodeStore(root, 'run', 'c'))
 
-        def lose_first(event: Event) -> None:
-            first_agent = job.steps['c'][0]._process
-            if isinstance(event, NodeReady) and event.host == 'c' and comes == 'after':
-                first_agent.kill()
-
         def finish_when_reserved() -> None:
             until = time.monotonic() + 120
             while spare.nbytes() < 8 * mmap.PAGESIZE and time.monotonic() < until:
@@ -163,7 +150,8 @@ def test_spare_host_reserves_the_files_of_the_largest_seat(
             found.append(sorted(spare._sizes().values()))
             job.finish()
 
-        job.on_event = lose_first
+        if comes == 'after':
+            job.on(NodeReady, lambda event: job.steps['c'][0]._process.kill(), host='c')
         job.finish_when = lambda: False
         running = job.on_hosts('abc', nodes=2, workers_per_node=2)
         job.mailbox.set('memory', str(root / 'run'))
@@ -181,11 +169,7 @@ def test_spare_host_reserves_the_files_of_the_largest_seat(
 
 
 def test_events_of_remote_spares_are_reported(job: SlurmJob) -> None:
-    def kill_first(event: Event) -> None:
-        if isinstance(event, SpareReady) and len(job.spares()) == 1:
-            os.kill(event.pid, signal.SIGKILL)
-
-    job.on_event = kill_first
+    job.on(SpareReady, lambda event: os.kill(event.pid, signal.SIGKILL), nth=1)
     job.finish_when = lambda: len(job.spares()) == 2
     assert job.on_hosts('ab', nodes=1).run() == 0
     [gone] = job.seen(SpareEnded)

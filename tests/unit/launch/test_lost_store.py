@@ -47,15 +47,9 @@ def store() -> Iterator[OutsideStore]:
 def test_dead_worker_waits_for_the_store(job: Job, store: OutsideStore) -> None:
     """Workers that end without a store restart with the next store; training continues."""
 
-    def note(event: Event) -> None:
-        if isinstance(event, WorkerLaunched) and (event.rank, event.restarts) == (1, 0):
-            store.end()
-        if isinstance(event, StoreGone):
-            job.touch('leave')
-        if isinstance(event, WorkerEnded) and event.code == EXIT_WHOLE_JOB:
-            store.start()
-
-    job.on_event = note
+    job.on(WorkerLaunched, lambda event: store.end(), rank=1, restarts=0)
+    job.on(StoreGone, lambda event: job.touch('leave'))
+    job.on(WorkerEnded, lambda event: store.start(), code=EXIT_WHOLE_JOB)
     job.finish_when = lambda: len(job.started()) == 4
     flags = (f'1.0=exit:{EXIT_WHOLE_JOB}:leave', store.flag)
     assert job.run(*flags, nodes=2) == 0
@@ -94,13 +88,8 @@ def test_stopped_store_is_lost_until_it_continues(
     """Its kernel still accepts connections and requests."""
     monkeypatch.setattr(supervisor, '_TO_ANSWER_S', 2.0)
 
-    def note(event: Event) -> None:
-        if isinstance(event, WorkerLaunched) and event.rank == 1:
-            store.server.stand_still()
-        if isinstance(event, StoreGone):
-            store.server.go_on()
-
-    job.on_event = note
+    job.on(WorkerLaunched, lambda event: store.server.stand_still(), rank=1)
+    job.on(StoreGone, lambda event: store.server.go_on())
     job.finish_when = lambda: bool(job.seen(StoreFound))
     assert job.run(store.flag, nodes=2) == 0
     assert len(job.started()) == 2

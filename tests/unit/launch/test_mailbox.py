@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from torch.distributed import HashStore, TCPStore
 
-from moevement_ext.events import Event
 from moevement_ext.launch.launcher_events import JobRecovered, WorkerEvicted, WorkerLaunched
 from moevement_ext.launch.remote import RemoteChild
 from moevement_ext.membership import mailbox
@@ -56,13 +55,12 @@ def state(job: Job, rank: int, launch: str, process: int) -> None:
 
 @pytest.mark.parametrize('survive', [True, False])
 def test_reports_of_an_earlier_launch_are_ignored(job: Job, survive: bool) -> None:
-    def note(event: Event) -> None:
-        if isinstance(event, WorkerLaunched) and event.restarts == 0:
-            state(job, event.rank, 'the one before', job.process(event.rank))
-            if len(job.started()) == 2:
-                job.touch('strike')
+    def note(event: WorkerLaunched) -> None:
+        state(job, event.rank, 'the one before', job.process(event.rank))
+        if len(job.started()) == 2:
+            job.touch('strike')
 
-    job.on_event = note
+    job.on(WorkerLaunched, note, restarts=0)
     job.finish_when = lambda: len(job.started(1)) == 2 and bool(survive or job.started(0)[1:])
     assert job.run('1.0=kill:strike', nodes=2, survive=survive) == 0
     assert len(job.started(0)) == (1 if survive else 2) and len(job.started(1)) == 2
@@ -74,14 +72,13 @@ def test_statements_of_a_predecessor_are_not_those_of_the_process(job: Job) -> N
     """They are read after its successor has started: it is neither evicted nor done."""
     numbers: list[int] = []
 
-    def note(event: Event) -> None:
-        if isinstance(event, WorkerLaunched) and event.rank == 1:
-            numbers.append(job.process(1))
-            if event.restarts == 1:
-                state(job, 1, job.running.config.launch, numbers[0])
-            job.touch('strike' if event.restarts == 0 else 'again')
+    def note(event: WorkerLaunched) -> None:
+        numbers.append(job.process(1))
+        if event.restarts == 1:
+            state(job, 1, job.running.config.launch, numbers[0])
+        job.touch('strike' if event.restarts == 0 else 'again')
 
-    job.on_event = note
+    job.on(WorkerLaunched, note, rank=1)
     job.finish_when = lambda: len(job.started(1)) == 3 and bool(job.seen(JobRecovered))
     assert job.run('1.0=kill:strike', '1.1=kill:again', nodes=2) == 0
     assert job.seen(WorkerEvicted) == []

@@ -14,7 +14,7 @@ from moevement_ext.launch.slurm import RequeueState, go_back, main, parse
 from moevement_ext.launch.supervisor import Supervisor
 from tests.unit.launch.on_hosts import SlurmJob
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
 JOB = SlurmJob
 SCONTROL = """#!/usr/bin/env bash
 case "$1" in

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from moevement_ext.events import Event
 from moevement_ext.launch import spare, template
 from moevement_ext.launch.launcher_events import (
     SpareEnded,
@@ -66,13 +65,9 @@ if __name__ == '__main__':
 def test_ready_spare_takes_over(
     job: Job, forks: bool, logged: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def kill_when_ready(event: Event) -> None:
-        if isinstance(event, SpareReady) and len(job.spares()) == 1:
-            job.touch('ready')
-
     if not forks:
         starts_a_thread(job)
-    job.on_event = kill_when_ready
+    job.on(SpareReady, lambda event: job.touch('ready'), nth=1)
     spares = 1 if forks else 2  # a second spare was started
     job.finish_when = lambda: len(job.spares()) == spares and len(job.started(1)) == 2
     log_dir = tmp_path / 'logs' if logged else None
@@ -106,13 +101,8 @@ def test_one_forking_spare_replaces_any_number_of_workers(job: Job, tmp_path: Pa
 
 
 def test_workers_outlive_the_spare_that_forked_them(job: Job) -> None:
-    def act(event: Event) -> None:
-        if isinstance(event, SpareReady):
-            job.touch('ready')
-        if isinstance(event, WorkerLaunched) and event.restarts == 1:
-            os.kill(job.spares()[0].pid, signal.SIGKILL)
-
-    job.on_event = act
+    job.on(SpareReady, lambda event: job.touch('ready'))
+    job.on(WorkerLaunched, lambda event: os.kill(job.spares()[0].pid, signal.SIGKILL), restarts=1)
     job.finish_when = lambda: len(job.spares()) == 2
     assert job.run('0.0=kill:ready', spares=1) == 0
     assert [event.code for event in job.seen(SpareEnded)] == [-9]
@@ -157,13 +147,8 @@ def test_spare_without_room_for_a_fork_forks_later(
     full = FULL.replace('BY_THE_SPARE', str(by_the_spare))
     job.program.write_text(full + job.program.read_text())
 
-    def act(event: Event) -> None:
-        if isinstance(event, SpareReady):
-            job.touch('ready')
-        if isinstance(event, WorkerLaunched) and event.restarts == 1:
-            job.touch('full')
-
-    job.on_event = act
+    job.on(SpareReady, lambda event: job.touch('ready'))
+    job.on(WorkerLaunched, lambda event: job.touch('full'), restarts=1)
     job.finish_when = lambda: len(job.started(1)) == 2
     assert job.run('0.0=kill:ready', '1.0=kill:full', nodes=2, spares=1) == 0
     assert [event.restarts for event in job.started(0)] == [0, 1]
@@ -196,12 +181,8 @@ def test_unresponsive_spare_is_killed_and_the_worker_starts_without_it(
 ) -> None:
     monkeypatch.setattr(template, '_TO_ANSWER_S', 0.2)
 
-    def stop_first(event: Event) -> None:
-        if isinstance(event, SpareReady) and len(job.spares()) == 1:
-            os.kill(event.pid, signal.SIGSTOP)
-            job.touch('ready')
-
-    job.on_event = stop_first
+    job.on(SpareReady, lambda event: os.kill(event.pid, signal.SIGSTOP), nth=1)
+    job.on(SpareReady, lambda event: job.touch('ready'), nth=1)
     job.finish_when = lambda: len(job.started(0)) == 2 and len(job.spares()) == 2
     assert job.run('0.0=kill:ready', spares=1) == 0
     assert not job.started(0)[1].was_spare
@@ -245,11 +226,7 @@ def test_worker_is_replaced_without_waiting_for_a_spare(job: Job) -> None:
 
 
 def test_ready_spare_that_dies_is_replaced(job: Job) -> None:
-    def kill_first(event: Event) -> None:
-        if isinstance(event, SpareReady) and len(job.spares()) == 1:
-            os.kill(event.pid, signal.SIGKILL)
-
-    job.on_event = kill_first
+    job.on(SpareReady, lambda event: os.kill(event.pid, signal.SIGKILL), nth=1)
     job.finish_when = lambda: len(job.spares()) == 2
     assert job.run(spares=1) == 0
     assert job.seen(SpareEnded) == [SpareEnded(job.spares()[0].pid, -9, was_ready=True)]

@@ -53,11 +53,10 @@ def test_only_the_dead_worker_is_replaced(
 def test_death_is_announced_before_the_rank_is_replaced(job: Job) -> None:
     announced = []
 
-    def note(event: Event) -> None:
-        if isinstance(event, WorkerLaunched) and event.restarts:
-            announced.append(why_broken(job.running.store, 0))
+    def note(event: WorkerLaunched) -> None:
+        announced.append(why_broken(job.running.store, 0))
 
-    job.on_event = note
+    job.on(WorkerLaunched, note, restarts=1)
     job.finish_when = lambda: len(job.started(1)) == 2
     launcher = job.supervisor('1.0=kill', nodes=2)
     counters.sign(launcher.store, 'here/0', 1, 2)  # the worker took part in this round
@@ -97,14 +96,12 @@ def test_workers_that_cannot_survive_start_again_together(job: Job) -> None:
 def test_errors_caused_by_a_lost_worker_are_not_program_failures(job: Job) -> None:
     """They may be detected before the loss, for example that of a node."""
 
-    def note(event: Event) -> None:
-        if isinstance(event, WorkerLaunched) and event.rank == 1:
-            (job.folder / f'fail-{event.restarts}').touch()
-        if isinstance(event, WorkerEnded) and event.code == 3:
-            os.kill(job.started(0)[-1].pid, signal.SIGKILL)
-            assert dies(job.started(0)[-1].pid)
+    def kill_the_other(event: WorkerEnded) -> None:
+        os.kill(job.started(0)[-1].pid, signal.SIGKILL)
+        assert dies(job.started(0)[-1].pid)
 
-    job.on_event = note
+    job.on(WorkerLaunched, lambda event: job.touch(f'fail-{event.restarts}'), rank=1)
+    job.on(WorkerEnded, kill_the_other, code=3)
     job.finish_when = lambda: len(job.started()) == 8
     flags = [f'1.{attempt}=exit:3:fail-{attempt}' for attempt in range(3)]
     assert job.run(*flags, survive=False, nodes=2) == 0
@@ -223,15 +220,13 @@ def test_rank_killed_after_training_restarts_all(job: Job) -> None:
 def test_failing_job_waits_for_finished_workers(job: Job, said: bool) -> None:
     """They free their memory, or finish writing."""
 
-    def note(event: Event) -> None:
-        if isinstance(event, WorkerLaunched) and event.rank == 1:
-            for worker in job.started()[not said :]:
-                job.mailbox.set(f'finished/{worker.rank}', f'{job.process(worker.rank)} 0')
-            job.touch('fail')
-        if isinstance(event, WorkerEnded) and event.rank == 0:
-            job.finish()
+    def finish(event: WorkerLaunched) -> None:
+        for worker in job.started()[not said :]:
+            job.mailbox.set(f'finished/{worker.rank}', f'{job.process(worker.rank)} 0')
+        job.touch('fail')
 
-    job.on_event = note
+    job.on(WorkerLaunched, finish, rank=1)
+    job.on(WorkerEnded, lambda event: job.finish(), rank=0)
     job.finish_when = lambda: False
     assert job.run('0.0=exit:3:fail', nodes=2, grace_s=60.0) == 1
     assert ended(job) == {0: [3], 1: [0]}
@@ -242,14 +237,12 @@ def test_failing_job_waits_for_finished_workers(job: Job, said: bool) -> None:
 def test_no_restart_once_a_peer_has_reported_its_end(job: Job, finished_first: bool) -> None:
     job.finish_when = lambda: False
 
-    def note(event: Event) -> None:
-        if isinstance(event, WorkerLaunched) and event.rank == 1:
-            job.mailbox.set('finished/0', f'{job.process(0)} 0')
-            (job.folder / ('end' if finished_first else 'die')).touch()
-        if isinstance(event, WorkerEnded):
-            job.touch('die')
+    def finish(event: WorkerLaunched) -> None:
+        job.mailbox.set('finished/0', f'{job.process(0)} 0')
+        job.touch('end' if finished_first else 'die')
 
-    job.on_event = note
+    job.on(WorkerLaunched, finish, rank=1)
+    job.on(WorkerEnded, lambda event: job.touch('die'))
     flags = ('0.0=exit:0:end', '1.0=kill:die')
     assert job.run(*flags, survive=False, nodes=2, grace_s=0.2) == 1
     assert 'rank 0 had already finished' in failure(job)
@@ -363,12 +356,11 @@ def test_stop_kills_workers_that_ignore_the_signal(job: Job) -> None:
 
 
 def test_worker_found_hung_is_killed_and_replaced(job: Job) -> None:
-    def others_find_it_hung(event: Event) -> None:
-        if isinstance(event, WorkerLaunched) and len(job.started()) == 2:
-            evict(job.mailbox, 0, 1)  # the number of an earlier process of the rank
-            evict(job.mailbox, 1, job.process(1))
+    def others_find_it_hung(event: WorkerLaunched) -> None:
+        evict(job.mailbox, 0, 1)  # the number of an earlier process of the rank
+        evict(job.mailbox, 1, job.process(1))
 
-    job.on_event = others_find_it_hung
+    job.on(WorkerLaunched, others_find_it_hung, nth=2)
     job.finish_when = lambda: len(job.started(1)) == 2
     assert job.run(nodes=2) == 0
     assert ended(job) == {0: [0], 1: [-9, 0]}
@@ -399,13 +391,12 @@ def test_eviction_check_is_one_request_for_any_number_of_ranks(job: Job) -> None
 def test_hung_worker_is_reported_when_all_workers_restart(job: Job) -> None:
     """The detecting worker ends at once; its end may be seen before the eviction request."""
 
-    def other_finds_it_hung(event: Event) -> None:
-        if isinstance(event, WorkerLaunched) and len(job.started()) == 2:
-            evict(job.mailbox, 1, job.process(1))
-            job.touch('found')
-            assert dies(job.started(0)[0].pid)
+    def other_finds_it_hung(event: WorkerLaunched) -> None:
+        evict(job.mailbox, 1, job.process(1))
+        job.touch('found')
+        assert dies(job.started(0)[0].pid)
 
-    job.on_event = other_finds_it_hung
+    job.on(WorkerLaunched, other_finds_it_hung, nth=2)
     job.finish_when = lambda: len(job.started()) == 4
     assert job.run('0.0=exit:3:found', survive=False, nodes=2) == 0
     assert job.seen(WorkerEvicted) == [WorkerEvicted(1, job.started(1)[0].pid)]

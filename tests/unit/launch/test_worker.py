@@ -21,7 +21,7 @@ from moevement_ext.membership.mailbox import evict
 from tests.support.readable import dies
 from tests.unit.launch.conftest import Job, ended, failure, unkillable
 
-pytestmark = [pytest.mark.timed, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
 
 
 def report_joining(job: Job, *attempts: tuple[int, int]) -> None:
