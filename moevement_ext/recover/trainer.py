@@ -94,8 +94,7 @@ class AuxiliaryState(Protocol):
     def set_counters(self, state: bytes, validation: bytes | None = None) -> None:
         """Set iteration and sample counters to those of `state`.
 
-        `validation` is the auxiliary state with the position of the validation data; None:
-        `state`.
+        `validation` is the auxiliary state with the validation data's position; None: `state`.
         """
 
     def count(self, iteration: int, samples: int | None, validation: int | None = None) -> None:
@@ -243,8 +242,7 @@ class Trainer(Protocol):
     def undo_broken_iteration(self, state: bytes, began: bool) -> None:
         """Undo the changes of an interrupted iteration, which followed auxiliary state `state`.
 
-        `began`: the iteration had begun; otherwise only the auxiliary state may have
-        changed.
+        `began`: the iteration had begun; otherwise only the auxiliary state may have changed.
         """
 
     def around_update(
@@ -255,10 +253,9 @@ class Trainer(Protocol):
     ) -> None:
         """Register callbacks for each update.
 
-        Args:
-            wait: before the first write to captured state; waits until the write is allowed.
-            writing: right before the optimizer writes; the gradients are complete.
-            written: after the write, with whether the update was skipped.
+        `wait`: before the first write to captured state; waits until the write is allowed.
+        `writing`: right before the optimizer writes; the gradients are complete. `written`: after
+        the write, with whether the update was skipped.
         """
 
     def iterate(self, iteration: int) -> Any:
@@ -273,6 +270,5 @@ class Trainer(Protocol):
     def reduced(self, known: LedgerEntry | bytes) -> AbstractContextManager[None]:
         """Within the context, take values reduced over all ranks from `known` instead.
 
-        `known` is the ledger entry of the iteration to run, or the auxiliary state after
-        it.
+        `known` is the ledger entry of the iteration to run, or the auxiliary state after it.
         """

@@ -110,11 +110,8 @@ class Verification:
     def replayed(self, iteration: int, loss: float | None, captured: float | None = None) -> None:
         """Compare the loss of an iteration replayed in a conversion; other scalars are given.
 
-        Args:
-            iteration: the replayed iteration.
-            loss: of the replay.
-            captured: the loss in the slot after this iteration. Needed where the ledger was lost
-                with its node, or has the entry of another rank.
+        `captured` is the loss in the slot after this iteration. Needed where the ledger was lost
+        with its node, or has the entry of another rank.
         """
         self._compare_loss(iteration, self._recorded.pop(iteration, None), captured, loss)
 

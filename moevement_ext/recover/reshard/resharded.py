@@ -284,10 +284,8 @@ class ReshardedWindow:
             yield Wanted(name, record.part, record.dtype, start, end, nbytes, varies)
 
     def _volatile(self) -> set[tuple[str, str]]:
-        items: Iterator[Sequence[TensorSlice]] = (
-            kind for held in self._slices.values() for kind in held
-        )
-        return {(item.tensor, item.part) for kind in items for item in kind if item.volatile}
+        kinds = (kind for held in self._slices.values() for kind in held)
+        return {(item.tensor, item.part) for kind in kinds for item in kind if item.volatile}
 
     def _name_of(self, operator: str, tensor: str, owner: int) -> str:
         return self._resharding.name_of(operator, tensor, self._seats[owner])
