@@ -4,10 +4,9 @@
 import errno
 import os
 import time
-from functools import partialmethod
 
 from moevement_ext.memory.disk import DiskWindows
-from moevement_ext.memory.window.file import WindowFile
+from moevement_ext.memory.window import file
 from moevement_ext.protect.checkpointer import SparseCheckpointer
 
 _DEADLINE_S = 120.0
@@ -51,11 +50,11 @@ def window_from_disk_not_verified() -> None:
     read = DiskWindows.read
 
     def unverified(self, name, into, received):
-        write = WindowFile.write_blob
-        WindowFile.write_blob = partialmethod(write, verify=False)
+        fill_verified = file._fill
+        file._fill = lambda payload, records, fill: fill_verified(payload, [], fill)
         try:
             read(self, name, into, received)
         finally:
-            WindowFile.write_blob = write
+            file._fill = fill_verified
 
     DiskWindows.read = unverified
