@@ -39,7 +39,7 @@ from moevement_ext.job.digest_file import refuse_unwritable
 from moevement_ext.memory import private_file
 from moevement_ext.memory.disk import require_writable
 from moevement_ext.memory.node_store import require_directory_name
-from moevement_ext.replicate.domains import failure_domains
+from moevement_ext.replicate.placement import failure_domains
 
 _CONNECTIONS = 'CUDA_DEVICE_MAX_CONNECTIONS'
 

@@ -15,10 +15,10 @@ from moevement_ext.membership.rank import Rank
 from moevement_ext.memory.budget import Logged, window_lengths
 from moevement_ext.memory.file_system import file_system_of
 from moevement_ext.memory.node_store import NodeStore
-from moevement_ext.replicate.domains import own_domain
 from moevement_ext.replicate.host_memory import HostMemory
 from moevement_ext.replicate.node_plan import Member, Share, copies_of, node_plan
 from moevement_ext.replicate.own_address import host_identity
+from moevement_ext.replicate.placement import own_domain
 from moevement_ext.replicate.secret import agree
 
 _MEMBER = msgspec.msgpack.Decoder(Member)

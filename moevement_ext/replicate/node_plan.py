@@ -22,10 +22,9 @@ from moevement_ext.memory.disk import DiskWindows
 from moevement_ext.memory.file_system import file_system_of
 from moevement_ext.memory.window.name import RankIdentity
 from moevement_ext.memory.window.twin import OwnParts
-from moevement_ext.replicate.domains import failure_domains, own_domain
 from moevement_ext.replicate.greeting import new_secret
 from moevement_ext.replicate.own_address import host_identity
-from moevement_ext.replicate.placement import Copies, place_copies
+from moevement_ext.replicate.placement import Copies, failure_domains, own_domain, place_copies
 
 logger = logger_of(__name__)
 

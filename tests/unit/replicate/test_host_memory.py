@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-import json
 import logging
 import threading
 from collections.abc import Callable, Iterator
@@ -10,7 +9,7 @@ import msgspec
 import pytest
 import torch
 
-from moevement_ext.config import ConfigurationError, SparseCheckpointConfig
+from moevement_ext.config import SparseCheckpointConfig
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory.budget import NOTHING_LOGGED, Logged
 from moevement_ext.memory.mapped_file import in_pages
@@ -20,7 +19,6 @@ from moevement_ext.memory.window.name import HeldWindow, RankIdentity, Window
 from moevement_ext.recover.inventory import held_windows
 from moevement_ext.replicate import host_memory
 from moevement_ext.replicate.client import PeerLost, PeerRefused, ReplicaClient
-from moevement_ext.replicate.domains import failure_domains, own_domain
 from moevement_ext.replicate.host_memory import HostMemory
 from moevement_ext.replicate.node_plan import Member, Share
 from moevement_ext.replicate.secret import of_attempt
@@ -231,64 +229,6 @@ def test_log_that_is_too_small_reports_it(job: Job) -> None:
     assert 'is full' in job.degraded[-1]
 
 
-# Failure domains
-
-
-def test_topology_file_gives_the_domains(tmp_path: Path) -> None:
-    path = tmp_path / 'topology.json'
-    path.write_text(json.dumps({'a': 'rack1', 'b': 'rack1', 'c': 'rack2', 'spare': 'rack3'}))
-    assert failure_domains(['a', 'b', 'c', 'a'], str(path)) == ['rack1', 'rack1', 'rack2', 'rack1']
-
-
-@pytest.mark.parametrize('levels', [['rack1', 'pod2'], 'pod2/rack1'])
-def test_topology_file_gives_the_levels(tmp_path: Path, levels: object) -> None:
-    path = tmp_path / 'topology.json'
-    path.write_text(json.dumps({'a': levels, 'b': ['rack1', 'pod3']}))
-    assert failure_domains(['a', 'b'], str(path)) == ['pod2/rack1', 'pod3/rack1']
-
-
-@pytest.mark.parametrize(
-    ('content', 'rule'),
-    [
-        ({'a': ['rack1', 'pod1'], 'b': 'rack2'}, "'b' has 1 levels and 'a' 2; give all nodes the"),
-        ({'a': []}, r"'a' has \[\]; give names that are not empty"),
-        ({'a': ['rack1', '']}, r"'a' has \[.rack1., ..\]; give names that are not empty"),
-        ({'a': 'pod1//rack1'}, "'a' has .pod1//rack1.; give names that are not empty"),
-        ({'a': ['rack1', 2]}, r"'a' has \[.rack1., 2\]; give names"),
-        ({'a': {'rack': 1}}, "'a' has .*; give names"),
-        ({'a': None}, "'a' has null; give names"),
-        ({'a': ['pod/rack', 'hall']}, "'a': a name in a list has a '/'; leave it out"),
-    ],
-)
-def test_a_file_with_other_levels_is_refused_in_a_line(
-    tmp_path: Path, content: dict[str, object], rule: str
-) -> None:
-    path = tmp_path / 'topology.json'
-    path.write_text(json.dumps(content))
-    with pytest.raises(ConfigurationError, match=rule) as refused:
-        failure_domains(['a'], str(path))
-    assert str(refused.value).startswith(f'--sparse-ckpt-topology {path}: ')
-    assert '\n' not in str(refused.value)
-
-
-@pytest.mark.parametrize('content', [None, '', '{', '[]', '7', '"a"'])
-def test_unreadable_topology_file_is_named_with_its_format(
-    tmp_path: Path, content: str | None
-) -> None:
-    path = tmp_path / 'topology.json'
-    if content is not None:
-        path.write_text(content)
-    with pytest.raises(ConfigurationError, match=f'--sparse-ckpt-topology {path}: expected a JSON'):
-        failure_domains(['a'], str(path))
-
-
-def test_nodes_the_file_leaves_out_are_named(tmp_path: Path) -> None:
-    path = tmp_path / 'topology.json'
-    path.write_text('{"a": "rack1"}')
-    with pytest.raises(ConfigurationError, match=r"does not name the nodes \['b', 'c'\]"):
-        failure_domains(['a', 'c', 'b'], str(path))
-
-
 # Members of the job, and failures at the start
 
 
@@ -351,14 +291,6 @@ def test_a_replacement_needs_no_file_of_its_own_node(shm: Path, tmp_path: Path) 
         assert memory.copies.holders[0] == memory.copies.holders[1] == (2,)
     finally:
         memory.close(remove=True)
-
-
-def test_own_domain_of_an_unnamed_node_is_empty(tmp_path: Path) -> None:
-    path = tmp_path / 'topology.json'
-    assert own_domain('a', str(path)) == ''
-    path.write_text('{"a": "rack1"}')
-    assert (own_domain('a', str(path)), own_domain('b', str(path))) == ('rack1', '')
-    assert own_domain('b', None) == 'b'
 
 
 @pytest.mark.parametrize('hosts', [('a/1', 'a/1'), ('localhost/1', 'localhost/2')])

@@ -1,17 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Laws of replica placement, of twins and holders together, and survival against enumeration."""
 
+import json
 import math
 from collections import Counter
 from itertools import combinations
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moevement_ext.config import ConfigurationError
 from moevement_ext.replicate import placement as module
-from moevement_ext.replicate.placement import Copies, place_copies, place_replicas
+from moevement_ext.replicate.placement import (
+    Copies,
+    failure_domains,
+    own_domain,
+    place_copies,
+    place_replicas,
+)
 from tools.simulate import placement
 from tools.simulate.placement import survival_probability
 
@@ -317,3 +326,69 @@ def test_a_choice_of_a_holder_compares_domains_instead_of_ranks(
     monkeypatch.setattr(np, 'where', counted)
     place_copies([f'pod{rank // 64}/rack{rank // 16}' for rank in range(256)], 2, range(256))
     assert compared == [256 // 16] * 2 * 256
+
+
+# Failure domains by a topology file
+
+
+def test_topology_file_gives_the_domains(tmp_path: Path) -> None:
+    path = tmp_path / 'topology.json'
+    path.write_text(json.dumps({'a': 'rack1', 'b': 'rack1', 'c': 'rack2', 'spare': 'rack3'}))
+    assert failure_domains(['a', 'b', 'c', 'a'], str(path)) == ['rack1', 'rack1', 'rack2', 'rack1']
+
+
+@pytest.mark.parametrize('levels', [['rack1', 'pod2'], 'pod2/rack1'])
+def test_topology_file_gives_the_levels(tmp_path: Path, levels: object) -> None:
+    path = tmp_path / 'topology.json'
+    path.write_text(json.dumps({'a': levels, 'b': ['rack1', 'pod3']}))
+    assert failure_domains(['a', 'b'], str(path)) == ['pod2/rack1', 'pod3/rack1']
+
+
+@pytest.mark.parametrize(
+    ('content', 'rule'),
+    [
+        ({'a': ['rack1', 'pod1'], 'b': 'rack2'}, "'b' has 1 levels and 'a' 2; give all nodes the"),
+        ({'a': []}, r"'a' has \[\]; give names that are not empty"),
+        ({'a': ['rack1', '']}, r"'a' has \[.rack1., ..\]; give names that are not empty"),
+        ({'a': 'pod1//rack1'}, "'a' has .pod1//rack1.; give names that are not empty"),
+        ({'a': ['rack1', 2]}, r"'a' has \[.rack1., 2\]; give names"),
+        ({'a': {'rack': 1}}, "'a' has .*; give names"),
+        ({'a': None}, "'a' has null; give names"),
+        ({'a': ['pod/rack', 'hall']}, "'a': a name in a list has a '/'; leave it out"),
+    ],
+)
+def test_a_file_with_other_levels_is_refused_in_a_line(
+    tmp_path: Path, content: dict[str, object], rule: str
+) -> None:
+    path = tmp_path / 'topology.json'
+    path.write_text(json.dumps(content))
+    with pytest.raises(ConfigurationError, match=rule) as refused:
+        failure_domains(['a'], str(path))
+    assert str(refused.value).startswith(f'--sparse-ckpt-topology {path}: ')
+    assert '\n' not in str(refused.value)
+
+
+@pytest.mark.parametrize('content', [None, '', '{', '[]', '7', '"a"'])
+def test_unreadable_topology_file_is_named_with_its_format(
+    tmp_path: Path, content: str | None
+) -> None:
+    path = tmp_path / 'topology.json'
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ConfigurationError, match=f'--sparse-ckpt-topology {path}: expected a JSON'):
+        failure_domains(['a'], str(path))
+
+
+def test_nodes_the_file_leaves_out_are_named(tmp_path: Path) -> None:
+    path = tmp_path / 'topology.json'
+    path.write_text('{"a": "rack1"}')
+    with pytest.raises(ConfigurationError, match=r"does not name the nodes \['b', 'c'\]"):
+        failure_domains(['a', 'c', 'b'], str(path))
+
+
+def test_own_domain_of_an_unnamed_node_is_empty(tmp_path: Path) -> None:
+    path = tmp_path / 'topology.json'
+    assert own_domain('a', str(path)) == ''
+    path.write_text('{"a": "rack1"}')
+    assert (own_domain('a', str(path)), own_domain('b', str(path))) == ('rack1', '')
+    assert own_domain('b', None) == 'b'
