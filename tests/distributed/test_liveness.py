@@ -106,6 +106,15 @@ def test_worker_with_a_lost_device_exits_and_is_replaced(
 
 
 @ON_BOTH_BACKENDS
+def test_death_while_all_ranks_connect_is_survived(cluster: Make, reference: Reference) -> None:
+    """It has published its address; a rank that connects to it would wait half a minute."""
+    flags = PP4.split()
+    job = cluster(*flags, '--sparse-ckpt-window', '3', nodes=4)
+    assert job.survive(fail_at='1:9:forward,2:9:connect') == {1: 1, 2: 1}
+    check(job, reference(*flags))
+
+
+@ON_BOTH_BACKENDS
 def test_sole_survivor_stopped_before_the_rendezvous_is_replaced(
     cluster: Make, reference: Reference
 ) -> None:

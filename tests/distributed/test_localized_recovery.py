@@ -54,8 +54,9 @@ def victims(fail_at: str) -> dict[int, int]:
     return found
 
 
-def check_localized(job: Cluster) -> None:
-    """No survivor was started again, and no rank fell back to a lower tier."""
+def check_localized(job: Cluster, expected: dict) -> None:
+    """All bits are right, no survivor was started again, and no rank fell back to a lower tier."""
+    assert differences(expected, read_digest(job)) == []
     for rank in range(job.ranks):
         assert job.events_of(NextTier, rank) == []
         assert all(event.scope == 'localized' for event in job.events_of(Recovered, rank))
@@ -72,8 +73,7 @@ def test_lost_stage_recovers_with_the_bits_of_a_fault_free_run(
     flags = flags_of(setup)
     job = cluster(*flags, '--sparse-ckpt-window', '2')
     assert job.survive(fail_at=fail_at) == victims(fail_at)
-    assert differences(reference(*flags), read_digest(job)) == []
-    check_localized(job)
+    check_localized(job, reference(*flags))
 
 
 @pytest.mark.thorough
@@ -97,8 +97,7 @@ def test_stage_recovers_after_its_node_loses_its_memory(
     job = cluster(*flags, '--sparse-ckpt-window', '3')
     lost = '2:8:forward,3:8:forward'
     assert job.survive(fail_at=lost, wipe=[1]) == victims(lost)
-    assert differences(reference(*flags), read_digest(job)) == []
-    check_localized(job)
+    check_localized(job, reference(*flags))
     assert job.events_of(Recovered, rank=3)[0].iterations
 
 
