@@ -12,6 +12,7 @@ import dataclasses
 import os
 import re
 import sys
+import tomllib
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -27,47 +28,9 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCUMENT = ROOT / 'docs' / 'flags.md'
 API = ROOT / 'docs' / 'api.md'
 
-MORE = {
-    '--sparse-ckpt-window': 'planning.md',
-    '--sparse-ckpt-network-gb-per-s': 'planning.md#a-share-of-the-network',
-    '--sparse-ckpt-dir': 'store.md#access',
-    '--sparse-ckpt-disk': 'windows.md#on-disk',
-    '--sparse-ckpt-run-id': 'start.md#run-id-and-identity',
-    '--sparse-ckpt-host-memory-gb': 'memory.md#how-much-host-memory',
-    '--sparse-ckpt-topology': 'start.md#nodes-and-failure-domains',
-    '--sparse-ckpt-store': 'store.md#the-store',
-    '--sparse-ckpt-recovery': 'start.md#launchers',
-    '--sparse-ckpt-verify': 'when-it-fails.md#a-recovery-verifies-itself',
-    '--sparse-ckpt-events': 'observe.md#events',
-    '--sparse-ckpt-metrics': 'metrics.md#metrics',
-    '--sparse-ckpt-fp8-masters': 'precision.md',
-}
+_TEXTS = tomllib.loads(Path(__file__).with_suffix('.toml').read_text('utf-8'))
+MORE: dict[str, str] = _TEXTS['more']
 """Where the pages say more about a flag."""
-
-_HEAD = """# Flags
-
-<!-- Written by `python -m tools.flags --write`; texts are in `moevement_ext/config.py`. -->
-
-`pretrain_gpt.py` takes these flags in addition to all flags of Megatron's own trainer. Without
-`--sparse-ckpt` it behaves as plain Megatron. Flags of Megatron that are refused:
-[compatibility.md](compatibility.md). Where to begin: [flags by
-scale](memory.md#flags-by-scale).
-
-"""
-# Flags that there were before, and what decides now.
-_WENT = {
-    'max-window': 'at most 8, and what host memory has room for; `--sparse-ckpt-window` N for more',
-    'cpu-share': '2 % of the cores of a node, if the cores also train',
-    'max-wait': 'a second, then the next window is skipped',
-    'reorder-fraction': 'a quarter of the experts must have changed',
-    'reorder-change': "a tenth of an expert's share of the tokens counts as a change",
-    'freeze': 'a replay never computes weight gradients of frozen operators',
-    'bind': "the CPUs near the worker's GPU, of those that its launcher allows",
-    'verify-replicas': 'every window that a holder receives is verified',
-    'overhead-bound': '`checkfreq`: stalls take at most 3 % of the time',
-    'expert-choice': '`moc`: experts in turn',
-    'lost-share': '`moc`: 3.75 % of the tokens, lost in recoveries, double `dynamic` experts',
-}
 _DEFAULT = re.compile(r' ?Default: (.*)\.$')
 
 
@@ -84,9 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def document() -> str:
-    went = [(f'`--sparse-ckpt-{name}`', decides) for name, decides in _WENT.items()]
+    went = [(f'`--sparse-ckpt-{name}`', decides) for name, decides in _TEXTS['went'].items()]
     return (
-        _HEAD
+        _TEXTS['head']
         + markdown(('Flag', 'Default', 'Meaning'), rows())
         + '\n## Flags that went\n\n'
         + markdown(('Flag', 'What decides now'), went)
