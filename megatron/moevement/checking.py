@@ -44,7 +44,7 @@ from moevement_ext.replicate.placement import failure_domains
 _CONNECTIONS = 'CUDA_DEVICE_MAX_CONNECTIONS'
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Judgement:
     """Result of applying a start's rules to a set of flags."""
 
@@ -86,7 +86,8 @@ def judge(flags: Sequence[str], ranks: int | None = None) -> Judgement:
             try:
                 args = validated(flags, ranks)
             except (Exception, SystemExit) as error:
-                return Judgement(ranks, [*refusals(given), told(error)], [], [])
+                refused = [*refusals(given), told(error)]
+                return Judgement(ranks=ranks, refused=refused, whole_job=[], notes=[])
             judgement = _judged(args)
         if assumed and args.moe_grouped_gemm:
             judgement.notes.append('no GPU is visible here; --moe-grouped-gemm is judged with one')
@@ -187,7 +188,13 @@ def _judged(args: UpstreamArguments) -> Judgement:
     if not (whole_job or together):
         notes.append(_tied(args))
     noted = [one for one in notes if one]
-    return Judgement(args.world_size, refused, whole_job, noted, together)
+    return Judgement(
+        ranks=args.world_size,
+        refused=refused,
+        whole_job=whole_job,
+        notes=noted,
+        together=together,
+    )
 
 
 def _tied(args: UpstreamArguments) -> str | None:

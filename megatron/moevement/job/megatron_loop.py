@@ -47,7 +47,7 @@ class OperationCount:
         return self.base.operations + since * self._per_sample() if since else self.base.operations
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Surroundings:
     """Wrappers around either kind of loop; created before the model."""
 

@@ -195,7 +195,13 @@ def protected_job(
         facts.timeout,
         not_localized(settings),
     )
-    around = Surroundings(ScalarRecorder(), data, PostStep(facts, counters), operations, Losses())
+    around = Surroundings(
+        recorder=ScalarRecorder(),
+        data=data,
+        post_step=PostStep(facts, counters),
+        operations=operations,
+        losses=Losses(),
+    )
     session = Session(Job(*joined), facts, counters, around)
     if facts.rank == 0:
         session.job.rank.events.emit(describe(settings, facts, counters))

@@ -38,7 +38,7 @@ _TELLING = '.metadata', 'mp_rank_*/model_optim_rng.pt'
 _SCHEDULING = 'megatron.training.checkpointing:schedule_async_save'
 
 
-class _Kept(msgspec.Struct):
+class _Kept(msgspec.Struct, kw_only=True):
     """The stored states of one rank."""
 
     version: int
@@ -147,7 +147,12 @@ class DenseRandom:
         try:
             if '://' in str(self._facts.save):
                 raise OSError(f'{self._facts.save} is in no file system')
-            kept = _Kept(_VERSION, self._topology, _digest_of(folder.parent), rng)
+            kept = _Kept(
+                version=_VERSION,
+                topology=self._topology,
+                checkpoint=_digest_of(folder.parent),
+                rng=rng,
+            )
             encoded = msgspec.msgpack.encode(kept)
             folder.mkdir(parents=True, exist_ok=True)
             writing = self._file(folder).with_suffix('.writing')
