@@ -26,6 +26,7 @@ while (($#)); do
             wheels=${2:-}
             shift
             ;;
+        --wheels=*) wheels=${1#*=} ;;
         --jobs) kernels= ;;
         --cpu)
             kernels=
