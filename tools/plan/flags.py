@@ -7,7 +7,6 @@ Megatron's defaults. Checked against megatron-core 0.19.2.
 
 import argparse
 import dataclasses
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,9 +17,8 @@ from moevement_ext.config import AUTO, flagged, network_rate
 from ..lab.arguments import Parser
 from ..model.description import DescriptionError, Training
 from ..model.layout import Batch, Layout, Precision, spread
-from ..model.shape import LatentAttention, ModelShape
+from ..model.shape import LatentAttention, ModelShape, layers_with_experts
 
-_LAYER_LIST = re.compile(r'\[([01, ]+)\](?:\*(\d+))?')
 _LAYOUT = {
     'tensor_model_parallel_size': 'tensor',
     'pipeline_model_parallel_size': 'pipeline',
@@ -97,7 +95,7 @@ class MegatronFlags:
         """The flag that set a field; None if no flag did."""
         names = {**_LAYOUT, **_BATCH, **_PRECISION, **_PROTECTION}
         found = (_flag(old) for old, new in names.items() if new == field and old in self.given)
-        return next(found, None)
+        return next(found, _flag(field) if field in self.given else None)
 
     def _renamed(self, names: dict[str, str]) -> dict[str, Any]:
         return {new: self.given[old] for old, new in names.items() if old in self.given}
@@ -209,30 +207,10 @@ def _refuse_unknown(unused: Sequence[str], prog: str) -> None:
     for setting in flagged():
         parser.add_argument(_flag(f'sparse_ckpt_{setting.name}'), nargs='?')
     parser.add_argument('--sparse-ckpt', action='store_true')
+    parser.add_argument('--sparse-ckpt-digest')
     left = parser.parse_known_args(list(unused))[1]
     if unknown := [item for item in left if item.startswith('--sparse-ckpt')]:
         parser.error(f'unrecognized arguments: {" ".join(unknown)}')
-
-
-def layers_with_experts(text: str, layers: int) -> tuple[int, ...]:
-    """Parse --moe-layer-freq: every n-th layer, or a sum of lists as in `([0]*3+[1]*58)`.
-
-    Raises DescriptionError for anything else.
-    """
-    if text.isdecimal() and int(text) > 0:
-        return tuple(int(layer % int(text) == 0) for layer in range(layers))
-    terms = text.strip().removeprefix('(').removesuffix(')').split('+')
-    matches = [_LAYER_LIST.fullmatch(term.strip()) for term in terms]
-    pattern: list[int] = []
-    for match in matches:
-        if match is None:
-            raise DescriptionError(
-                f'--moe-layer-freq {text}: give a number of at least 1, or a sum of lists of 0 '
-                f'and 1 as in ([0]*3+[1]*58)'
-            )
-        items = [int(item) for item in match[1].replace(',', ' ').split()]
-        pattern += items * int(match[2] or 1)
-    return tuple(pattern)
 
 
 def _model_of_flags(given: dict[str, Any]) -> ModelShape:

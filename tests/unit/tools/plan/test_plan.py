@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tools.model.description import DescriptionError
+from tools.model.fields import FieldError
+from tools.model.shape import layers_with_experts
 from tools.plan import __main__ as plan
-from tools.plan.flags import layers_with_experts, parse_megatron_flags
+from tools.plan.flags import parse_megatron_flags
 
 ROOT = Path(__file__).resolve().parents[4]
 
@@ -127,6 +128,7 @@ def test_megatron_model_is_counted_as_megatron_does():
     layer = 4 * 256 * 256 + 2 * 256 + 8 * 256 + 8 * 3 * 256 * 256
     assert training.model.total_parameters == 4 * layer + 2 * 258 * 256 + 256
     assert training.layout.distributed_optimizer
+    parse_megatron_flags(['--sparse-ckpt-digest', 'file'])  # as training takes it
     plain = parse_megatron_flags([item for item in MEGATRON if item != '--bf16'])
     assert plain.training(None, 4).precision.compute == 'fp32'
 
@@ -135,7 +137,7 @@ def test_layer_frequency_is_parsed():
     assert layers_with_experts('2', 5) == (1, 0, 1, 0, 1)
     assert layers_with_experts('[0]+[1,0]*2', 5) == (0, 1, 0, 1, 0)
     for wrong in ('0', 'x', '[2]*3', '__import__("os")'):
-        with pytest.raises(DescriptionError, match='--moe-layer-freq'):
+        with pytest.raises(FieldError, match='moe_layer_freq'):
             layers_with_experts(wrong, 3)
 
 
