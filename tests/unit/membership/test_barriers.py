@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The first state of a barrier is final, and a waiting rank sends no requests."""
 
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -58,21 +57,3 @@ def test_deleted_barrier_counts_as_closed_and_is_not_recreated(
     store.delete_key('barrier')
     assert not is_open(peek(store, 'barrier'))
     assert not store.check(['barrier'])
-
-
-def test_wait_at_a_barrier_ends_at_its_deadline(store: TCPStore) -> None:
-    assert not has_moved(store, 'barrier', time.monotonic() + 0.1)
-    open_barrier(store, 'barrier')
-    assert has_moved(store, 'barrier', time.monotonic()), 'the connection is still of use'
-
-
-def test_waiting_connection_can_be_cloned(store: TCPStore) -> None:
-    """Other threads clone the connection to end the wait."""
-    connection = store.clone()
-    passed: list[bool] = []
-    waiting = threading.Thread(target=lambda: passed.append(opens(connection, 'barrier')))
-    waiting.start()
-    waiting.join(0.2)  # it is waiting by then
-    open_barrier(connection.clone(), 'barrier')
-    waiting.join(TIMEOUT.total_seconds() / 2)
-    assert passed == [True]

@@ -8,10 +8,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
-from torch.distributed import DistNetworkError, Store, TCPStore
+from torch.distributed import TCPStore
 
 from moevement_ext.errors import EXIT_STUCK, EXIT_WHOLE_JOB
-from moevement_ext.membership import counters, exchange, membership, round_groups
+from moevement_ext.membership import counters, exchange, membership
 from moevement_ext.membership.membership import Membership
 from moevement_ext.membership.rendezvous import (
     FencedOut,
@@ -23,7 +23,6 @@ from moevement_ext.membership.rendezvous import (
 )
 from moevement_ext.membership.report import Report, encode
 from moevement_ext.membership.round_groups import RoundGroups
-from moevement_ext.membership.store_loss import StoreLoss
 from tests.support.forks import Forked
 from tests.unit.membership import ranks
 from tests.unit.membership.way import Way
@@ -167,26 +166,6 @@ def test_unnoticed_failure_is_found_in_the_store(
     assert not deaf.broken and deaf.broken_in_the_store()
 
 
-def test_check_of_the_store_is_repeated_after_a_timeout(
-    job: Job, joined: tuple[list[Membership], Membership], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without the retry, the rank would end with its own error and lose its state."""
-    survivors, new = joined
-    new.settle()
-    deaf = survivors[0]
-    deaf._joined.watch.stop()
-    end_round(job.store, present_round(job.store), 'rank 1 lost a peer')
-    connect, tries = StoreLoss._connect, iter([DistNetworkError('timed out')])
-
-    def slow_at_first(loss: StoreLoss) -> Store:
-        for error in tries:
-            raise error
-        return connect(loss)
-
-    monkeypatch.setattr(StoreLoss, '_connect', slow_at_first)
-    assert deaf.broken_in_the_store()
-
-
 def test_process_replaced_during_its_set_up_is_fenced_out(
     job: Job, joined: tuple[list[Membership], Membership]
 ) -> None:
@@ -197,25 +176,6 @@ def test_process_replaced_during_its_set_up_is_fenced_out(
     assert wait_until(lambda: new._lost is not None)
     with pytest.raises(FencedOut, match='replaced'):
         new.settle()
-
-
-def test_new_process_reconnects_during_a_rendezvous(
-    job: Job, joined: tuple[list[Membership], Membership]
-) -> None:
-    """Other ranks that lost their connection reconnect, too."""
-    survivors, new = joined
-    round = present_round(job.store)
-    end_round(job.store, round, 'rank 1 lost a peer')
-    job.store.wait([f'join/{round + 1}/2'], TIMEOUT)
-    job.way.cut()
-    moving = [job.move_on(member) for member in survivors]
-    for future in moving:
-        assert [r.survivor for r in future.result(TIMEOUT.total_seconds())] == [True, True, False]
-    new.settle()
-    assert [report.midway for report in new.reports] == [False, False, True]
-    assert {member._joined.result.round for member in (new, *survivors)} == {
-        present_round(job.store)
-    }
 
 
 def test_survivor_reconnects_during_a_rendezvous(
@@ -343,16 +303,6 @@ def test_failure_before_groups_exist_ends_the_waits_in_them(
     monkeypatch.setattr(RoundGroups, 'make', lambda groups, backend: None)
     settled.watch('gloo', woken.set)
     assert woken.is_set()
-
-
-def test_groups_of_a_replacement_have_the_timeout_of_the_job(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Else it gives up in a long save that the others wait for."""
-    given: list[object] = []
-    monkeypatch.setattr(round_groups, 'ProcessGroups', lambda *args: given.extend(args))
-    RoundGroups(2, timedelta(hours=1)).make('gloo')
-    assert given == ['gloo', timedelta(hours=1)]
 
 
 def test_update_under_way_ends_before_the_waits_are_ended(

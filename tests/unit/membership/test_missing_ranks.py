@@ -257,13 +257,6 @@ def test_round_ends_if_a_rank_stops_before_it_says_that_it_packs(store: TCPStore
     found.close()
 
 
-def test_ended_round_has_no_rank_that_holds_it_up(store: TCPStore) -> None:
-    joined(store, range(3))
-    assert [one.rank for one in holding_up(store, 3)] == [0, 1, 2]
-    end_round(store, 1, 'rank 1 died')
-    assert holding_up(store, 3) == []
-
-
 def test_absent_ranks_are_those_of_the_last_complete_round(store: TCPStore) -> None:
     """Rounds that were broken before all ranks had met are skipped."""
     assert absent(store, 4) == [Absent(0, rank) for rank in range(4)]

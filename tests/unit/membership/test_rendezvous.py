@@ -20,7 +20,6 @@ from moevement_ext.membership.rendezvous import (
     RoundEnded,
     announce_failure,
     end_round,
-    how_broken,
     present_round,
     why_broken,
 )
@@ -123,12 +122,6 @@ def test_ranks_meet_after_deaths_at_random_moments(
         assert_one_new_round(meet_all(chance.sample(attempts_of(connections), WORLD)))
 
 
-def test_several_new_processes_join_at_the_same_moment(connections: list[TCPStore]) -> None:
-    """The second rank to leave a round must not take it, full of dead ranks, for a complete one."""
-    for _ in range(20):
-        assert_one_new_round(meet_all(attempts_of(connections)))
-
-
 def test_timeout_names_the_missing_ranks(launcher: TCPStore) -> None:
     die_waiting(launcher, 2)
     expected = r'Ranks \[1, 3\] did not respond in time.*--distributed-timeout-minutes'
@@ -218,28 +211,6 @@ def test_keys_do_not_grow_with_the_number_of_rounds(
     # On a busy machine a round may be broken before all have arrived, and the next one completes.
     assert max(counts) < 2 * counts[2]
     assert launcher.check(['job/0/plan', 'evict/0'])
-
-
-def test_no_keys_are_deleted_while_ranks_recover(
-    launcher: TCPStore, connections: list[TCPStore], threads: ThreadPoolExecutor
-) -> None:
-    """The store of a large job is busy then."""
-    attempts = attempts_of(connections)
-    rounds = [assert_one_new_round(meet_all(attempts))]
-    forgetting = attempts[0]._forgetting
-    for _ in range(2):
-        results = meet_all(attempts, after=rounds[-1])
-        rounds.append(assert_one_new_round(results))
-    assert attempts[0]._forgetting is forgetting and launcher.check([f'join/{rounds[0]}/1'])
-    list(
-        threads.map(
-            lambda at: at[0].barrier(at[1], 'replayed', TIMEOUT),
-            zip(attempts, results, strict=True),
-        )
-    )
-    assert attempts[0]._forgetting is not None
-    attempts[0]._forgetting.join(DEADLINE_S)
-    assert not launcher.check([f'join/{rounds[0]}/1'])
 
 
 def test_keys_of_former_attempts_of_the_job_are_deleted(
@@ -351,17 +322,6 @@ def test_first_request_breaks_a_round_once(
         end_round(launcher, round, 'late')
         assert why_broken(launcher, round) == first != 'late'
         assert present_round(launcher) == round + 1
-
-
-def test_end_time_of_a_round_is_kept(launcher: TCPStore) -> None:
-    assert how_broken(launcher, 0) is None
-    before = time.time()
-    end_round(launcher, 0, 'rank 1 of a b died')
-    after = time.time()
-    end_round(launcher, 0, 'late')
-    found = how_broken(launcher, 0)
-    assert found is not None and before - 1e-3 <= found.since <= after + 1e-3
-    assert found.reason == why_broken(launcher, 0) == 'rank 1 of a b died'
 
 
 # Barrier

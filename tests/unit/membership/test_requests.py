@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from torch.distributed import TCPStore
 
-from moevement_ext.membership import rendezvous, round_watch
+from moevement_ext.membership import round_watch
 from moevement_ext.membership.counters import read_heartbeats
 from moevement_ext.membership.exchange import hand_out, handed_out
 from moevement_ext.membership.rendezvous import Rendezvous, end_round, present_round
@@ -22,7 +22,6 @@ from tests.unit.membership.large_job import LargeJob
 pytestmark = pytest.mark.timed
 
 WORLD = 4
-MIB = 1 << 20
 TIMEOUT = timedelta(seconds=60)
 
 
@@ -100,53 +99,6 @@ def test_heartbeat_period_grows_with_the_hang_timeout(
     watching.stop()
     end_round(job.store, 0, 'the test is over')
     watching.join()
-
-
-def test_informed_ranks_leave_the_breaking_of_a_round_to_the_announcer(
-    job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All ranks see the first step; they continue the rest only after a long wait."""
-    monkeypatch.setattr(rendezvous, '_LAST_PAUSE_S', 60.0)
-    assert present_round(job.store) == 0
-    woken = threading.Semaphore(0)
-    pids = [1] * WORLD
-    watches = [
-        RoundWatch(
-            Connections(job.connect), 0, rank, pids, 600.0, lambda reason: woken.release()
-        ).start()
-        for rank in range(WORLD)
-    ]
-    come_to_rest(job)  # all watches wait
-    job.store.compare_set('broken/0', '', '12.5 rank 7 died')
-    for _ in watches:
-        assert woken.acquire(timeout=TIMEOUT.total_seconds())
-    job.store.compare_set('round', '0', '1')
-    for watching in watches:
-        watching.stop()
-        watching.join()
-    assert not job.store.check(['met/0']), 'no other rank has closed a barrier'
-
-
-def test_rank_keeps_its_connections_across_rounds(job: Job) -> None:
-    """New ones need name lookups, which all ranks would make at the same moment."""
-    opened: list[CountedStore] = []
-
-    def connect() -> CountedStore:
-        opened.append(job.connect())
-        return opened[-1]
-
-    connections = Connections(connect)
-    for round in range(4):
-        assert present_round(job.store) == round
-        woken = threading.Event()
-        watching = RoundWatch(
-            connections, round, 0, [1, 1], 600.0, lambda reason, woken=woken: woken.set()
-        ).start()
-        end_round(job.store, round, 'test')
-        assert woken.wait(TIMEOUT.total_seconds())
-        watching.stop()
-        watching.join()
-    assert len(opened) <= 2
 
 
 def test_reports_of_a_large_job_are_sent_as_differences() -> None:

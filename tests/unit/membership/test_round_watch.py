@@ -20,7 +20,6 @@ from moevement_ext.membership.round_watch import Connections, RoundWatch
 from tests.support.forks import Forked
 from tests.unit.membership.clock import Clock
 from tests.unit.membership.ranks import watches
-from tests.unit.store.processes import Server, until
 
 pytestmark = pytest.mark.timed
 
@@ -135,12 +134,6 @@ def test_all_ranks_are_woken_when_the_round_is_broken(
         thread.name = 'sleeps'  # until its next heartbeat is due
 
 
-def test_round_broken_earlier_wakes_a_new_watch(job: Job) -> None:
-    end_round(job.store, 0, 'early')
-    job.watch(0, [100, 101], round=0)
-    assert job.next_woken() == (0, 'early')
-
-
 def test_watch_completes_the_break_of_a_dead_announcer(job: Job) -> None:
     """The reason is set, but not the number of the next round."""
     job.watch(0, [1])
@@ -237,12 +230,6 @@ def test_time_of_a_pause_of_the_watch_does_not_count(
         wait_until_listened(job, watch)
 
 
-def test_single_rank_does_not_watch_itself(job: Job, fast_heartbeats: None) -> None:
-    watch = job.watch(0, [100], hang_timeout_s=0.0)
-    while job.heartbeats(0) < 4:
-        assert not watch.broken.wait(0.01)
-
-
 def test_stop_ends_heartbeats_and_wake_ups(job: Job, fast_heartbeats: None) -> None:
     watch = job.watch(0, [100])
     wait_for_heartbeat(job.store, 0)
@@ -281,32 +268,6 @@ def test_stop_waits_for_a_wake_up_in_progress(job: Job) -> None:
     go_on.set()
     stopping.join(DEADLINE_S)
     assert order == ['woken', 'stopped']
-
-
-def test_lost_store_is_reported_and_wakes_no_rank(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(detect, '_FIRST_RETRY_S', 0.05)
-    server, woken, tries = Server(), list[str](), list[float]()
-
-    def connect_soon() -> TCPStore:
-        tries.append(0.2 if server_is_gone.is_set() else DEADLINE_S)
-        timeout = timedelta(seconds=tries[-1])
-        return TCPStore('127.0.0.1', server.port, is_master=False, timeout=timeout)
-
-    server_is_gone = threading.Event()
-    connect(server.port).set('round', '0')
-    watch = RoundWatch(Connections(connect_soon), 0, 0, [0, 1], NEVER_HUNG_S, woken.append).start()
-    wait_for_heartbeat(connect(server.port), 0)
-    server_is_gone.set()
-    server.close()
-    until(
-        lambda: LOST in caplog.text and len(tries) >= 4
-    )  # two connections were made; then it retries
-    watch.stop()
-    wait_for_end_of_threads()
-    assert woken == []
-    assert caplog.text.count(LOST) == 1
 
 
 LOST = 'the connection to the store of the launcher was lost'
@@ -353,15 +314,6 @@ def test_heartbeats_detect_the_end_if_the_wake_up_is_lost(job: Job, fast_heartbe
     watch.stop()
     for thread in threads():
         thread.name = 'deaf'  # it never ends
-
-
-def test_conclude_wakes_the_rank_without_the_store(job: Job) -> None:
-    watch = job.watch(0, [100])
-    watch.conclude('I lost a peer')
-    assert watch.broken.is_set() and job.next_woken() == (0, 'I lost a peer')
-    end_round(job.store, 0, 'I lost a peer')
-    watch.stop()
-    assert job.woken.empty()
 
 
 def test_heartbeats_continue_until_the_rank_has_left(job: Job, fast_heartbeats: None) -> None:

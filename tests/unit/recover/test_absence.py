@@ -15,7 +15,6 @@ from moevement_ext.config import SparseCheckpointConfig, node_name
 from moevement_ext.errors import UserError
 from moevement_ext.memory.disk import DiskWindows
 from moevement_ext.memory.holder_lock import HolderLock
-from moevement_ext.memory.ledger import Ledger
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.directory import committed_name
 from moevement_ext.memory.window.file import WindowFile
@@ -34,7 +33,6 @@ from tests.unit.memory.samples import (
     make_header,
     named,
     tmpfs_directory,
-    write_window,
 )
 
 CONFIG = SparseCheckpointConfig(disk='/mnt/windows')
@@ -66,11 +64,6 @@ def test_refusal_names_ranks_without_windows_and_the_windows_of_others() -> None
     assert 'of rank 1 (node node1)' in said
     assert 'ranks 0, 2 (nodes node0, node2) have windows 24, 27' in said
     assert '--sparse-ckpt-forget goes on from the start' in said
-
-
-def test_first_window_counts() -> None:
-    assert 'had window 0' in refusal(held(0, 0), traces(0, -1), -1, CONFIG)
-    assert 'has window 0' in refusal([], [Traces('pod-7', -1, [], {'pod-1': 0})], -1, CONFIG)
 
 
 def test_ranks_with_only_outdated_windows_are_named_and_many_are_not_all_listed() -> None:
@@ -175,26 +168,6 @@ def test_window_that_cannot_be_read_now_is_not_trained_over(
     store.close()
 
 
-def test_complete_window_is_recorded_in_memory(store: NodeStore) -> None:
-    windows = OwnerWindows(store, 0, 0, capacity())
-    assert take_stock(store, None, IDENTITY).traces.newest_complete == -1
-    ledger = Ledger(store.ledger_path(0), 4, IDENTITY)
-    ledger.note_complete(0)
-    file = windows.begin(named(0))
-    assert file is not None
-    write_window(file)
-    windows.commit(file)
-    ledger.close()
-    found = take_stock(store, None, IDENTITY).traces
-    assert found.newest_complete == 0 and found.past
-    again = Ledger(store.ledger_path(0), 4, IDENTITY)
-    again.forget_after(1)
-    assert Ledger.read_complete(store.ledger_path(0), IDENTITY) == 0
-    again.forget_after(0)
-    assert Ledger.read_complete(store.ledger_path(0), IDENTITY) == -1
-    store.close()
-
-
 @pytest.mark.parametrize('why', [None, 'it is of another run', 'it lives', 'its own is here, too'])
 def test_windows_under_another_name_are_noticed(why: str | None, store: NodeStore) -> None:
     nodes = [NodeStore(store.root, 'run1', 'before')]
@@ -211,20 +184,6 @@ def test_windows_under_another_name_are_noticed(why: str | None, store: NodeStor
     assert found.renamed == ({'before': 6} if why is None else {})
     for node in nodes:
         node.close()
-
-
-def test_complete_window_is_recorded_on_disk(store: NodeStore, tmp_path: Path) -> None:
-    disk = DiskWindows(tmp_path, 'run1', 0)
-    assert not take_stock(store, disk, IDENTITY).traces.past
-    disk.write(make_file(tmp_path / 'memory', 6), IDENTITY)
-    disk.note_complete(6)
-    disk.close()
-    disk = DiskWindows(tmp_path, 'run1', 0)
-    found = take_stock(store, disk, IDENTITY).traces
-    assert found.newest_complete == 6 and found.past
-    disk.set_aside_after(3, IDENTITY)
-    assert disk.newest_complete() == 3
-    disk.close()
 
 
 # Other runs, one of which was probably meant

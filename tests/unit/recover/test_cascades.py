@@ -50,14 +50,6 @@ def test_a_replay_begins_again_when_a_neighbour_is_lost(phase: Phase, fault_free
     assert set(went_on(job)) == {0}
 
 
-@pytest.mark.parametrize('phase', with_quick(OF_A_REPLAY, Phase.CATCH_UP))
-def test_replay_continues_without_another_replay(phase: Phase, fault_free: Expected) -> None:
-    both = [LOST, Fault(2, Phase.DETECT)]
-    job = train_through([*both, Fault(0, phase, kills=2)], fault_free)
-    assert job.began.count(0) == 1
-    assert went_on(job) == {1: 1, 0: 1}
-
-
 def test_frequent_failures_of_distant_stages_do_not_delay_a_replay(fault_free: Expected) -> None:
     steps = [Phase.FETCH, *WINDOW * [Phase.LOAD], Phase.CATCH_UP, Phase.CATCH_UP, Phase.REPLAYED]
     job = train_through([LOST, *(Fault(0, step, kills=2) for step in steps)], fault_free)
@@ -79,19 +71,6 @@ def test_neighbours_lost_in_turn_delay_each_other(
     assert {event.target for event in last} == {FIRST}
     assert set(went_on(job)) == {0}
     assert any(event.verified for event in last)
-
-
-def test_stage_that_continued_is_the_state_of_the_next_failure(fault_free: Expected) -> None:
-    after = [Fault(1, Phase.FORWARD, FIRST + 5), Fault(0, Phase.FORWARD, FIRST + 10)]
-    job = train_through([LOST, Fault(0, Phase.CONVERT, kills=2), *after], fault_free)
-    assert Counter(job.began) == {0: 2, 1: 1, 2: 1}
-    assert any(event.verified for event in job.recovered if event.replayed)
-
-
-def test_loss_of_the_other_nodes_memory_is_recovered(fault_free: Expected) -> None:
-    job = train_through([LOST, Fault(0, Phase.CATCH_UP, kills=2, node_lost=True)], fault_free)
-    assert sorted(job.began) == [0, 2]
-    assert went_on(job) == {1: 1, 0: 1}
 
 
 def test_lost_holders_windows_count_again_later(fault_free: Expected, withdrawn: list[int]) -> None:

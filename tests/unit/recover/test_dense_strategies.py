@@ -23,7 +23,6 @@ from moevement_ext.plan.replanning import Cycle, WindowLoad
 from moevement_ext.plan.strategy import dense
 from moevement_ext.plan.strategy.choice import Strategy
 from moevement_ext.protect import protection
-from moevement_ext.protect.disk_tier import DiskTier
 from moevement_ext.protect.replanner import Replanner
 from tests.unit.recover.fake_trainer import FakeTrainer
 from tests.unit.recover.test_recovery import VICTIMS
@@ -83,12 +82,6 @@ def test_a_worker_is_lost_between_two_checkpoints(victim: int, launch: Launch) -
     assert max(event.replayed for event in job.recovered) > 1
 
 
-@BOTH
-def test_a_node_is_lost_with_its_memory(launch: Launch) -> None:
-    job = launch([Fault(1, Phase.FORWARD, STRUCK, node_lost=True)], STRUCK + 2)
-    assert starts(job) == {8}
-
-
 @ON_DISK
 def test_all_ranks_change_their_interval(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
     changes: list[tuple[int, int]] = []
@@ -126,24 +119,6 @@ def test_all_ranks_change_their_interval(launch: Launch, monkeypatch: pytest.Mon
     ((origin, interval),) = set(changes)
     (start,) = starts(job)
     assert interval == 3 and start > origin and (start - origin) % interval == 0
-
-
-@ON_DISK
-def test_newer_checkpoint_in_memory_is_unused(
-    launch: Launch, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    offer = DiskTier.persisted
-
-    def never_awaited(job: ThreadedJob, rank: int, trainer: FakeTrainer) -> None:
-        if trainer.iteration == STRUCK - 1:
-            job.persisted = ITERATIONS
-
-    spy(monkeypatch, ThreadedJob, 'note', never_awaited, after=True)
-    monkeypatch.setattr(
-        DiskTier, 'persisted', lambda tier, name: name.start > 4 or offer(tier, name)
-    )
-    job = launch([Fault(1, Phase.FORWARD, STRUCK)], STRUCK + 2)
-    assert starts(job) == {4}
 
 
 @ON_DISK

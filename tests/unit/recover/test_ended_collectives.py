@@ -16,21 +16,17 @@ from moevement_ext.config import SparseCheckpointConfig
 from moevement_ext.job import ending
 from moevement_ext.job.job import Job
 from moevement_ext.membership.rendezvous import RoundEnded
-from moevement_ext.membership.report import NOWHERE, Report, encode
-from moevement_ext.memory.node_store import NodeStore
+from moevement_ext.membership.report import NOWHERE, Report
 from moevement_ext.memory.window.directory import TRIES
-from moevement_ext.memory.window.name import History, RankIdentity, Window, WindowName
-from moevement_ext.plan.replanning import PlanParameters
+from moevement_ext.memory.window.name import RankIdentity, Window, WindowName
 from moevement_ext.recover import localized
 from moevement_ext.recover.localized import LocalizedRecovery
 from moevement_ext.recover.outage import Phases
-from moevement_ext.recover.own_report import handovers
 from moevement_ext.recover.rank_state import RankState
 from moevement_ext.recover.stage_replay import SourceLost
 from moevement_ext.recover.trainer import Start
 from moevement_ext.recover.verdict import Localized
 from moevement_ext.system import leaving
-from tests.unit.memory.samples import tmpfs_directory
 
 
 class AbortedOnTheDevice:
@@ -77,15 +73,6 @@ def test_update_that_has_begun_is_completed() -> None:
     assert position.torn and not membership.broken
     position.stepped(Start(10, b''))
     assert not position.torn and position.clean_at == 10
-
-
-def test_iteration_does_not_begin_in_a_round_that_has_ended() -> None:
-    """Else it would count as one that can be rolled back to."""
-    position = RankState(9, Start(9, b''))
-    before = position.position
-    with pytest.raises(RoundEnded):
-        recovery_of(position, SimpleNamespace(broken=True)).begin(Start(9, b''))
-    assert position.position is before
 
 
 COPIED = Localized(target=9, replacements=frozenset({1}), copies={1: 0})
@@ -163,25 +150,6 @@ def test_deaths_of_sources_refuse_no_window(monkeypatch: pytest.MonkeyPatch) -> 
 # Reports of a rank
 
 VERSION, ORIGIN = 2**31, 2**40
-
-
-@pytest.mark.parametrize('experts', [1, 4096])
-def test_a_report_is_no_longer_for_more_experts(experts: int) -> None:
-    """Plans have a share for each; the store has them once, under their version."""
-    shares = {f'layer1.expert{expert}': 1 / experts for expert in range(experts)}
-    recovery = recovery_of(RankState(ORIGIN, Start(ORIGIN, b'')), SimpleNamespace(origin=0), 0)
-    recovery._trainer.loop.hand_over.return_value = b''
-    checkpointer = recovery._protection.checkpointer
-    checkpointer.schedule = PlanParameters(version=VERSION, origin=ORIGIN, window=4, shares=shares)
-    checkpointer.history = History()
-    with tmpfs_directory() as folder:
-        memory = recovery._protection.memory
-        memory.log, memory.store = None, NodeStore(folder, 'run', 'node')
-        memory.addresses, memory.mark = [('127.0.0.1', 1)], b'mark'
-        report = recovery._report.now([])
-    (handover,) = handovers([report])
-    assert (handover.version, handover.origin) == (VERSION, ORIGIN)
-    assert len(report.details) < 100 and len(encode(report)) < 500
 
 
 def test_rank_with_a_copied_state_knows_its_iteration(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,19 +133,6 @@ def test_a_gpu_without_memory_for_communicators_is_tried_once_more(
     assert job.restarts == 0
 
 
-def test_errors_between_progress(fault_free: Expected, monkeypatch: pytest.MonkeyPatch) -> None:
-    struck: set[int] = set()
-
-    def when(process: Process, iteration: int) -> bool:
-        first = iteration >= ITERATIONS - MOST - 2 and iteration not in struck
-        struck.add(iteration)
-        return first
-
-    faulty = Faulty(monkeypatch, when)
-    job = run(fault_free)
-    assert len(faulty.raised) == MOST + 2 and not job.errors and job.restarts == 0
-
-
 def test_error_without_a_window_ends(fault_free: Expected, monkeypatch: pytest.MonkeyPatch) -> None:
     faulty = Faulty(monkeypatch, lambda process, iteration: iteration == 1, method='_write')
     with pytest.raises(ConnectionRefusedError):
@@ -184,20 +171,6 @@ def test_round_ended_after_last_step(fault_free: Expected, monkeypatch: pytest.M
         ThreadedJob,
     )
     assert not run(fault_free).errors and len(faulty.raised) == 1
-
-
-def test_error_after_a_step_with_a_death(
-    fault_free: Expected, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def when(process: Process, iteration: int) -> bool:
-        strikes = iteration == FAILS_AT and not faulty.raised
-        if strikes:
-            process.point(Phase.EVALUATE)
-        return strikes
-
-    faulty = Faulty(monkeypatch, when, method='note', of=ThreadedJob)
-    job = run(fault_free, schedule=[Fault(1, Phase.EVALUATE, FAILS_AT, kills=2)])
-    assert len(faulty.raised) == 1 and not job.errors and job.restarts == 0
 
 
 # The count

@@ -9,7 +9,6 @@ import pytest
 from moevement_ext.config import GLOBAL
 from moevement_ext.faults import Phase
 from moevement_ext.recover import localized, verdict
-from moevement_ext.recover.stage_replay import StageReplay
 from tests.support.quick import with_quick
 from tests.unit.recover.test_recovery import DISTANCE, FIRST
 from tests.unit.recover.threaded_job import (
@@ -19,14 +18,11 @@ from tests.unit.recover.threaded_job import (
     Expected,
     Fault,
     ThreadedJob,
-    spy,
     train,
 )
 
 ITERATIONS = FIRST + 6 * DISTANCE
 LOST = Fault(1, Phase.FORWARD, FIRST + 1)
-OF_A_REPLAY = [Phase.FETCH, Phase.LOAD, Phase.CONVERT, Phase.CATCH_UP, Phase.REPLAYED]
-OF_ANY = [Phase.DETECT, Phase.REGROUP, Phase.CONNECT, Phase.RESUME]
 
 pytestmark = [pytest.mark.timed, *OF_THREADS]
 
@@ -49,22 +45,6 @@ def test_lost_worker_rolls_all_stages_back(victim: int, fault_free: Expected) ->
     job = train_through(schedule, fault_free)
     assert len(job.recovered) == STAGES * len(phases)
     assert len(job.histories) == 1 + len(phases), 'parts of before and after are joined'
-
-
-@pytest.mark.parametrize(
-    'phase', with_quick(OF_A_REPLAY + OF_ANY, Phase.CONVERT, Phase.REPLAYED, Phase.CONNECT)
-)
-def test_loss_during_a_recovery_is_recovered(phase: Phase, fault_free: Expected) -> None:
-    job = train_through([LOST, Fault(0, phase)], fault_free)
-    assert len(job.recovered) >= STAGES  # some were back before the last of these points
-    assert {event.went_on for event in job.recovered} == {0}
-
-
-def test_nothing_is_logged(fault_free: Expected, monkeypatch: pytest.MonkeyPatch) -> None:
-    logs: list[object] = []
-    spy(monkeypatch, StageReplay, 'run', lambda it, *_: logs.append(it._protection.memory.log))
-    train_through([LOST], fault_free)
-    assert logs == STAGES * [None]
 
 
 def test_rollback_of_one_stage_fails(fault_free: Expected, monkeypatch: pytest.MonkeyPatch) -> None:

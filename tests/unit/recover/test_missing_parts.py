@@ -15,16 +15,15 @@ import torch
 from moevement_ext.faults import Phase
 from moevement_ext.membership.membership import Membership
 from moevement_ext.membership.rendezvous import Rendezvous
-from moevement_ext.memory import private_file
 from moevement_ext.memory.upstream_log.log import UpstreamLog
 from moevement_ext.memory.upstream_log.record import Direction
 from moevement_ext.memory.window.directory import TRIES
 from moevement_ext.memory.window.file import WindowFile
-from moevement_ext.memory.window.format import GENERATIONS, PREAMBLE_BYTES
+from moevement_ext.memory.window.format import PREAMBLE_BYTES
 from moevement_ext.memory.window.name import Window
 from moevement_ext.recover import fruitless
 from moevement_ext.replicate.host_memory import HostMemory
-from tests.unit.recover.fake_trainer import MICRO_BATCHES, FakeTrainer
+from tests.unit.recover.fake_trainer import MICRO_BATCHES
 from tests.unit.recover.threaded_job import (
     OF_THREADS,
     STAGES,
@@ -85,33 +84,6 @@ class DamagedJob(ThreadedJob):
         return [*windows_of(self, rank).glob(f'window-{NEWER}-*')]
 
 
-kept: dict[str, bytes] = {}
-"""Windows of an earlier attempt."""
-
-
-class KeepingJob(ThreadedJob):
-    """Goes further than the others, and keeps the newest windows of the victim."""
-
-    def note(self, rank: int, trainer: FakeTrainer) -> None:
-        super().note(rank, trainer)
-        if rank == VICTIM and trainer.iteration == self.iterations:
-            folder = windows_of(self, VICTIM)
-            wait_for(lambda: len([*folder.glob('window-*')]) >= GENERATIONS)
-            kept.update({path.name: path.read_bytes() for path in folder.glob('window-*')})
-
-
-class AwayJob(ThreadedJob):
-    """The node of the lost rank is replaced by one with windows of an earlier attempt."""
-
-    def _reap(self, process: Process) -> None:
-        super()._reap(process)
-        folder = windows_of(self, process.rank)
-        private_file.make_directories(self.directory, folder)
-        for name, content in kept.items():
-            (folder / name).write_bytes(content)
-            (folder / name).chmod(0o600)
-
-
 def test_recaptured_window_is_used_by_the_next_recovery(fault_free: Expected) -> None:
     first = Fault(VICTIM, Phase.REPLICATE, LAST_SLOT)
     schedule = [first, Fault(VICTIM + 1, Phase.FORWARD, LAST_SLOT + 2)]
@@ -119,17 +91,6 @@ def test_recaptured_window_is_used_by_the_next_recovery(fault_free: Expected) ->
     assert job.restarts == 0
     replayed = [event.target - event.replayed for event in job.recovered if event.replayed]
     assert replayed == [OLDER, NEWER]
-
-
-def test_windows_of_an_earlier_attempt_make_room(
-    fault_free: Expected,
-) -> None:
-    """They are newer than the iteration of this attempt, so that no rank calls them outdated."""
-    train(ITERATIONS + 2 * WINDOW, kind=KeepingJob)
-    fault = Fault(VICTIM, Phase.FORWARD, LAST_SLOT + 1, node_lost=True)
-    job = train(ITERATIONS, [fault], fault_free, AwayJob)
-    assert kept and job.restarts == 0
-    assert {event.target - event.replayed for event in job.recovered if event.replayed} == {NEWER}
 
 
 # Holders

@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch.distributed import DistBackendError, PrefixStore, Store, TCPStore
 
-from moevement_ext.launch.launcher_events import JobEnded, JobRecovered
+from moevement_ext.launch.launcher_events import JobRecovered
 from moevement_ext.membership import mailbox
 from moevement_ext.membership.mailbox import of_launch
 from moevement_ext.membership.report import Report
 from moevement_ext.memory.node_store import Death, forget_deaths, noted_deaths
 from moevement_ext.memory.window.name import Window, WindowName
 from moevement_ext.recover.fruitless import in_words
-from moevement_ext.recover.outage import Gone, Outage, Summary, deaths, of_the_whole_job, together
+from moevement_ext.recover.outage import Gone, Outage, Summary, deaths, of_the_whole_job
 from moevement_ext.recover.verdict import Localized
 from moevement_ext.recover.verification import Verified
 from moevement_ext.regroup.process_groups import RegroupError
@@ -84,14 +84,6 @@ def test_first_survivor_reports_once(launcher: Store, capsys: pytest.CaptureFixt
     assert 'window 3 and the logs on stage 1, their own state on the others' in line
     assert '| verified: 11 operators at iteration 7, differing: 0 | spares left: 1 hot |' in line
     assert mailbox.read_recovery(launcher) == line
-
-
-def test_another_processs_end_is_ignored(
-    launcher: Store, capsys: pytest.CaptureFixture[str]
-) -> None:
-    mailbox.write_death(launcher, 5, 2, 'was killed by SIGKILL')
-    recover(launcher, 0).say()
-    assert '| rank 2 on n0 died | lost' in capsys.readouterr().out
 
 
 def test_reason_without_a_death(launcher: Store, capsys: pytest.CaptureFixture[str]) -> None:
@@ -233,11 +225,6 @@ def test_ranks_that_died_together_are_listed_together() -> None:
     assert many.endswith(' and 96 more') and many.count(' was lost') == 4
 
 
-def test_verifications_of_ranks_are_summed_up() -> None:
-    found = together([Verified(2, 5, ()), Verified(3, 7, ('b',)), Verified(0, -1, ())])
-    assert found == Verified(5, 7, ('b',))
-
-
 @pytest.mark.parametrize(
     ('error', 'said'),
     [
@@ -268,16 +255,3 @@ def test_verifications_of_ranks_are_summed_up() -> None:
 )
 def test_messages_of_libraries_are_no_headline(error: Exception, said: str) -> None:
     assert in_words(error) == said
-
-
-@pytest.mark.parametrize(
-    ('ended', 'said'),
-    [
-        (JobEnded(0, 7384.0, 2, 2), 'the job ended well after 2 h 03 min | workers lost: 2'),
-        (JobEnded(143, 12.4, 0, 0), 'the job ended with exit status 143 after 12 s | workers lost'),
-        (JobEnded(1, 75.0, 3, 2), 'the job ended with exit status 1 after 1 min 15 s'),
-    ],
-)
-def test_a_launcher_has_a_last_line(ended: JobEnded, said: str) -> None:
-    assert str(ended).startswith(said)
-    assert str(ended).endswith(f'recoveries: {ended.recoveries}')

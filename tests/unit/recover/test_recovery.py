@@ -6,9 +6,7 @@ Recovery, membership, host memory and its servers are real; processes are thread
 """
 
 import gc
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import psutil
@@ -19,11 +17,9 @@ from moevement_ext.membership.membership import Membership
 from moevement_ext.memory.budget import Logged
 from moevement_ext.memory.ledger import LedgerEntry
 from moevement_ext.memory.limits import CONNECTIONS_OF_A_RANK
-from moevement_ext.memory.reservation import EarlyReservation
 from moevement_ext.memory.window.name import WindowName
 from moevement_ext.protect.lifecycle import WindowLifecycle
 from moevement_ext.protect.protection import Protection
-from moevement_ext.recover.conversion import Conversion
 from moevement_ext.recover.localized import LocalizedRecovery
 from moevement_ext.recover.stage_replay import StageReplay
 from moevement_ext.recover.verification import Verification
@@ -41,7 +37,6 @@ from tests.unit.recover.threaded_job import (
     WINDOW,
     Expected,
     Fault,
-    Process,
     ThreadedJob,
     install,
     spy,
@@ -181,13 +176,6 @@ def test_loss_of_all_ranks_at_any_point_is_recovered_from_memory(fault_free: Exp
     assert job.recovered and not any(event.differing for event in job.recovered)
 
 
-@pytest.mark.parametrize('iteration', [2, FIRST])
-def test_early_or_late_failure_restarts_all(iteration: int, fault_free: Expected) -> None:
-    job = train(FIRST, [Fault(1, Phase.EVALUATE, iteration)], fault_free)
-    assert job.restarts == 1
-    assert len(job.recovered) == (STAGES if iteration == FIRST else 0)
-
-
 def first_and_middle_stage_are_tied(monkeypatch: pytest.MonkeyPatch) -> None:
     """If one of them goes back, so does the other, which has a log already."""
 
@@ -234,33 +222,6 @@ def test_neighbours_wait_for_new_sends(
     assert 1 in lacking
     for rank in (0, 1):
         assert done[rank][: done[rank].index('replayed')] == ['rewind', 'withdraw', 'ready']
-
-
-def test_survivor_leaves_its_loop_early(
-    fault_free: Expected, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    notes: list[tuple[str, str]] = []
-
-    def note(name: str, of: object, *_: object) -> None:
-        if getattr(of, 'joining', False) is False:
-            notes.append((threading.current_thread().name, name))
-
-    spy(monkeypatch, FakeLoop, 'leave', partial(note, 'leave'))
-    spy(monkeypatch, Membership, 'silence', partial(note, 'silence'))
-    spy(monkeypatch, Membership, 'meet', partial(note, 'meet'))
-    train_through([Fault(1, Phase.FORWARD, FIRST + 2)], fault_free)
-    of_a_survivor = [name for thread, name in notes if thread == notes[0][0]]
-    assert of_a_survivor == len(of_a_survivor) // 3 * ['leave', 'silence', 'meet'] != []
-
-
-def test_memory_is_reserved_early(fault_free: Expected, monkeypatch: pytest.MonkeyPatch) -> None:
-    order: list[str] = []
-    spy(monkeypatch, EarlyReservation, '_begin', lambda _, files: order.append(f'{len(files)}'))
-    spy(monkeypatch, Process, '_build', lambda *_: order.append('model'))
-    spy(monkeypatch, EarlyReservation, 'wait', lambda _: order.append('reserved'), after=True)
-    train_through([Fault(1, Phase.FORWARD, FIRST + 2, node_lost=True)], fault_free)
-    # Two windows of its own, two of another rank, and the log.
-    assert order == [*STAGES * ['model'], '5', 'model', 'reserved']
 
 
 def nothing_roll_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,16 +287,3 @@ def test_late_difference_shows_in_the_loss(all_die: bool, monkeypatch: pytest.Mo
     what = {'loss', 'gradient norm'} if all_die else {'loss'}
     first = (FIRST, FIRST + 1)  # the newest slot may not have been sealed on a busy machine
     assert found in [{f'{one} from iteration {at}' for one in what} for at in first]
-
-
-@pytest.mark.parametrize('spoiled', [False, True])
-def test_window_without_ledger_has_losses(spoiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    def spoil(conversion: Conversion, slot: Any, trainer: Any) -> None:
-        if spoiled and slot.header.slot == 0:
-            next(iter(trainer.operators.weight.values()))[0] += 1
-
-    spy(monkeypatch, Conversion, '_load', spoil, after=True)
-    job = train(FIRST + WINDOW, [Fault(2, Phase.FORWARD, FIRST + 1, node_lost=True)])
-    (back,) = (event for event in job.recovered if event.replayed)
-    assert back.stages == [2] and back.iterations >= WINDOW - 1  # and those of newer slots
-    assert any('loss' in name for name in back.differing) is spoiled

@@ -26,17 +26,14 @@ from moevement_ext.recover.sources import (
     verified_window,
 )
 from moevement_ext.recover.whole_job import Predecessor, obtain
-from moevement_ext.replicate import connection, greeting
-from moevement_ext.replicate.connection import Connection
+from moevement_ext.replicate import connection
 from moevement_ext.replicate.log_reader import ReaderClosed
-from moevement_ext.replicate.protocol import SlotHead, WindowHead
 from moevement_ext.replicate.secret import of_attempt
 from tests.unit.memory.samples import (
     RUN,
     SECRET,
     TOPOLOGY,
     WINDOW,
-    capacity,
     digest,
     named,
 )
@@ -234,72 +231,6 @@ def test_abandoned_connection_blocks_nothing(job: Job, monkeypatch: pytest.Monke
     assert memory.windows.file(named(0)) is window.file()
 
 
-def test_reader_with_an_unnoticed_arrival_is_not_idle(job: Job, arriving: Callable) -> None:
-    job.commit(0)
-    window = arriving()
-    window.file()
-    assert not window._reader_is_idle()
-    with window._changed:
-        window._awaited = lambda: 0 in window._slots
-        assert not window._reader_is_idle()
-        window._awaited = lambda: WINDOW in window._slots
-        assert window._reader_is_idle()
-
-
-@contextlib.contextmanager
-def odd_holder(serve: Callable[[Connection], None]) -> Iterator[tuple[str, int]]:
-    """Knows the secret, and sends something else than a window, however often it is asked."""
-    listener = socket.create_server(('127.0.0.1', 0))
-
-    def run() -> None:
-        with contextlib.suppress(OSError):  # at the end the listener is shut down
-            while True:
-                answer(listener.accept()[0])
-
-    def answer(sock: socket.socket) -> None:
-        with sock, contextlib.suppress(OSError):
-            connection = Connection(sock)
-            connection.set_deadline(DEADLINE_S)
-            greeting.admit(connection, of_attempt(SECRET, SECRET))
-            serve(connection)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    yield listener.getsockname()
-    listener.shutdown(socket.SHUT_RDWR)
-    thread.join()
-    listener.close()
-
-
-@pytest.mark.parametrize('order', [(0, 0), (0, 1023, 5000), (0, 1, 1)])
-def test_odd_holder_is_skipped(job: Job, arriving: Callable, order: tuple[int, ...]) -> None:
-    file = job.commit(0)
-    expected = payloads(file)
-    replicate(job, file)
-    blobs = [(bytes(file.slot_blob(s).payload), bytes(file.slot_blob(s).frame)) for s in range(2)]
-    job.ranks[0].windows.discard(named(0))
-
-    def serve(connection: Connection) -> None:
-        connection.receive_request()
-        connection.send(WindowHead(len(order), capacity()))
-        for slot in order:
-            payload, frame = blobs[min(slot, 1)]
-            connection.send(SlotHead(slot, len(payload), len(frame)))
-            connection.send_bytes(payload + frame)
-        connection.receive_request()
-
-    with odd_holder(serve) as address:
-        memory = job.ranks[0]
-        memory.addresses = [memory.addresses[0], address, memory.addresses[1]]
-        memory.members.append(memory.members[1])
-        inventories = [[], *2 * [job.inventories()[1]]]
-        window = ArrivingWindow(memory, CANDIDATE, inventories, OWN)
-        try:
-            assert bytes_of(window) == expected
-        finally:
-            window.close()
-
-
 # The disk is the last source
 
 
@@ -324,17 +255,6 @@ def test_memory_precedes_replicas_and_replicas_precede_the_disk(kept: Job) -> No
         memory.windows.discard(named(0))
         if where == 'rank 1':
             kept.ranks[1].server.stop()
-
-
-def test_disk_is_used_when_memory_is_damaged_and_no_replica_exists(kept: Job) -> None:
-    expected = payloads(own(kept))
-    damage(own(kept), 1)
-    arrived: list[int] = []
-    file, source = verified_window(
-        kept.ranks[0], CANDIDATE, [], OWN, lambda file, header: arrived.append(header.slot)
-    )
-    assert source == 'disk' and payloads(file) == expected
-    assert arrived == [0, 0, 1, 2]
 
 
 def test_a_damaged_window_on_disk_is_refused_and_its_file_in_memory_is_free(kept: Job) -> None:
@@ -432,12 +352,6 @@ def lose(job: Job, start: int, damaged: tuple[int, ...]) -> str:
             payload[0] ^= 1
     job.ranks[0].windows.discard(named(start))
     return before
-
-
-def test_second_holder_replaces_a_damaged_replica(doubtful: Job) -> None:
-    before = lose(doubtful, 0, damaged=(1,))
-    file, source = verified_window(doubtful.ranks[0], CANDIDATE, doubtful.inventories(), OWN)
-    assert (source, digest(file.path)) == ('rank 2', before)
 
 
 def test_an_older_window_is_taken_where_every_replica_is_damaged(doubtful: Job) -> None:

@@ -25,7 +25,7 @@ from moevement_ext.memory.window.directory import TRIES
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.memory.window.name import RankIdentity, Window
-from moevement_ext.memory.window.refusal import RefusedWindow, UnreadableWindow
+from moevement_ext.memory.window.refusal import RefusedWindow
 from moevement_ext.memory.window.settings import Layout
 from moevement_ext.recover import inventory, whole_job
 from moevement_ext.recover.absence import refuse_to_forget
@@ -258,19 +258,6 @@ def test_living_holder_that_cannot_read_is_asked_again(
     assert windows_below(failing.below) == before
 
 
-def test_directory_on_disk_that_cannot_be_listed_when_it_is_read(
-    failing: Failing, shm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    disk = DiskWindows(tmp_path, 'run1', 0)
-    failing.below, failing.call, failing.number = disk.path, 'listdir', errno.ESTALE
-    with pytest.raises(UnreadableWindow, match='Stale'):
-        decided(failing, FOR_EVER, lambda: disk.has(named(0)))
-    (disk.path / 'complete').mkdir()  # cannot be read
-    with pytest.raises(UnreadableWindow, match='complete: cannot be opened'):
-        disk.newest_complete()
-    disk.close()
-
-
 @pytest.mark.parametrize('disk_only', [True, False])
 @pytest.mark.parametrize('lost', ['its disk', 'its memory', 'both'])
 def test_one_place_does_not_excuse_another(
@@ -354,15 +341,6 @@ def test_too_old_or_too_new_windows(starts: list[int], dense: int, last: int, re
     assert whole_job._why_none(windows, [], dense, last).startswith(reason)
 
 
-def test_a_lost_connection_costs_no_window(obtaining: Obtaining) -> None:
-    obtaining.lost = TRIES - 1
-    found = obtaining.obtain()
-    assert found is not None and found.tier == 'rank 1'
-    file = obtaining.memory.windows.file(named(0))
-    assert file is not None and digest(file.path) == obtaining.digest
-    assert (obtaining.asked, obtaining.told) == (TRIES, [])
-
-
 def test_window_of_a_silent_holder(obtaining: Obtaining, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(directory, 'READ_AGAIN_S', 0.0)
     obtaining.lost = 10 * TRIES
@@ -371,11 +349,6 @@ def test_window_of_a_silent_holder(obtaining: Obtaining, monkeypatch: pytest.Mon
     assert obtaining.asked == TRIES
     assert obtaining.obtain(forget=True) is None
     assert len(obtaining.told) == 1
-
-
-def test_refused_window_is_not_requested_again(obtaining: Obtaining) -> None:
-    assert obtaining.obtain(refuse=True) is None
-    assert (obtaining.asked, obtaining.checked) == (1, 1)
 
 
 @pytest.mark.parametrize('failing', [1, 100])

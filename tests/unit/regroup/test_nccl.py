@@ -212,42 +212,12 @@ def test_lost_gpu_is_left_to_the_check_of_the_device(monkeypatch: pytest.MonkeyP
         Nccl().end_calls()
 
 
-def test_unused_memory_is_freed_before_communicators_are_created() -> None:
-    with cluster(2, 'nccl') as job:
-        job.all(ranks.unblock)
-        job.renew()
-        assert job.ranks[0].call(order_of_a_renewal)[:2] == ['make_room', 'connect']
-
-
-def order_of_a_renewal(job: Job) -> list[str]:
-    """What the backend's kind is asked for, of a renewal of this rank alone."""
-    kind: Any = job.process_groups._kinds['nccl']
-    order: list[str] = []
-    for name in ('make_room', 'connect'):
-        setattr(kind, name, noted(order, name, getattr(kind, name)))
-    job.process_groups.renew(PrefixStore('alone', job.store), [job.rank], DEADLINE)
-    return order
-
-
 def noted(order: list[str], name: str, call: Any) -> Any:
     def noting(*given: Any) -> Any:
         order.append(name)
         return call(*given)
 
     return noting
-
-
-def test_memory_that_was_given_back_is_told(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    reserved = iter([3 * 2**30, 2**30, 2**30, 2**30])
-    monkeypatch.setattr(torch.cuda, 'memory_reserved', lambda: next(reserved))
-    monkeypatch.setattr(torch.cuda, 'empty_cache', lambda: None)
-    for _ in range(2):
-        Nccl().make_room()
-    assert [record.message for record in caplog.records] == [
-        'sparse checkpointing: freed 2048 MiB of unused GPU memory for new communicators'
-    ]
 
 
 def test_communicator_without_memory_fails_in_words_and_can_be_made_later() -> None:

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import DistNetworkError, PrefixStore
 
-from moevement_ext.regroup import internals, process_groups
 from moevement_ext.regroup.interruptible_store import InterruptibleStore
 from tests.unit.regroup import ranks
 from tests.unit.regroup.ranks import Failed, Job, Rank, cluster
@@ -123,26 +122,6 @@ def test_unblock_during_renew_ends_it() -> None:
         assert_no_use(job.ranks[1])
         job.renew()
         job.all(ranks.collectives)
-
-
-def test_interrupted_store_ends_renew() -> None:
-    with cluster(2) as job:
-        job.ranks[0].start(renew_through_interrupted_store, job.fresh_prefix())
-        error = error_of(job.ranks[0])
-        assert error.startswith('RegroupError') and 'another failure' in error
-        job.ranks[0].call(ranks.errors_of_operations)
-        job.renew()
-        job.all(ranks.collectives)
-
-
-def renew_through_interrupted_store(job: Job, prefix: str) -> None:
-    interrupted = threading.Event()
-    interrupted.set()
-    store = InterruptibleStore(PrefixStore(prefix, job.store), interrupted, ranks.DEADLINE)
-    try:
-        job.process_groups.renew(store, None, ranks.DEADLINE)
-    finally:
-        job.process_groups.unblock()  # may be called again, whatever happened
 
 
 def renew_until_told(job: Job, prefix: str) -> None:
@@ -276,46 +255,6 @@ def keep_backend(job: Job, name: str) -> None:
 
 def is_kept(job: Job, name: str) -> bool:
     return job.groups[name]._get_backend(torch.device('cpu')) is _kept[name]
-
-
-def test_only_the_next_renewal_waits_until_old_backends_are_destroyed() -> None:
-    with cluster(2) as job:
-        assert job.all(renew_with_a_slow_end, job.fresh_prefix()) == 2 * [(False, True)]
-        job.all(ranks.collectives)
-
-
-class EndsSlowly:
-    """Stands for a backend whose threads end when they are let."""
-
-    def __init__(self, let: threading.Event, ended: threading.Event) -> None:
-        self._let = let
-        self._ended = ended
-
-    def __del__(self) -> None:
-        self._let.wait(ranks.DEADLINE.total_seconds())
-        self._ended.set()
-
-
-def renew_with_a_slow_end(job: Job, prefix: str) -> tuple[bool, bool]:
-    """Whether the old backend was gone when a renewal was done, and when another one was."""
-    let, ended = threading.Event(), threading.Event()
-    replaced = [EndsSlowly(let, ended)]
-    with pytest.MonkeyPatch.context() as patched:
-        install = internals.install
-        patched.setattr(internals, 'install', lambda *args: [*install(*args), *_all_of(replaced)])
-        ranks.renew(job, prefix)
-        dist.barrier()  # the next renewal removes addresses that the other rank may still need
-        at_first = ended.is_set()
-        let.set()
-        patched.setattr(process_groups, '_DESTROY_S', ranks.DEADLINE.total_seconds())
-        ranks.renew(job, f'{prefix}-again')
-    return at_first, ended.is_set()
-
-
-def _all_of(replaced: list[EndsSlowly]) -> list[EndsSlowly]:
-    taken = replaced[:]
-    replaced.clear()
-    return taken
 
 
 def test_addresses_behind_a_lost_connection_are_left() -> None:

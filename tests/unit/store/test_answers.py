@@ -152,12 +152,6 @@ def test_locks_on_files_outlive_a_cut(tmp_path: Path) -> None:
     assert 'BlockingIOError' in other.stderr
 
 
-def test_in_time_passes_on_results_and_errors() -> None:
-    assert in_time(lambda: 7, WAIT_S) == 7
-    with pytest.raises(KeyError):
-        in_time(lambda: {}['none'], WAIT_S)
-
-
 def test_connecting_to_a_stopped_store_times_out(server: Server) -> None:
     server.stand_still()
     connecting = Asking(lambda: connect('127.0.0.1', server.port, timedelta(seconds=1)))
@@ -177,13 +171,6 @@ def test_peek_returns_the_value_or_none(store: Store) -> None:
     for value in (b'a value', b'', b'\0\xff'):
         store.set('key', value)  # type: ignore[arg-type]
         assert peek(store, 'key') == value == store.get('key')
-
-
-def test_peek_is_one_request() -> None:
-    tally = Tally()
-    store = CountedStore(served(), tally)
-    peek(store, 'key')
-    assert tally.read().requests == 1
 
 
 def test_many_values_are_read_some_at_a_time() -> None:

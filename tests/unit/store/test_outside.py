@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """How workers and torchrun agents come to use the store of `--sparse-ckpt-store`."""
 
-import os
 import socket
 from datetime import timedelta
 
@@ -11,7 +10,6 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from moevement_ext.config import ConfigurationError, SparseCheckpointConfig
 from moevement_ext.launch import torchrun
-from moevement_ext.launch.launch_config import flag_value
 from moevement_ext.membership.rendezvous import launcher_store
 from moevement_ext.store.server import connect, use_outside_store
 
@@ -42,12 +40,6 @@ def test_outside_store_replaces_the_launchers(store: TCPStore) -> None:
     found = launcher_store(TIMEOUT)
     assert found is not None
     assert found.get('key') == b'value'
-
-
-@pytest.mark.usefixtures('environment')
-def test_without_the_flag_nothing_changes() -> None:
-    use_outside_store(SparseCheckpointConfig(), 'run1', TIMEOUT)
-    assert os.environ['MASTER_ADDR'] == 'of the launcher'
 
 
 @pytest.mark.usefixtures('environment')
@@ -97,11 +89,6 @@ def test_agents_use_the_store_of_the_program_flag(flags: list[str]) -> None:
 def test_invalid_flags_are_named(launch: list[str], flags: list[str], named: str) -> None:
     with pytest.raises(ConfigurationError, match=named):
         torchrun.parse([*launch, 'train.py', *flags])
-
-
-def test_last_store_flag_counts() -> None:
-    assert flag_value(['--sparse-ckpt-store', 'a:1', '--x', '--sparse-ckpt-store=b:2']) == 'b:2'
-    assert flag_value(['--x']) is None
 
 
 def test_agents_reach_a_store_over_ipv6() -> None:
