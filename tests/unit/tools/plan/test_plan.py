@@ -77,6 +77,7 @@ def test_flags_of_a_run_give_its_captured_bytes(capsys, cluster):
         capsys,
         *f'--cluster {cluster} --gpus 4 --iteration-time 1 --log-lag 1 --'.split(),
         *MEGATRON,
+        *('--sparse-ckpt-digest', 'digest.json'),
     )
     assert found['window'] == 3
     last = found['stages'][-1]
@@ -84,7 +85,7 @@ def test_flags_of_a_run_give_its_captured_bytes(capsys, cluster):
     # Of the rest, tensors are aligned to 64 bytes and routers have counters.
     assert last['slot_bytes'] == pytest.approx([9672320, 8492672, 8487104], rel=1e-4)
     assert found['host_memory_bytes_per_node']['log_ring'] == 2 * (6 * 524288 + 262144)
-    assert found['unused_flags'] == ['--sparse-ckpt', '--lr']
+    assert found['unused_flags'] == ['--sparse-ckpt', '--lr', '--sparse-ckpt-digest']
 
 
 def test_global_batch_without_a_flag_is_megatrons(capsys, cluster):
