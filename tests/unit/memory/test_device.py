@@ -71,12 +71,6 @@ def test_log_thread_uses_the_device_of_the_rank(
     assert ring.path == tmp_path / 'log' and ring.array.nbytes == 4096
 
 
-def test_cpu_device_is_not_bound(bound: dict[str, list[torch.device]]) -> None:
-    assert device.with_index(CPU) == CPU
-    device.bind_thread(CPU)
-    assert not bound
-
-
 class Runtime:
     """CUDA's runtime on a machine without a GPU; it keeps the last error like CUDA's.
 

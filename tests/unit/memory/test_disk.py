@@ -2,8 +2,6 @@
 """Copies of real window files on disk: torn, damaged, too large, of another past."""
 
 import os
-import resource
-import signal
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -26,7 +24,6 @@ from moevement_ext.memory.window.refusal import (
 )
 from moevement_ext.memory.window.slot import SlotHeader
 from tests.distributed.conftest import mounted_tmpfs
-from tests.support.forks import Forked
 from tests.unit.memory.samples import (
     RUN,
     TOPOLOGY,
@@ -226,15 +223,6 @@ def test_window_that_changes_during_its_copy_is_discarded(
     assert names(disk) == set()
 
 
-def test_aborted_copy_leaves_no_file(disk: DiskWindows, tmp_path: Path) -> None:
-    def end(nbytes: int) -> None:
-        raise InterruptedError
-
-    with pytest.raises(InterruptedError):
-        disk.write(make_file(tmp_path / 'memory', 0), IDENTITY, end)
-    assert names(disk) == set()
-
-
 @pytest.mark.parametrize('size', ['8k', '96k'], ids=['at once', 'on the way'])
 def test_full_disk_keeps_its_windows(size: str, tmp_path: Path) -> None:
     """A tmpfs as the disk: it reports its free space, and has too little for the second window."""
@@ -246,27 +234,6 @@ def test_full_disk_keeps_its_windows(size: str, tmp_path: Path) -> None:
             assert disk.stored()[0].name == named(0)
         assert not list(disk.path.glob('writing-*'))
         disk.close()
-
-
-def _write_beyond_the_limit(folder: Path) -> None:
-    """Body of a process."""
-    disk = DiskWindows(folder / 'disk', 'run1', 0)
-    file = make_file(folder / 'memory', 0)
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (70_000, 70_000))
-    try:
-        disk.write(file, IDENTITY)
-    except OSError as error:
-        print('refused:', error.strerror, flush=True)
-
-
-def test_disk_that_fills_up_during_a_write_leaves_no_file(
-    disk: DiskWindows, tmp_path: Path
-) -> None:
-    disk.close()
-    status, printed, errors = Forked(_write_beyond_the_limit, tmp_path).end(300)
-    assert status == 0 and 'refused: File too large' in printed, errors
-    assert names(disk) == set()
 
 
 def test_pruning_keeps_windows_newer_than_the_kept_ones(disk: DiskWindows, tmp_path: Path) -> None:

@@ -205,15 +205,6 @@ def test_dying_holder_is_recognized_on_its_own_machine(
     assert not module._dies(who) and not module._dies('')
 
 
-def test_closed_or_removed_directory_is_free(tmp_path: Path) -> None:
-    first = DiskWindows(tmp_path, 'run1', 0)
-    first.close()
-    second = DiskWindows(tmp_path, 'run1', 0)
-    second.remove(past=0)
-    assert list(tmp_path.iterdir()) == []
-    DiskWindows(tmp_path, 'run1', 0).close()
-
-
 def test_full_disk_can_be_locked_and_read(tmp_path: Path) -> None:
     """A restarted job finds its windows there, even if it cannot write."""
     with mounted_tmpfs(tmp_path / 'full', '16k') as root:

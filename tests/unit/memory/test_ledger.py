@@ -18,7 +18,6 @@ from moevement_ext.memory.ledger import (
 from moevement_ext.memory.window.name import RankIdentity
 from tests.unit.memory.samples import RUN, TOPOLOGY, identity_of, tmpfs_directory
 
-REPOSITORY = Path(__file__).parents[3]
 OWN = identity_of(1)
 
 
@@ -34,12 +33,6 @@ def entry(iteration: int, grad_norm: float = 1.5, overflow: bool = False) -> Led
 
 def newest(path: Path) -> LedgerEntry | None:
     return Ledger.read_newest(path, OWN)
-
-
-def test_new_ledger_has_no_entries(shm: Path) -> None:
-    ledger = Ledger(shm / 'ledger', 4, OWN)
-    assert newest(shm / 'ledger') is None
-    assert ledger.get(0) is None
 
 
 @pytest.mark.parametrize(
@@ -64,58 +57,37 @@ def test_entries_of_another_run_layout_or_rank_are_not_read(
     assert newest(shm / 'ledger') == entry(2)
 
 
-def test_ring_keeps_the_newest(shm: Path) -> None:
-    ledger = Ledger(shm / 'ledger', 4, OWN)
-    for iteration in range(10):
-        ledger.append(entry(iteration))
-    assert newest(shm / 'ledger') == entry(9)
-    assert [ledger.get(iteration) for iteration in (6, 7, 8, 9)] == [entry(i) for i in range(6, 10)]
-    assert ledger.get(5) is None
-    assert (shm / 'ledger').stat().st_size == Ledger.bytes_needed(4)
+_STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.sampled_from(['append', 'forget_after']), st.integers(0, 12)),
+        st.just(('open_again', 0)),
+    ),
+    max_size=20,
+)
 
 
-def test_forget_after_removes_later_entries(shm: Path) -> None:
-    ledger = Ledger(shm / 'ledger', 4, OWN)
-    for iteration in range(6, 10):
-        ledger.append(entry(iteration))
-    ledger.forget_after(7)
-    assert [ledger.get(iteration) for iteration in range(6, 10)] == [entry(6), entry(7), None, None]
-    assert newest(shm / 'ledger') == entry(7)
-    ledger.forget_after(0)
-    assert newest(shm / 'ledger') is None
-    ledger.append(entry(1))
-    assert newest(shm / 'ledger') == entry(1)
-
-
-def test_reopening_takes_no_extra_space(shm: Path) -> None:
-    ledger = Ledger(shm / 'ledger', 4, OWN)
-    for iteration in range(6):
-        ledger.append(entry(iteration))
-    ledger.close()
-    before = (shm / 'ledger').stat()
-    again = Ledger(shm / 'ledger', 4, OWN)
-    assert (shm / 'ledger').stat().st_ino == before.st_ino
-    again.append(entry(6))
-    assert newest(shm / 'ledger') == entry(6)
-    assert [again.get(iteration) for iteration in range(2, 7)] == [
-        None,
-        *(entry(iteration) for iteration in range(3, 7)),
-    ]
-
-
-def test_repeated_iteration_replaces_the_earlier_entry(shm: Path) -> None:
-    ledger = Ledger(shm / 'ledger', 16, OWN)
-    for iteration in (4, 5, 6):
-        ledger.append(entry(iteration))
-    ledger.append(entry(5, overflow=True))
-    assert ledger.get(5) == newest(shm / 'ledger') == entry(5, overflow=True)
-
-
-def test_newest_is_the_last_appended_not_the_highest(shm: Path) -> None:
-    ledger = Ledger(shm / 'ledger', 16, OWN)
-    for iteration in (6, 7, 3):
-        ledger.append(entry(iteration))
-    assert newest(shm / 'ledger') == entry(3)
+@given(steps=_STEPS)
+def test_ring_keeps_the_last_appended(steps: list[tuple[str, int]]) -> None:
+    kept: dict[int, LedgerEntry] = {}  # by region, in the order of the appends
+    with tmpfs_directory() as shm:
+        path = shm / 'ledger'
+        ledger = Ledger(path, 4, OWN)
+        inode = path.stat().st_ino
+        for number, (step, iteration) in enumerate(steps):
+            if step == 'append':
+                kept.pop(iteration % 4, None)
+                kept[iteration % 4] = entry(iteration, grad_norm=number)
+                ledger.append(kept[iteration % 4])
+            elif step == 'forget_after':
+                ledger.forget_after(iteration)
+                kept = {at: one for at, one in kept.items() if one.iteration <= iteration}
+            else:
+                ledger.close()
+                ledger = Ledger(path, 4, OWN)
+            assert newest(path) == next(reversed(kept.values()), None)
+            held = {one.iteration: one for one in kept.values()}
+            assert [ledger.get(number) for number in range(13)] == [*map(held.get, range(13))]
+        assert (path.stat().st_ino, path.stat().st_size) == (inode, Ledger.bytes_needed(4))
 
 
 @pytest.mark.parametrize('torn_at', range(0, RECORD_BYTES, 7))

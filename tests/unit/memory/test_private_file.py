@@ -20,7 +20,6 @@ from moevement_ext.memory.window.format import GENERATIONS
 from moevement_ext.memory.window.generations import OwnerWindows
 from tests.unit.memory.samples import (
     PLAN,
-    begun,
     capacity,
     identity_of,
     named,
@@ -168,32 +167,6 @@ def test_window_that_others_can_open_is_not_adopted(public: Path, name: str, mod
 
 
 # A second user
-
-
-@needs_root
-def test_directory_of_another_user_is_refused_unchanged(public: Path) -> None:
-    for depth, level in enumerate(('run1', 'run2/node0', 'run3/node0/0')):
-        path = public / level
-        path.mkdir(parents=True)
-        os.chown(path, NOBODY, NOBODY)
-        store = NodeStore(public, f'run{depth + 1}', 'node0')
-        with pytest.raises(ForeignFileError, match=f'{level} belongs to user {NOBODY}'):
-            store.lock(0)
-        store.remove_rank(0)
-        assert path.exists()
-
-
-@needs_root
-def test_windows_of_another_user_are_not_found(public: Path) -> None:
-    store = NodeStore(public, 'run1', 'node0')
-    windows = OwnerWindows(store, 0, 0, capacity())
-    file = begun(windows, 0)
-    write_window(file)
-    windows.commit(file)
-    assert len(store.scan()) == 1
-    os.chown(public / 'run1', NOBODY, NOBODY)
-    assert store.scan() == []
-    store.close()
 
 
 SECOND_USER = """

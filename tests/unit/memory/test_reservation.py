@@ -101,15 +101,6 @@ def test_reservation_does_not_delay_the_end_of_its_process(
     early.wait()
 
 
-def test_existing_windows_prevent_a_reservation(root: Path, files: list[_KeptFile]) -> None:
-    store = on(root, 'spare')
-    OwnerWindows(store, 2, 2, NBYTES)
-    store.close()
-    before = whole(store)
-    EarlyReservation(on(root, 'spare'), 2, files).wait()
-    assert whole(on(root, 'spare')) == before
-
-
 def test_insufficient_space_prevents_a_reservation(
     root: Path, files: list[_KeptFile], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.format import Expected
@@ -29,7 +28,6 @@ from moevement_ext.replicate.protocol import (
     WindowHead,
 )
 from moevement_ext.replicate.replica_server import ReplicaServer
-from tests.distributed.harness.ports import free_port
 from tests.support.forks import Forked
 from tests.unit.memory.samples import (
     RUN,
@@ -62,21 +60,6 @@ from tests.unit.replicate.peers import (
 pytestmark = pytest.mark.timed
 
 
-def test_restarted_owner_fetches_its_window(
-    shm: Path, own: OwnerWindows, server: ReplicaServer, client: ReplicaClient
-) -> None:
-    file = commit(own, 0)
-    put_window(client, file)
-    before = digest(file.path)
-    replacement = OwnerWindows(NodeStore(shm, 'run1', 'node9'), OWNER, OWNER, capacity())
-    into = begun(replacement, 0)
-    headers = client.fetch_window(OWNER, named(0), into)
-    assert [header.slot for header in headers] == list(range(WINDOW))
-    replacement.commit(into)
-    assert digest(replacement.committed()[0].path) == before
-    assert into.verify(Expected(RUN, TOPOLOGY))
-
-
 def test_headers_of_a_window_that_was_cut_off_are_served(
     own: OwnerWindows, server: ReplicaServer, client: ReplicaClient
 ) -> None:
@@ -106,17 +89,6 @@ def test_damaged_copy_is_refused_and_another_copy_served(shm: Path, client: Repl
     with pytest.raises(PeerRefused, match='not on this node'):
         client.fetch_window(6, named(30), into)
     neighbour.close()
-
-
-def test_window_too_large_for_the_local_file_is_refused(
-    own: OwnerWindows, shm: Path, client: ReplicaClient
-) -> None:
-    put_window(client, commit(own, 0))
-    small = WindowFile.create(shm / 'small', capacity(1))
-    with pytest.raises(HostMemoryError):
-        client.fetch_window(OWNER, named(0), small)
-    assert stored(shm) == [(OWNER, named(0))]
-    ask(client)
 
 
 def test_fetch_while_the_source_recycles_is_whole_or_refused(
@@ -186,13 +158,6 @@ def _hold(shm: Path, port: int) -> None:
     server = ReplicaServer(store, 1, inbox_of_owner(store), SECRET, port=port)
     print(server.address[1], flush=True)
     signal.pause()
-
-
-def test_unreachable_peer_is_named() -> None:
-    port = free_port()
-    client = ReplicaClient(('127.0.0.1', port), SECRET, timeout_s=DEADLINE_S)
-    with pytest.raises(PeerLost, match=f'127.0.0.1:{port}'):
-        ask(client)
 
 
 @pytest.mark.parametrize('greets', [False, True])

@@ -39,31 +39,10 @@ def log(shm: Path, server: ReplicaServer) -> Iterator[UpstreamLog]:
         yield log
 
 
-def test_a_record_arrives_as_it_was_logged(client: ReplicaClient, log: UpstreamLog) -> None:
-    sent = torch.randn(3, 5).bfloat16()
-    log.append(4, DOWN, torch.zeros(2))
-    log.append(4, UP, torch.zeros(2))
-    log.append(4, DOWN, sent)
-    found = client.fetch_log(LogKey(4, DOWN, 1))
-    assert found is not None
-    tensor, data = found
-    assert (tensor.dtype, tensor.shape, tensor.nbytes) == ('bfloat16', (3, 5), 30)
-    assert torch.equal(torch.frombuffer(data, dtype=torch.bfloat16).view(3, 5), sent)
-
-
 def test_pending_record_is_answered_by_not_yet(client: ReplicaClient, log: UpstreamLog) -> None:
     assert client.fetch_log(LogKey(1, DOWN, 0)) is None
     log.append(1, DOWN, torch.ones(1))
     assert client.fetch_log(LogKey(1, DOWN, 0)) is not None
-
-
-def test_dropped_record_is_refused(client: ReplicaClient, log: UpstreamLog) -> None:
-    log.append(1, DOWN, torch.ones(1))
-    log.append(2, DOWN, torch.ones(1))
-    log.drop_until(1)
-    with pytest.raises(PeerRefused, match='LogGap: .*iteration 1 is gone'):
-        client.fetch_log(LogKey(1, DOWN, 0))
-    assert client.fetch_log(LogKey(2, DOWN, 0)) is not None, 'a refusal ends nothing'
 
 
 def test_without_a_log_requests_are_refused(
@@ -84,27 +63,6 @@ def test_unknown_direction_is_no_request(server: ReplicaServer) -> None:
     with pytest.raises(OSError):
         connection.receive_reply()
     connection.close()
-
-
-def test_interrupt_ends_an_exchange() -> None:
-    with silent_peer(greets=True) as address:
-        client = ReplicaClient(address, SECRET, timeout_s=1000)
-        client.interrupt()  # nothing to interrupt yet
-        errors: list[Exception] = []
-
-        def fetch() -> None:
-            try:
-                client.fetch_log(LogKey(1, DOWN, 0))
-            except PeerLost as error:
-                errors.append(error)
-
-        fetching = threading.Thread(target=fetch, daemon=True)
-        fetching.start()
-        while fetching.is_alive():  # the connection may only just be being opened
-            client.interrupt()
-            fetching.join(0.01)
-        assert len(errors) == 1
-        client.close()
 
 
 DOWN, UP = Direction.DOWN, Direction.UP

@@ -113,14 +113,6 @@ def job(shm: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
     job.stop()
 
 
-def test_each_holds_the_replicas_of_the_other(job: Job) -> None:
-    assert [memory.copies.holders for memory in job.ranks] == [[(1,), (0,)]] * 2
-    assert [[*memory.peers()] for memory in job.ranks] == [[1], [0]]
-    assert all(
-        memory.plan.by_kind()['replicas'] == 2 * in_pages(capacity()) for memory in job.ranks
-    )
-
-
 def test_lost_window_is_fetched_from_its_holder(job: Job) -> None:
     file = job.commit(0)
     expected = digest(file.path)
@@ -219,14 +211,6 @@ def test_the_log_of_a_rank_is_in_the_budget_and_served_to_others(job: Job) -> No
     found = second.client(0).fetch_log(LogKey(1, Direction.DOWN, 0))
     assert found is not None
     assert torch.equal(torch.frombuffer(found[1], dtype=torch.float32), sent)
-
-
-def test_log_that_is_too_small_reports_it(job: Job) -> None:
-    log = job.ranks[0].log
-    assert log is not None and job.degraded == []
-    for iteration in (1, 2, 3):
-        log.append(iteration, Direction.DOWN, torch.zeros(LOG_BYTES // 2, dtype=torch.uint8))
-    assert 'is full' in job.degraded[-1]
 
 
 # Members of the job, and failures at the start

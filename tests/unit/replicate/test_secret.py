@@ -2,7 +2,7 @@
 """Where the secret of a job comes from, and which processes never learn it."""
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +16,9 @@ from moevement_ext.membership.exchange import Exchange
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.replicate import secret
 from moevement_ext.replicate.secret import VARIABLE, agree, mark, marks_here
-from tests.unit.memory.samples import tmpfs_directory
 from tests.unit.recover import threaded_job
 
 GIVEN = 'a secret that the user gives'
-
-
-@pytest.fixture
-def shm() -> Iterator[Path]:
-    with tmpfs_directory() as path:
-        yield path
 
 
 @pytest.fixture(autouse=True)

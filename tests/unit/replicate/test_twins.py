@@ -267,17 +267,6 @@ def test_verification_uses_the_headers_of_the_owner(twins: Twins) -> None:
     assert twins.ranks[0].captured_after(0) == headers[:1]
 
 
-def test_twin_keeps_the_newest_two_stubs(twins: Twins) -> None:
-    for start in range(0, 5 * WINDOW, WINDOW):
-        file = twins.capture(0, start)
-        twins.capture(1, start)
-        put_window(twins.ranks[0].peers()[1], file, named(max(0, start - WINDOW)))
-        for memory in twins.ranks:
-            memory.windows.persisted(named(start))
-    starts = [held.window.start for held in twins.held(1) if held.owner == 0]
-    assert starts == [3 * WINDOW, 4 * WINDOW]
-
-
 # In the background
 
 

@@ -163,14 +163,6 @@ def test_rewind_before_forgotten_iterations(shm: Path, reports: Reports) -> None
 # ---- reading
 
 
-def test_reader_waits_for_a_record(log: UpstreamLog) -> None:
-    with ThreadPoolExecutor(1) as pool:
-        reading = pool.submit(value, log, 2, DOWN, 1)
-        log.append(2, DOWN, region(1))
-        log.append(2, DOWN, region(5))
-        assert reading.result(DEADLINE_S) == 5
-
-
 def test_incomplete_record_is_not_read(log: UpstreamLog, reports: Reports) -> None:
     with held_worker(log, reports, 0):
         log.append(1, DOWN, region(1))

@@ -38,12 +38,6 @@ def test_freeing_the_newest_undoes_a_wrap() -> None:
     assert [ring.allocate(ALIGNMENT) for _ in range(4)] == [192, 0, 64, None]
 
 
-def test_size_beyond_the_capacity_never_fits() -> None:
-    ring = Ring(2 * ALIGNMENT)
-    assert not ring.fits(2 * ALIGNMENT + 1)
-    assert ring.allocate(2 * ALIGNMENT) == 0
-
-
 def test_ring_shrinks_once_its_tail_is_free() -> None:
     ring = Ring(8 * ALIGNMENT)
     for _ in range(5):

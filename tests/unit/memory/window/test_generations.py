@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import os
 import threading
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -29,8 +28,6 @@ from tests.unit.memory.samples import (
     write_window,
 )
 
-REPOSITORY = Path(__file__).parents[4]
-
 
 def starts(windows: OwnerWindows) -> list[int]:
     return [window.name.start for window in windows.committed()]
@@ -38,21 +35,6 @@ def starts(windows: OwnerWindows) -> list[int]:
 
 def file_names(windows: OwnerWindows) -> list[str]:
     return sorted(path.name for path in windows.path.iterdir())
-
-
-def test_names_follow_the_states(store: NodeStore) -> None:
-    windows = OwnerWindows(store, 4, 4, capacity(), generations=2)
-    assert file_names(windows) == ['free-0.window', 'free-1.window']
-    file = begun(windows, 0)
-    assert file_names(windows) == ['free-1.window', 'writing-0-plan1.window']
-    assert windows.committed() == []
-    write_window(file, 4)
-    windows.commit(file)
-    assert file_names(windows) == ['free-1.window', 'window-0-plan1.window']
-    assert windows.file(named(0)) is file
-    second = begun(windows, 3)
-    windows.abandon(second)
-    assert file_names(windows) == ['free-0.window', 'window-0-plan1.window']
 
 
 def test_incomplete_window_is_not_committed(store: NodeStore) -> None:

@@ -43,16 +43,6 @@ def pages(windows: OwnerWindows) -> list[int]:
     return sorted(path.stat().st_blocks * 512 for path in windows.path.iterdir())
 
 
-def test_files_have_pages_for_the_windows_in_force(store: NodeStore) -> None:
-    windows = OwnerWindows(store, 0, 0, SIZE)
-    assert pages(windows) == [in_pages(SHORT)] * 2
-    assert {file.capacity for file in windows.files()} == {LONG}
-    windows.make_room(LONG)
-    assert pages(windows) == [in_pages(LONG)] * 2
-    windows.make_room(SHORT)
-    assert pages(windows) == [in_pages(SHORT)] * 2
-
-
 def test_longer_window_keeps_its_pages_until_its_successor_is_persisted(store: NodeStore) -> None:
     windows = OwnerWindows(store, 0, 0, LONG)
     commit(windows, 0)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moevement_ext.memory.window import settings
-from moevement_ext.memory.window.name import History, Window, WindowName, drawn_history
+from moevement_ext.memory.window.name import History, WindowName, drawn_history
 from moevement_ext.memory.window.settings import RunSettings, differences
 from moevement_ext.memory.window.slot import (
     SlotHeader,
@@ -52,11 +52,6 @@ def test_bound_holds_for_any_iteration_and_checksum(iteration: int, checksum: in
 # Context
 
 NAMES = st.lists(st.text(max_size=20), max_size=5)
-
-
-def test_window_is_dense_at_its_last_slot() -> None:
-    window = Window(WindowName(4, 'plan'), 3)
-    assert (window.start, window.dense_at) == (4, 6)
 
 
 def test_a_history_includes_its_windows_and_what_led_to_its_base() -> None:
@@ -118,11 +113,6 @@ def test_differences_that_decide_bits_are_decisive(part: str, table: dict, line:
 def test_differences_that_may_decide_bits_are_doubtful(part: str, table: dict, line: str) -> None:
     other = RunSettings(**{**_parts(OWN), part: table})
     assert differences(other, OWN, ('rank 3', 'rank 0')) == ([], [line])
-
-
-def test_file_missing_on_one_rank_is_no_difference() -> None:
-    blind = RunSettings(**{**_parts(OWN), 'files': {'/data/b.idx': '1 sequence'}})
-    assert not differences(blind, OWN) and not differences(OWN, blind)
 
 
 @pytest.mark.parametrize(
