@@ -17,9 +17,9 @@ EVERYTHING_ON = 35136
 NARROW = 1688
 """Draws C4, C2 and C5 for the first three configurations, without evaluations."""
 RANDOM = {
-    'one layout': '--fork --faults 8 --faults-per-job 8',
+    'one layout': '--faults 8 --faults-per-job 8',
     # Layout, precision, features, window, replicas, tiers and launcher; kinds and moments.
-    'drawn configurations': '--fork --configurations 5 --faults 20 --faults-per-job 4',
+    'drawn configurations': '--configurations 5 --faults 20 --faults-per-job 4',
 }
 
 
@@ -42,12 +42,12 @@ def test_faults_of_a_random_seed_are_survived(campaign: str, tmp_path: Path) -> 
     ('flags', 'seed'),
     [
         (  # on stand-ins for Transformer Engine
-            '--fork --stand-ins --configurations 3 --faults 6 --faults-per-job 2 '
+            '--stand-ins --configurations 3 --faults 6 --faults-per-job 2 '
             '--kinds kill,stop,node,double',
             NARROW,
         ),
         # Evaluation, dense checkpoints, dropout, loader workers, recomputation; twice at once.
-        ('--fork --configurations 1 --faults 4 --faults-per-job 4 --kinds double', EVERYTHING_ON),
+        ('--configurations 1 --faults 4 --faults-per-job 4 --kinds double', EVERYTHING_ON),
     ],
     ids=['narrow', 'everything-on'],
 )

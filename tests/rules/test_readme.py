@@ -199,9 +199,10 @@ def test_figures_of_the_drawn_campaign_match_its_results() -> None:
     """Its command, the faults of each kind, the longest times and its last line."""
     text = section(MEASURED, 'Campaign')
     results = Results(measurement_of(text))
-    arguments = results.begun().arguments
-    aimed = arguments.index('--cover')  # a flag of that commit
+    arguments = results.begun.arguments
+    aimed = arguments.index('--cover')  # a flag of that commit, as is --fork
     del arguments[aimed : aimed + 2]
+    arguments.remove('--fork')
     command = re.search(r'moevement chaos ((?:.*\\\n)*.*)\n', text)
     assert command is not None and shlex.split(command[1].replace('\\\n', '')) == arguments
     struck = Counter(fault.fault.split()[0] for fault in results.faults)

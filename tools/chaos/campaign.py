@@ -57,7 +57,6 @@ class Campaign:
     output: Path
     data: Path
     args: argparse.Namespace
-    """Arguments of the program, as `check` has converted them."""
     results: Results
     console: Console
 
@@ -177,9 +176,7 @@ class Campaign:
                 draw_window(args.seed, job, LONGEST_WINDOW),
                 nodes=4,
             )
-        return drawn._replace(
-            share_gpu=args.share_gpu, fork=args.fork, hang_timeout_s=args.hang_timeout
-        )
+        return drawn._replace(share_gpu=args.share_gpu, hang_timeout_s=args.hang_timeout)
 
     def _plain(self, number: int, attempt: int, configuration: Configuration) -> _Plain:
         """Run plain Megatron to its end, once per configuration."""

@@ -172,8 +172,6 @@ class Configuration(NamedTuple):
     spares: int = 1
     launcher: Launcher = Launcher.LOCAL
     share_gpu: bool = False
-    fork: bool = False
-    """The local launcher forks workers from one process, instead of using hot spares."""
     hang_timeout_s: int = HANG_TIMEOUT_S
     verify: str = REPORT
     disk: bool = False
@@ -197,24 +195,13 @@ class Configuration(NamedTuple):
     def launch(
         self, folder: Path, flags: list[str], max_restarts: int = 0, spares: int = 0
     ) -> Launch:
-        fork = self.fork and self.launcher is Launcher.LOCAL
-        return Launch(
-            folder,
-            flags,
-            self.nodes,
-            self.workers_per_node,
-            max_restarts,
-            0 if fork else spares,
-            fork,
-            {UNFLAGGED: _RESTLESS} if self.window == AUTO else {},
-            share_gpu=self.share_gpu,
-            program_file=self._program_file,
-        )
-
-    @property
-    def _program_file(self) -> str:
         narrow = self.precision in _NARROW
-        return precisions.program(stand_ins=not self.share_gpu) if narrow else PROGRAM
+        program = precisions.program(stand_ins=not self.share_gpu) if narrow else PROGRAM
+        variables = {UNFLAGGED: _RESTLESS} if self.window == AUTO else {}
+        return Launch(
+            folder, flags, self.nodes, self.workers_per_node, max_restarts, spares, variables,
+            self.share_gpu, program_file=program,
+        )  # fmt: skip
 
     def kinds(self) -> list[Kind]:
         agents = self.launcher is Launcher.TORCHRUN

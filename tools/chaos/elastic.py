@@ -117,7 +117,7 @@ def draw_lives(seed: int, restarts: int) -> list[Life]:
 def run_here(start: Start) -> int:
     """Run, or kill, a job under the launcher for emulated nodes."""
     workers = start.layout.ranks // start.nodes
-    launch = Launch(start.folder, start.flags, start.nodes, workers, fork=True)
+    launch = Launch(start.folder, start.flags, start.nodes, workers, spares=1)
     with Job(launch._replace(variables={'MOEVEMENT_FAIL_AT': start.fail_at})) as job:
         if start.fail_at:
             with suppress(LabError):

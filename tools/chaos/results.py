@@ -133,40 +133,22 @@ class JobDone(msgspec.Struct, frozen=True, tag='job'):
 Line = Begun | Refused | JobDone
 
 
-class ResultError(Exception):
-    """A file of results cannot be continued; the message says why."""
-
-
 class Results:
-    """Results of a campaign, in memory and in a file, whose existing lines count.
-
-    Raises:
-        ResultError: the file has another format.
-    """
+    """Results of a campaign, in memory and in a file, whose existing lines count."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._lines: list[Line] = []
-        if path.exists():
-            decoder = msgspec.json.Decoder(Line)
-            try:
-                # A truncated line does not count: its job runs again.
-                whole = [line for line in path.read_bytes().splitlines(True) if line[-1:] == b'\n']
-                self._lines = [decoder.decode(line) for line in whole]
-            except msgspec.MsgspecError as error:
-                raise ResultError(f'{path}: no results of a campaign: {error}') from error
-            path.write_bytes(b''.join(whole))
+        decode = msgspec.json.Decoder(Line).decode_lines
+        self._lines: list[Line] = decode(path.read_bytes()) if path.exists() else []
 
     def add(self, line: Line) -> None:
         self._lines.append(line)
-        self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open('ab') as file:
             file.write(msgspec.json.encode(line) + b'\n')
 
+    @property
     def begun(self) -> Begun:
-        if not self._lines or not isinstance(self._lines[0], Begun):
-            raise ResultError(f'{self._path}: there is no campaign to resume')
-        return self._lines[0]
+        return next(line for line in self._lines if isinstance(line, Begun))
 
     @property
     def jobs(self) -> list[JobDone]:

@@ -32,16 +32,12 @@ class Comeback(NamedTuple):
 
 
 class Curves(msgspec.Struct, frozen=True):
-    """A run over time, for pictures; seconds since its first iteration."""
+    """A run over time, for a picture; seconds since its first iteration."""
 
     faults: list[tuple[float, str]]
     """Seconds and kind."""
     kept: list[tuple[float, int]]
     """Seconds and number of each iteration that was kept."""
-    hit: list[int]
-    """Newest iteration before each fault."""
-    validated: dict[int, float]
-    """Validation loss by iteration."""
 
 
 def span_s(log: RunLog) -> float:
@@ -127,15 +123,9 @@ def stage_iterations(lived: Lived) -> float:
 def curves(lived: Lived) -> Curves:
     log = lived.trained.log
     origin = log.iterations[0].time
-    before = [
-        max(item.number for item in log.iterations if item.time <= fault.at)
-        for fault in lived.injected
-    ]
     return Curves(
         faults=[(fault.at - origin, str(fault.kind)) for fault in lived.injected],
         kept=[(item.time - origin, item.number) for item in kept(log)],
-        hit=before,
-        validated=log.validated,
     )
 
 

@@ -2,7 +2,6 @@
 """Rows of `compare peers`: how each project protects the trainer, and how its workers start."""
 
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -52,37 +51,6 @@ class InJob(Elastic):
     more = ('--ft-ignore-missing-cfg',)
 
 
-class Loose(Agents):
-    """Starts each worker as a separate process, and does not replace dead ones."""
-
-    def start_agent(self, node: int) -> None:
-        """Start a worker; each counts as a node."""
-        launch = self._launch
-        place = {'RANK': str(node), 'LOCAL_RANK': '0', 'WORLD_SIZE': str(launch.nodes),
-                 'LOCAL_WORLD_SIZE': '1', 'MASTER_ADDR': '127.0.0.1',
-                 'MASTER_PORT': str(self._port)}  # fmt: skip
-        with self._log(node).open('ab') as log:
-            self._agents[node] = subprocess.Popen(
-                [sys.executable, *launch.program()], env=launch.environment() | place,
-                cwd=launch.checkout, stdin=subprocess.DEVNULL, stdout=log,
-                stderr=subprocess.STDOUT, start_new_session=True,
-            )  # fmt: skip
-
-    def pids(self) -> dict[int, int]:
-        agents = self._agents.items()
-        return {rank: agent.pid for rank, agent in agents if agent.poll() is None}
-
-    def exit_status(self) -> int | None:
-        """None while workers run; a killed worker does not count as failed."""
-        codes = [agent.poll() for agent in self._agents.values()]
-        ended = [code for code in codes if code is not None]
-        return max(0, *ended) if len(ended) == len(codes) else None
-
-    def _log(self, node: int) -> Path:
-        """One log for all workers: a reserve takes the rank of the worker that logs iterations."""
-        return super()._log(0)
-
-
 class PeerRow(NamedTuple):
     """A way to protect the trainer."""
 
@@ -92,30 +60,23 @@ class PeerRow(NamedTuple):
     starts: Launcher | Callable[[Launch], Agents] = Elastic
     nodes: int = 1
     spares: int = 0
-    reserves: int = 0
-    """Ranks that wait until another is lost."""
-    peer: str = ''
-    """Value of `peer_program.PEER`."""
+    lm_resiliency: bool = False
     replicas_of_data: bool = False
     """Runs with data parallelism, as it cannot run with pipeline stages."""
     ours: bool = False
 
     def launch(self, folder: Path, memory: Path, flags: list[str]) -> Launch:
-        if self.starts is Loose:
-            nodes, workers = RANKS + self.reserves, 1
-        else:
-            nodes, workers = self.nodes, RANKS // self.nodes
-        variables = {peer_program.FOLDER: str(memory / 'lm-resiliency')}
-        if self.starts is Elastic:
-            variables |= _NEW_STORE
-        if self.peer:
-            variables[peer_program.PEER] = self.peer
+        variables = dict(_NEW_STORE) if self.starts is Elastic else {}
+        if self.lm_resiliency:
+            variables[peer_program.FOLDER] = str(memory / 'lm-resiliency')
         if not self.ours:
             inherited = os.environ.get('PYTHONPATH')
             modules = [str(ROOT), str(SITE), *([inherited] if inherited else [])]
             variables['PYTHONPATH'] = os.pathsep.join(modules)
-        return Launch(folder, [*flags, *self.flags(folder, memory)], nodes, workers,
-                      10, self.spares, variables=variables, program_file=_PROGRAM)  # fmt: skip
+        return Launch(
+            folder, [*flags, *self.flags(folder, memory)], self.nodes, RANKS // self.nodes, 10,
+            self.spares, variables, program_file=_PROGRAM,
+        )  # fmt: skip
 
 
 def _ours(recovery: str) -> Callable[[Path, Path], list[str]]:
@@ -155,16 +116,8 @@ PEERS = {
     'nvrx-in-job': PeerRow(
         'nvidia-resiliency-ext 0.7.0: local, replicated; in-job restart', _local, InJob
     ),
-    'nvrx-in-process': PeerRow(
-        'the same; in-process restart with a reserve (deprecated upstream)', _local, Loose,
-        reserves=1, peer=peer_program.IN_PROCESS,
-    ),
     'lm-resiliency': PeerRow(
-        'lm-resiliency 0.2.0, data parallel', peer=peer_program.LM_RESILIENCY,
-        replicas_of_data=True,
-    ),
-    'lm-resiliency-stages': PeerRow(
-        'lm-resiliency 0.2.0, two stages', peer=peer_program.LM_RESILIENCY
+        'lm-resiliency 0.2.0, data parallel', lm_resiliency=True, replicas_of_data=True
     ),
     'torch-dist': PeerRow(
         'torch_dist, synchronous',

@@ -9,16 +9,15 @@ round every row runs once: the tool measures iterations and CPU time, samples me
 rank (SIGKILL) and measures the seconds until the end of the first new iteration. The report shows
 the load of the machine, which affects all figures.
 
-Rows with two pipeline stages are compared with plain Megatron on two stages. lm-resiliency restores
-different iterations on different stages, so it runs with data parallelism, and has its own plain
-run.
+Rows with two pipeline stages are compared with plain Megatron on two stages. lm-resiliency 0.2.0
+restores different iterations on different stages, so it runs with data parallelism, and has its own
+plain run.
 
 Exit status: 0 done, 1 a row of this project ended with other bits, 2 no result.
 """
 
 import argparse
 import os
-import re
 import shutil
 import signal
 import statistics
@@ -30,7 +29,7 @@ import msgspec
 from rich.console import Console
 
 from ..lab import four_ranks, tables
-from ..lab.arguments import Parser
+from ..lab.arguments import Parser, at_least
 from ..lab.benchmark import add_output_flags, prepare, run_benchmark, write_table
 from ..lab.cpu_clock import Spent, memory_bytes, spent
 from ..lab.errors import LabError
@@ -39,12 +38,16 @@ from ..lab.hardware import Hardware
 from ..lab.job import Job, Trained, memory_directory, train
 from ..lab.run_log import RunLog
 from ..lab.tables import say, table
-from . import peer_program, peer_rows, running
-from .peer_rows import CANNOT, PEERS, PLAIN, PLAIN_DATA, RANKS, SITE, PeerRow
+from . import running
+from .peer_rows import CANNOT, PEERS, PLAIN, PLAIN_DATA, RANKS, SITE, InJob, PeerRow
 
 _PROG = 'moevement compare peers'
-_BEGINS = re.compile(re.escape(peer_program.BEGINS) + r'(\d+)')
 _FIRST, _KILL_AFTER, _ITERATIONS, _VICTIM = 4, 12, 40, 1
+# Digits of each column of figures.
+_DIGITS = {
+    'ratio': 2, 'cpu': 2, 'cpu_training': 2, 'tmpfs_mb': 1, 'logs_mb': 1, 'memory_mb': 0,
+    'back_s': 1, 'start_s': 1, 'load': 0,
+}  # fmt: skip
 COLUMNS = (
     'iteration', 'CPU', 'training thread', 'tmpfs MB', 'logs MB', 'memory MB', 'back s', 'start',
     'again', 'bits', 'load',
@@ -113,7 +116,7 @@ class _Ran:
     def watch(self, job: Job, memory: Path, kill: bool) -> float:
         """Sample the job, and kill a rank; returns the time."""
         for number in (_FIRST, _KILL_AFTER):
-            _wait(job, number)
+            job.await_iteration(number)
             self.samples.append(spent([pid for pid in job.pids() if pid]))
         self.memory = memory_bytes([pid for pid in job.pids() if pid])
         self.logs, self.tmpfs = file_bytes(memory)
@@ -136,29 +139,8 @@ def file_bytes(root: Path) -> tuple[int, int]:
     return logs, others
 
 
-def _wait(job: Job, number: int) -> None:
-    for log in job.follow(f'iteration {number}'):
-        if log.iterations and log.iterations[-1].number >= number:
-            return
-    raise LabError(f'the job ended before iteration {number}', job.tail())
-
-
-def _began_alike(job: Job) -> None:
-    """Wait until lm-resiliency has restored all ranks.
-
-    Raises LabError: the ranks continue from different steps.
-    """
-    for _ in job.follow('lm-resiliency to restore'):
-        steps = _BEGINS.findall(job.text())
-        if len(steps) >= 2 * RANKS:
-            if len(set(steps[-RANKS:])) > 1:
-                shown = ' and '.join(steps[-RANKS:])
-                raise LabError(f'after the kill its ranks begin at steps {shown}, and train on')
-            return
-
-
 class PeerRuns:
-    """Runs rows on the same model and text."""
+    """Runs rows on the same model and text; plain Megatron before the rows beside it."""
 
     def __init__(self, data: Path, output: Path) -> None:
         self._data, self._output = data, output
@@ -170,14 +152,7 @@ class PeerRuns:
         plain = name in (PLAIN, PLAIN_DATA)
         with memory_directory('moevement-peers-') as memory:
             launch = row.launch(folder, memory, self._flags(row))
-
-            def hurt(job: Job) -> float:
-                at = ran.watch(job, memory, not plain)
-                if row.peer == peer_program.LM_RESILIENCY:
-                    _began_alike(job)
-                return at
-
-            trained = train(launch, hurt, row.starts)
+            trained = train(launch, lambda job: ran.watch(job, memory, not plain), row.starts)
         shutil.rmtree(folder / 'checkpoints', ignore_errors=True)
         if plain:
             self._plain[row.replicas_of_data] = ran, trained
@@ -233,34 +208,23 @@ def _pace_s(log: RunLog) -> float:
 
 def over_rounds(row: PeerRow, runs: Sequence[PeerFigures]) -> PeerResult:
     """Figures over all rounds; ratios were taken within each."""
-    figures = {
-        name: Spread.of(known)
-        for name in PeerFigures.__struct_fields__
-        if name not in ('again', 'different')
-        and (known := [value for run in runs if (value := getattr(run, name)) is not None])
-    }
+    known = {name: [v for run in runs if (v := getattr(run, name)) is not None] for name in _DIGITS}
     return PeerResult(
-        row.title, row.ours, figures, statistics.mean(run.again for run in runs),
+        row.title, row.ours, {name: Spread.of(values) for name, values in known.items() if values},
+        statistics.mean(run.again for run in runs),
         sorted({kind for run in runs for kind in run.different}),
     )  # fmt: skip
 
 
 def cells(row: PeerResult) -> list[str]:
-    found = row.figures
-    killed = 'back_s' in found
-    return [
-        found['ratio'].text(),
-        found['cpu'].text(),
-        found['cpu_training'].text(),
-        found['tmpfs_mb'].text(1),
-        found['logs_mb'].text(1) if 'logs_mb' in found else '-',
-        found['memory_mb'].text(0),
-        found['back_s'].text(1) if killed else '-',
-        found['start_s'].text(1) if killed else '-',
-        f'{row.again:.1f}' if killed else '-',
-        f'differ: {", ".join(row.different)}' if row.different else 'equal',
-        found['load'].text(0),
-    ]
+    found = {name: row.figures[name].text(n) for name, n in _DIGITS.items() if name in row.figures}
+    load = found.pop('load')
+    if 'back_s' in found:
+        found['again'] = f'{row.again:.1f}'
+    else:  # not killed
+        found |= dict.fromkeys(('back_s', 'start_s', 'again'), '-')
+    bits = f'differ: {", ".join(row.different)}' if row.different else 'equal'
+    return [*found.values(), bits, load]
 
 
 def print_report(report: PeerReport, console: Console) -> None:
@@ -283,18 +247,16 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(prog=_PROG, description=__doc__)
     add = parser.add_argument
     add('--rows', default=','.join(PEERS), help=f'some of {",".join(PEERS)} (default: all)')
-    add('--rounds', type=int, default=3, help='rounds over all rows (default: 3)')
+    add('--rounds', type=at_least(1), default=3, help='rounds over all rows (default: 3)')
     add_output_flags(parser, 'runs/compare')
     add('--table', type=Path, metavar='FILE', help='write the table here, for a document')
     args = parser.parse_args(argv)
-    parser.require_at_least_1(args, 'rounds')
-    names = args.rows.split(',')
-    if unknown := [name for name in names if name not in PEERS]:
+    names = set(args.rows.split(','))
+    if unknown := names - PEERS.keys():
         parser.error(f'--rows: no row {", ".join(unknown)}; there are {", ".join(PEERS)}')
-    args.rows = {name: PEERS[name] for name in PEERS if name in names}
-    wanted = {PLAIN_DATA if row.replicas_of_data else PLAIN for row in args.rows.values()}
-    args.rows = {name: PEERS[name] for name in PEERS if name in {*args.rows, *wanted}}
-    theirs = [row.title for row in args.rows.values() if row.peer or row.starts is peer_rows.InJob]
+    names |= {PLAIN_DATA if PEERS[name].replicas_of_data else PLAIN for name in names}
+    args.rows = {name: row for name, row in PEERS.items() if name in names}
+    theirs = [row.title for row in args.rows.values() if row.lm_resiliency or row.starts is InJob]
     if theirs and not SITE.is_dir():
         parser.error(f'{theirs[0]} is not installed: scripts/peers.sh')
     return args

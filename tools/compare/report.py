@@ -1,30 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report of a comparison: figures of all rows over all rounds, and the table."""
+"""The report of a comparison: figures of all rows over all rounds, table and picture."""
 
 import statistics
 import textwrap
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
+import numpy as np
 from rich.console import Console
 
 from ..lab import tables
+from ..lab.drawing import FAILURE, MUTED, OWN, picture, subtitle
 from ..lab.figures import Spread, medians
 from ..lab.hardware import Hardware
 from ..lab.tables import say, table
 from . import measuring
 from .measuring import PHASES, Curves
-from .prediction import predicted
 from .rows import Keeps, Row
 from .running import RANKS, Course, Lived, PlannedFault
 
+PICTURE = 'compare-goodput.png'
 # Characters in a line of a document.
 _WIDTH = 100
+_BIN_S = 2.0
 VALIDATION = 'validation losses'
 """Reported like a kind of state."""
 COLUMNS = (
     'I or W', 'iteration', 'bytes/it', 'stall/it ms', 'recovery s', 'of it start', 'restore',
-    'again', 'stage-it again', 'PLT', 'loss diff', 'bits', 'ETTR', 'warm', 'predicted', 'diff',
+    'again', 'stage-it again', 'PLT', 'loss diff', 'bits', 'ETTR', 'warm',
 )  # fmt: skip
 
 
@@ -46,7 +50,7 @@ class Conditions(msgspec.Struct, frozen=True):
     faults: list[PlannedFault]
 
 
-class RowResult(msgspec.Struct, frozen=True):
+class RowResult(msgspec.Struct, frozen=True, kw_only=True):
     """One row, in one round or over all rounds."""
 
     title: str
@@ -80,8 +84,6 @@ class RowResult(msgspec.Struct, frozen=True):
     """Time of the kept iterations at the pace of plain Megatron, divided by the whole time."""
     ettr_warm: Spread
     """The same without the seconds until new processes ran the program."""
-    predicted: Spread | None
-    """By the simulator, from the profile of this run; None: the simulator lacks the system."""
     unprotected: int
     """Faults before the first checkpoint was complete."""
     curves: Curves
@@ -96,13 +98,9 @@ class Comparison(msgspec.Struct, frozen=True):
     """The whole report."""
 
     conditions: Conditions
-    plain: Curves
-    """Plain Megatron without failures, last round."""
     rows: dict[str, RowResult]
     not_run: dict[str, str]
     """Rows that failed here, and why."""
-    other_layout: list[str]
-    """Titles of rows whose plain Megatron has another layout."""
 
     @property
     def exact(self) -> bool:
@@ -123,68 +121,57 @@ def figures(row: Row, lived: Lived, plain: Lived, course: Course) -> RowResult:
     different = lived.trained.different(plain.trained)
     if log.validated != reference.validated:
         different.append(VALIDATION)
-    waited_ms = measuring.waited_ms(row.keeps, lived, course)
     started_s = sum(one.phases[PHASES[0]] for one in back)
-    ettr = predicted(row, lived, iteration_s, period, waited_ms, course.mtbf_s)
+    spreads = {
+        'ratio': statistics.mean(measuring.undisturbed(log, lived.injected)) / iteration_s,
+        'stall_ms': measuring.waited_ms(row.keeps, lived, course),
+        'recovery_s': statistics.median(one.seconds for one in back),
+        'ettr': measuring.ettr(log, iteration_s),
+        'ettr_warm': measuring.ettr(log, iteration_s, started_s),
+    }
     return RowResult(
         title=row.title,
         exact=row.exact,
         lossy=row.lossy,
         throttled=row.throttled,
         period=str(period) if row.keeps is not Keeps.NOTHING else '-',
-        ratio=_one(statistics.mean(measuring.undisturbed(log, lived.injected)) / iteration_s),
         bytes=captured or saved,
-        stall_ms=_one(waited_ms),
-        recovery_s=_one(statistics.median(one.seconds for one in back)),
         phases=medians([one.phases for one in back]),
         engine=medians([one.engine for one in back]),
         again=measuring.stage_iterations(lived),
         lost_tokens=measuring.lost_tokens(lived) if row.lossy else None,
         loss_difference=log.iterations[-1].loss - reference.iterations[-1].loss,
         different=different,
-        ettr=_one(measuring.ettr(log, iteration_s)),
-        ettr_warm=_one(measuring.ettr(log, iteration_s, started_s)),
-        predicted=None if ettr is None else _one(ettr),
         unprotected=measuring.unprotected(row.keeps, lived, course.interval),
         curves=measuring.curves(lived),
+        **{name: Spread.of([value]) for name, value in spreads.items()},
     )
-
-
-def _one(value: float) -> Spread:
-    return Spread(value, value, value)
-
-
-def _joined(rounds: Sequence[Spread]) -> Spread:
-    return Spread.of([one.median for one in rounds])
 
 
 def over_rounds(runs: Sequence[RowResult]) -> RowResult:
     """A row over its rounds, each with one value of each figure."""
-    known = [run.predicted for run in runs if run.predicted is not None]
     lost = [run.lost_tokens for run in runs if run.lost_tokens is not None]
+    spreads = {
+        name: Spread.of([getattr(run, name).median for run in runs])
+        for name in ('ratio', 'stall_ms', 'recovery_s', 'ettr', 'ettr_warm')
+    }
     return msgspec.structs.replace(
         runs[-1],
-        ratio=_joined([run.ratio for run in runs]),
         bytes=statistics.median(run.bytes for run in runs),
-        stall_ms=_joined([run.stall_ms for run in runs]),
-        recovery_s=_joined([run.recovery_s for run in runs]),
         phases=medians([run.phases for run in runs]),
         engine=medians([run.engine for run in runs]),
         again=statistics.mean(run.again for run in runs),
         lost_tokens=statistics.mean(lost) if lost else None,
         loss_difference=statistics.median(run.loss_difference for run in runs),
         different=sorted({kind for run in runs for kind in run.different}),
-        ettr=_joined([run.ettr for run in runs]),
-        ettr_warm=_joined([run.ettr_warm for run in runs]),
-        predicted=_joined(known) if known else None,
         unprotected=sum(run.unprotected for run in runs),
+        **spreads,
     )
 
 
 def cells(row: RowResult) -> list[str]:
     phases = (row.phases.get(name, 0.0) for name in PHASES[:3])
     differs = row.different and ('differs' if row.exact or row.lossy else row.different[0])
-    predicted_s = row.predicted
     return [
         row.period,
         row.ratio.text(),
@@ -198,8 +185,6 @@ def cells(row: RowResult) -> list[str]:
         differs or 'equal',
         row.ettr.text(),
         row.ettr_warm.text(),
-        '-' if predicted_s is None else predicted_s.text(),
-        '-' if predicted_s is None else f'{row.ettr.median - predicted_s.median:+.2f}',
     ]
 
 
@@ -268,3 +253,45 @@ def markdown(report: Comparison) -> str:
     parts += [tables.markdown(('', *COLUMNS), rows).rstrip()]
     parts += [textwrap.fill(' '.join(notes(report)), _WIDTH)] if notes(report) else []
     return '\n\n'.join(parts) + '\n'
+
+
+def goodput(curves: Curves, iteration_s: float, width_s: float) -> np.ndarray:
+    """Share of each span of `width_s` seconds in iterations that were kept, [spans].
+
+    An iteration counts from the end of the previous one, for at most `iteration_s`; iterations that
+    the job trained again later do not count.
+    """
+    ends = np.array([seconds for seconds, _ in curves.kept])
+    begins = np.maximum(ends - iteration_s, np.concatenate([[ends[0]], ends[:-1]]))
+    edges = np.arange(0, ends[-1] + width_s, width_s)
+    spans = np.minimum(ends[:, None], edges[None, 1:]) - np.maximum(
+        begins[:, None], edges[None, :-1]
+    )
+    useful: np.ndarray = np.clip(spans, 0, None).sum(axis=0) / width_s
+    return useful
+
+
+def draw(report: Comparison, target: Path) -> None:
+    """Draw a strip for each row: how much of each moment was kept, and the faults.
+
+    Raises OSError: the file cannot be written.
+    """
+    rows = list(report.rows.values())
+    pace_s = report.conditions.iteration_s[-1]
+    with picture(target, figsize=(9, 1.2 + 0.42 * len(rows))) as axes:
+        axes.set_title('Goodput over the trace of failures')
+        subtitle(axes, f'blue: share of each {_BIN_S:g} s in iterations that were kept; '
+                 'red: a failure')  # fmt: skip
+        for place, row in enumerate(rows):
+            for number, share in enumerate(goodput(row.curves, pace_s, _BIN_S)):
+                axes.barh(place, _BIN_S, left=number * _BIN_S, height=0.7, color=OWN,
+                          alpha=float(min(max(share, 0.02), 1)), linewidth=0)  # fmt: skip
+            for seconds, _ in row.curves.faults:
+                axes.plot([seconds] * 2, [place - 0.42, place + 0.42], color=FAILURE, linewidth=2)
+            axes.text(row.curves.kept[-1][0] + _BIN_S, place, f'{row.ettr.median:.2f}',
+                      va='center', color=MUTED)  # fmt: skip
+        axes.set_yticks(range(len(rows)), [marked(row) for row in rows])
+        axes.invert_yaxis()
+        axes.grid(axis='y', visible=False)
+        axes.set_xlim(left=0)
+        axes.set_xlabel('seconds since the warm-up; beside each strip: ETTR')

@@ -27,8 +27,6 @@ class Row(msgspec.Struct, frozen=True):
 
     title: str
     keeps: Keeps
-    system: str
-    """The simulator's name for it (`moevement simulate --system`)."""
     flags: str = ''
     """Further flags of the trainer; names of `training_flags` in braces are filled in."""
     exact: bool = True
@@ -38,17 +36,11 @@ class Row(msgspec.Struct, frozen=True):
     restarts_all: bool = False
     """Every failure restarts all workers."""
     spares: int = 0
-    """Hot spares; none where all workers are forks."""
+    """Hot spares; with --quick each job has one."""
     asynchronous: bool = False
     """Saves of Megatron in the background."""
     copies: bool = False
     """Optimizers of data-parallel ranks are copies of each other; experts are not sharded."""
-    localized: bool = False
-    """Only lost stages roll back."""
-    saved: int | None = None
-    """Experts in a checkpoint, for the simulator of a lossy row."""
-    lost_budget: float | None = None
-    """Share of lost tokens at which they double, for the simulator."""
     settings: str = ''
     """Settings without a flag (`config.UNFLAGGED`)."""
     ablation: bool = False

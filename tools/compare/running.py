@@ -24,13 +24,11 @@ from . import program
 from .rows import PLAIN, RUN_ID, Keeps, Row
 
 STAGES, RANKS = 2, 4
-MICRO_BATCHES = 3
-"""Micro-batches of a data-parallel rank in an iteration."""
 STATE_BYTES = 1_533_000
 """Bytes of a capture of the whole state of a rank, as a job with windows of 1 logs them. In bf16
 and in fp32 it is about the same."""
-# Samples of an iteration, two in each micro-batch.
-_BATCH = 2 * RANKS // STAGES * MICRO_BATCHES
+# Samples of an iteration: three micro-batches of two on each data-parallel rank.
+_BATCH = 6 * RANKS // STAGES
 _EVERYTHING = range(RANKS)
 _MAX_RESTARTS = 1000
 _POLL_S = 0.02
@@ -92,7 +90,7 @@ class Course(NamedTuple):
     mtbf_s: float
     """Mean seconds between the faults, at the pace of plain Megatron."""
     fork: bool
-    """Fork all workers from one process that has imported the program."""
+    """A process that has imported the program forks workers."""
 
     def training_flags(self, copies: bool) -> list[str]:
         """Flags of plain Megatron; the last value of a flag counts."""
@@ -126,7 +124,7 @@ class Course(NamedTuple):
                 disk=disk,
             )  # fmt: skip
             flags = [*self.training_flags(row.copies), *own]
-            launch = self._launch(folder, flags, 0 if self.fork else row.spares)
+            launch = self._launch(folder, flags, row.spares)
             if row.throttled:
                 limit = {program.COPY_GB_PER_S: f'{self.copy_gb_per_s:g}'}
                 limit[UNFLAGGED] = row.settings
@@ -160,10 +158,10 @@ class Course(NamedTuple):
 
     def _launch(self, folder: Path, flags: Sequence[str], spares: int = 0) -> Launch:
         variables = {program.FORK: '1'} if self.fork else {}
+        spares = max(spares, int(self.fork))
         return Launch(
-            folder, flags, RANKS, 1, _MAX_RESTARTS, spares, self.fork, variables,
-            program_file=_PROGRAM,
-        )  # fmt: skip
+            folder, flags, RANKS, 1, _MAX_RESTARTS, spares, variables, program_file=_PROGRAM
+        )
 
 
 def draw_faults(

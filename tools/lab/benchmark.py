@@ -93,7 +93,7 @@ def exit_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))
 
 
-def print_failure(console: Console, tool: str, error: LabError) -> None:
-    if error.tail:
-        console.print(error.tail, markup=False, highlight=False, soft_wrap=True)
+def print_failure(console: Console, tool: str, error: Exception) -> None:
+    if tail := getattr(error, 'tail', ''):
+        console.print(tail, markup=False, highlight=False, soft_wrap=True)
     console.print(f'{tool}: {error}', style='bold red', markup=False, soft_wrap=True)

@@ -162,6 +162,13 @@ class Job:
             yield log
             time.sleep(poll_s)
 
+    def await_iteration(self, number: int) -> None:
+        """Wait until an iteration is logged; raises `LabError` if the job ends first."""
+        for log in self.follow(f'iteration {number}'):
+            if log.iterations and log.iterations[-1].number >= number:
+                return
+        raise LabError(f'the job ended before iteration {number}', self.tail())
+
     def finish(self) -> RunLog:
         """Let the job end; returns its whole log."""
         for _ in self.follow('the end'):
@@ -247,11 +254,9 @@ class Job:
 
     def kill_after(self, iteration: int, victims: Collection[int], delay_s: float = 0.0) -> float:
         """SIGKILL ranks once an iteration is logged; returns the time (seconds since the epoch)."""
-        for log in self.follow(f'iteration {iteration}'):
-            if log.iterations and log.iterations[-1].number >= iteration:
-                time.sleep(delay_s)  # the moment of the fault, not a synchronisation
-                return self.send(victims, signal.SIGKILL)
-        raise LabError(f'the job ended before iteration {iteration}', self.tail())
+        self.await_iteration(iteration)
+        time.sleep(delay_s)  # the moment of the fault, not a synchronisation
+        return self.send(victims, signal.SIGKILL)
 
     def send(self, ranks: Collection[int], number: signal.Signals) -> float:
         """Signal workers and their descendants; returns the time (seconds since the epoch)."""

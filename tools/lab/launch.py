@@ -58,10 +58,7 @@ class Launch(NamedTuple):
     max_restarts: int = 0
     """Limit of replaced workers: over the job, or under torchrun per node."""
     spares: int = 0
-    """Number of hot spares; torchrun has none."""
-    fork: bool = False
-    """Fork launcher and workers from one process, which imports the program once for all jobs of
-    this process; not under torchrun."""
+    """Processes that have imported the program, and fork workers; torchrun has none."""
     variables: Mapping[str, str] = {}
     """Environment variables of the workers, in addition to `ENVIRONMENT`."""
     share_gpu: bool = False

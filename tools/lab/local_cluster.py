@@ -4,14 +4,10 @@
 import select
 import signal
 from pathlib import Path
-from typing import BinaryIO
 
-from moevement_ext.errors import LaunchError
-from moevement_ext.launch.child import Child, SpawnedChild
+from moevement_ext.launch.child import SpawnedChild
 from moevement_ext.launch.launcher_events import FILE, JobFailed, WorkerEnded, WorkerLaunched
 
-from . import forked_launcher
-from .errors import LabError
 from .following import FollowedFile
 from .launch import GRACE_S, Death, Launch, kill_groups
 
@@ -31,7 +27,6 @@ class LocalCluster:
         self._command += ['--nodes', str(launch.nodes)]
         self._command += ['--workers-per-node', str(launch.workers_per_node)]
         self._command += ['--spares', str(launch.spares)]
-        self._command += ['--fork'] if launch.fork else []
         self._command += ['--max-restarts', str(launch.max_restarts)]
         self._command += ['--share-gpu'] if launch.share_gpu else []
         self._command += ['--log-dir', str(launch.folder / 'logs'), '--', *launch.program()]
@@ -39,23 +34,12 @@ class LocalCluster:
         self._pids: dict[int, int] = {}
         self._deaths: list[Death] = []
         self._given_up = ''
-        self._code: int | None = None
 
     def start(self) -> None:
         self._pids.clear()
         with (self._launch.folder / 'launcher.log').open('ab') as log:
-            self._process = self._launcher(log)
-        self._code = None
-
-    def _launcher(self, log: BinaryIO) -> Child:
-        environment = self._launch.environment()
-        if self._launch.fork:
-            program = self._launch.program()[0]
-            try:
-                return forked_launcher.start(program, self._command[1:], environment, log)
-            except LaunchError as error:
-                raise LabError(str(error)) from error
-        return SpawnedChild(self._command, environment, log)
+            self._process = SpawnedChild(self._command, self._launch.environment(), log)
+        self._code: int | None = None
 
     def log_of(self, rank: int) -> Path:
         return log_file(self._launch.folder, rank)

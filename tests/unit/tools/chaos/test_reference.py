@@ -7,23 +7,18 @@ import pytest
 from rich.console import Console
 
 from tools.chaos import campaign as campaigns
-from tools.chaos.__main__ import _campaign, parse_arguments
+from tools.chaos.__main__ import parse_arguments
 from tools.chaos.campaign import Campaign
 from tools.chaos.results import Results
 
-PLAINEST = ['--faults', '24', '--seed', '90210', '--fork']
+PLAINEST = ['--faults', '24', '--seed', '90210']
 JOBS = range(1, 13)
 
 
 @pytest.fixture
-def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr('tools.chaos.__main__.prepare_text', lambda prefix: prefix)
-
-    def make(*flags: str) -> Campaign:
-        args = parse_arguments([*flags, '--output', str(tmp_path)])
-        return _campaign(args, Results(tmp_path / 'campaign.jsonl'), Console(quiet=True))
-
-    return make
+def campaign(tmp_path: Path) -> Campaign:
+    results = Results(tmp_path / 'campaign.jsonl')
+    return Campaign(tmp_path, Path(), parse_arguments(PLAINEST), results, Console(quiet=True))
 
 
 def trained(campaign: Campaign, job: int) -> list[str]:
@@ -31,14 +26,14 @@ def trained(campaign: Campaign, job: int) -> list[str]:
     return configuration.training_flags(Path(), campaign._iterations(configuration), Path())
 
 
-def test_jobs_with_drawn_windows_share_one_reference(made) -> None:
-    campaign = made(*PLAINEST)
+def test_jobs_with_drawn_windows_share_one_reference(campaign: Campaign) -> None:
     assert len({tuple(trained(campaign, job)) for job in JOBS}) == 1
 
 
-def test_reference_of_other_flags_is_not_reused(made, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As of a campaign that goes on with another version of this tool."""
-    campaign = made(*PLAINEST)
+def test_reference_of_other_flags_is_not_reused(
+    campaign: Campaign, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a configuration that was drawn again."""
     folders = []
 
     def no_job(launch: object) -> None:

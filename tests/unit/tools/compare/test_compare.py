@@ -8,15 +8,15 @@ import pytest
 
 from megatron.moevement.arguments import config_from_args
 from moevement_ext.events import Recovered, TokensLost, WindowPersisted
-from tests.unit.tools.samples import logged
+from tests.unit.tools.samples import HARDWARE, logged
 from tools.compare import measuring, program, running
-from tools.compare.measuring import PHASES, Comeback, Curves
-from tools.compare.pictures import draw_all, goodput, split
-from tools.compare.prediction import predicted, restart_s
+from tools.compare.measuring import PHASES
 from tools.compare.report import (
     Comparison,
     Conditions,
     RowResult,
+    draw,
+    goodput,
     markdown,
     over_rounds,
 )
@@ -32,7 +32,6 @@ from tools.compare.running import (
 from tools.lab.digests import StateDigest
 from tools.lab.errors import LabError
 from tools.lab.figures import Spread
-from tools.lab.hardware import Hardware
 from tools.lab.job import Kind, Trained
 from tools.lab.launch import ROOT, Launch
 from tools.lab.run_log import Captured, RunLog
@@ -211,55 +210,30 @@ def test_lost_tokens_follow_the_newest_recovery_of_each_rank() -> None:
     assert measuring.lost_tokens(RESTARTED) is None
 
 
-def test_simulator_receives_the_same_faults() -> None:
-    """A restart of 3 s, and a checkpoint every 3 iterations: iterations 4 and 5 are lost."""
-    found = predicted(ROWS['torch-dist-sync'], RESTARTED, 1.0, 3, 0.0, 10.0)
-    # From the first line at 1 s: 4.5 s until the fault keep 3 iterations; 6.5 s after 3 s.
-    assert found == pytest.approx((3 + 6.5) / 14)
-    assert predicted(ROWS['localized'], RESTARTED, 1.0, 3, 0.0, 10.0) is None, 'there are no events'
-
-
-def test_without_checkpoints_the_warm_up_is_trained_again() -> None:
-    log = logged((4, 4), (5, 5), (9, 1), (10, 2), (11, 3), (12, 4), (13, 5), (14, 6))
-    job = RESTARTED._replace(
-        trained=Trained(log, SAME, []), injected=[InjectedFault(5.5, 2, Kind.KILL)], started=[7.5]
-    )
-    # From 8.5 s on it trains 4 iterations up to the first that counts; 1.5 s remain.
-    assert predicted(ROWS['none'], job, 1.0, 6, 0.0, 10.0) == pytest.approx(1.5 / 10)
-
-
-def recovery(restore_s: float, engine: dict[str, float]) -> Comeback:
-    return Comeback(9.0, {**dict.fromkeys(PHASES, 1.0), 'restore': restore_s}, engine)
-
-
-def test_a_restart_has_detection_and_no_replay() -> None:
-    """A second until processes run, and what of the rest the simulator does not compute."""
-    found = [recovery(3.0, {'regroup': 0.3, 'catch_up': 2.0}), recovery(0.5, {})]
-    assert restart_s(found) == (2.0 + 1.5) / 2
-
-
 # ---- report
 
 
 def results(ettr: float, different: list[str], name: str = 'global') -> RowResult:
-    row, ratio, stall_ms, recovery_s, first, second, warm, predicted = (
-        ROWS[name], *(Spread(n, n, n) for n in (1.1, 3.0, 5.5, ettr, ettr + 0.02, ettr + 0.1, 0.7))
+    row = ROWS[name]
+    spreads = {'ratio': 1.1, 'stall_ms': 3.0, 'recovery_s': 5.5, 'ettr_warm': ettr + 0.1}
+    first, second = (
+        RowResult(
+            title=row.title, exact=row.exact, lossy=row.lossy, throttled=row.throttled, period='3',
+            bytes=2e6, phases=dict.fromkeys(PHASES, 1.0), engine={}, again=4.0, lost_tokens=None,
+            loss_difference=0.0, different=different, unprotected=0, ettr=Spread.of([value]),
+            curves=measuring.curves(RESTARTED),
+            **{name: Spread.of([value]) for name, value in spreads.items()},
+        )
+        for value in (ettr, ettr + 0.02)
     )  # fmt: skip
-    one = RowResult(
-        row.title, row.exact, row.lossy, row.throttled, '3', ratio, 2e6, stall_ms, recovery_s,
-        dict.fromkeys(PHASES, 1.0), {}, 4.0, None, 0.0, different, first, warm, predicted, 0,
-        measuring.curves(RESTARTED),
-    )  # fmt: skip
-    return over_rounds([one, msgspec.structs.replace(one, ettr=second)])
+    return over_rounds([first, second])
 
 
 def comparison(*rows: RowResult) -> Comparison:
     conditions = Conditions(
-        Hardware.here(gpu=False), [1.0, 2.0], 10, [1.0], 0.001, 0.02, True, 4,
-        [PlannedFault(4.5, Kind.KILL, 2)],
-    )  # fmt: skip
-    plain = Curves([], [(0.0, 1)], [], {5: 2.0})
-    return Comparison(conditions, plain, {row.title: row for row in rows}, {'none': 'why'}, [])
+        HARDWARE, [1.0, 2.0], 10, [1.0], 0.001, 0.02, True, 4, [PlannedFault(4.5, Kind.KILL, 2)]
+    )
+    return Comparison(conditions, {row.title: row for row in rows}, {'none': 'why'})
 
 
 def test_only_a_broken_promise_fails() -> None:
@@ -268,7 +242,7 @@ def test_only_a_broken_promise_fails() -> None:
     assert not comparison(results(0.5, ['experts'])).exact
 
 
-# ---- pictures
+# ---- picture
 
 
 def test_iterations_that_were_trained_again_count_for_nothing() -> None:
@@ -276,21 +250,12 @@ def test_iterations_that_were_trained_again_count_for_nothing() -> None:
     found = goodput(curves, 1.0, 2.0)
     # Iterations 1 to 3 end at 0, 1, 2 s; 4 to 10 at 8 to 14 s.
     assert found.tolist() == [1.0, 0.0, 0.0, 0.5, 1.0, 1.0, 1.0]
-    assert curves.hit == [5]
     assert curves.faults == [(4.5, 'kill')]
 
 
-def test_rows_with_the_same_losses_are_one_line(tmp_path: Path) -> None:
-    equal, other = results(0.5, []), results(0.4, [], 'none')
-    with_loss = [
-        msgspec.structs.replace(
-            row, curves=msgspec.structs.replace(row.curves, validated={5: loss})
-        )
-        for row, loss in ((equal, 2.0), (other, 2.5))
-    ]
-    found = comparison(*with_loss)
-    assert split(found) == ([with_loss[0]], [with_loss[1]])
-    assert all(path.stat().st_size > 5000 for path in draw_all(found, tmp_path))
+def test_each_row_is_drawn(tmp_path: Path) -> None:
+    draw(comparison(results(0.5, []), results(0.4, [], 'none')), tmp_path / 'made' / 'a.png')
+    assert (tmp_path / 'made' / 'a.png').stat().st_size > 5000
 
 
 # ---- the program
