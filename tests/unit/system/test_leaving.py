@@ -150,16 +150,23 @@ def test_process_with_unwritable_output_ends() -> None:
     assert done.returncode == 77
 
 
+SAID = '--flag must be 1; leave it out'
+
+
 @pytest.mark.parametrize(
-    ('kind', 'module', 'program'),
+    ('error', 'module', 'program'),
     [
-        (ConfigurationError, None, 'train.py'),
-        (HostMemoryError, ModuleSpec('some.program.__main__', None), 'python -m some.program'),
-        (StoreInUseError, ModuleSpec('some.trainer', None), 'python -m some.trainer'),
+        (ConfigurationError(SAID), None, 'train.py'),
+        (
+            HostMemoryError(SAID),
+            ModuleSpec('some.program.__main__', None),
+            'python -m some.program',
+        ),
+        (StoreInUseError(SAID, 1.0), ModuleSpec('some.trainer', None), 'python -m some.trainer'),
     ],
 )
 def test_user_error_ends_the_program_with_one_line_and_status_2(
-    kind: type[Exception],
+    error: Exception,
     module: ModuleSpec | None,
     program: str,
     capsys: pytest.CaptureFixture[str],
@@ -168,9 +175,9 @@ def test_user_error_ends_the_program_with_one_line_and_status_2(
     monkeypatch.setattr('sys.argv', ['/somewhere/train.py', '--flag'])
     monkeypatch.setattr(sys.modules['__main__'], '__spec__', module)
     with pytest.raises(SystemExit) as ended, in_one_line():
-        raise kind('--flag must be 1; leave it out')
+        raise error
     assert ended.value.code == EXIT_USER_ERROR == 2
-    assert capsys.readouterr().err == f'{program}: error: --flag must be 1; leave it out\n'
+    assert capsys.readouterr().err == f'{program}: error: {SAID}\n'
 
 
 def test_other_errors_keep_their_traceback() -> None:
