@@ -47,6 +47,7 @@ NEEDED_BY_NO_PRODUCT_CODE = {
     'Figures.window_age': 'read by its name for the metrics',
     'LossLogged.finite': 'read by its name for the metrics',
     'Recovered.by_scope': 'read by its name for the metrics',
+    'ForkingLogsSpecs': 'torchrun loads it by its entry point in setup.py',
     'InterruptibleStore.deleteKey': 'torch calls it: part of its Store interface',
     'InterruptibleStore.has_extended_api': 'torch calls it: part of its Store interface',
     'InterruptibleStore.multi_set': 'torch calls it: part of its Store interface',

@@ -143,7 +143,7 @@ def localized(verdict: Verdict) -> Localized:
     return verdict
 
 
-# Complete windows, and who holds them
+# Complete windows and their holders
 
 
 PARTS = st.builds(
