@@ -2,7 +2,6 @@
 """Ways for a worker to be stuck, or slow, without being dead."""
 
 import os
-import tempfile
 import threading
 import time
 from datetime import timedelta
@@ -41,15 +40,6 @@ def _loader_blocks(rank: str, iteration: int) -> None:
         return next_data(self)
 
     iterator._next_data = blocking
-
-
-def _write_for(seconds: float) -> None:
-    with tempfile.TemporaryFile() as file:
-        until = time.monotonic() + seconds
-        while time.monotonic() < until:
-            file.seek(0)
-            file.write(bytes(2**20))
-            time.sleep(0.2)
 
 
 def rank_1_steps_when_the_others_have() -> None:

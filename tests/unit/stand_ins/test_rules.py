@@ -32,20 +32,6 @@ def test_states_of_random_numbers_are_generators_that_live_on() -> None:
     assert facts == rules.TrackerFacts(is_generator=True, lives_on=True, comes_back=True)
 
 
-@pytest.mark.parametrize('adam_w_mode', [True, False])
-def test_stand_in_adam_computes_the_results_of_adam(adam_w_mode: bool) -> None:
-    torchs = torch.optim.AdamW if adam_w_mode else torch.optim.Adam
-
-    def make(groups: list, *, adam_w_mode: bool, **settings: object) -> torch.optim.Optimizer:
-        return torchs(groups, **settings)
-
-    expected = rules.facts_of_adam(make, 'cpu', adam_w_mode).values
-    found = rules.facts_of_adam(FusedAdam, 'cpu', adam_w_mode).values
-    assert {*expected} - {*found} == {'step'}
-    for name, value in found.items():
-        torch.testing.assert_close(value, expected[name])
-
-
 def test_state_of_adam_is_not_made_without_saying_in_which_form() -> None:
     empty = inspect.Parameter.empty
     assert rules.arguments(FusedAdam.initialize_state)['store_param_remainders'] is empty
@@ -88,17 +74,6 @@ def test_low_precision_state_keeps_its_form_and_its_storage(name: str) -> None:
     assert facts.idle
 
 
-@pytest.mark.parametrize('name', rules.FORMATS)
-def test_low_precision_adam_equals_adam_up_to_rounding(name: str) -> None:
-    formats = rules.FORMATS[name]
-    exact = rules.facts_of_precision(FusedAdam, rules.Formats(FP32, FP32), 'cpu').values
-    found = rules.facts_of_precision(FusedAdam, formats, 'cpu').values
-    coarse = 0.1 if FP8 in formats else 2e-2
-    for part in ('weight', 'exp_avg', 'exp_avg_sq'):
-        largest = exact[part].abs().max().item()
-        torch.testing.assert_close(found[part], exact[part], rtol=coarse, atol=coarse * largest)
-
-
 def test_remainders_give_the_masters_of_fp32() -> None:
     """The weight is rounded half away from zero, so a step later it may differ; not so at first."""
     weights, adam = rules.precise_adam(FusedAdam, rules.FORMATS['remainders'], 'cpu')
@@ -127,28 +102,6 @@ def test_remainders_hold_every_bit_of_a_master() -> None:
         assert away[finite].all(), 'the weight is the master, rounded to the nearest'
 
 
-@pytest.mark.parametrize(('dtype', 'largest'), [(FP16, 65504 / 2), (FP8, 448)])
-def test_scale_brings_the_largest_element_to_the_end_of_the_range(
-    dtype: torch.dtype, largest: float
-) -> None:
-    adam = FusedAdam([torch.nn.Parameter(torch.zeros(3))], exp_avg_dtype=dtype)
-    (weight,) = adam.param_groups[0]['params']
-    adam.set_scaled_state(weight, 'exp_avg', torch.tensor([0.5, -3.0, 0.0]))
-    held = adam.state[weight]['exp_avg']
-    bits = held._data.view(torch.float8_e4m3fn) if dtype == FP8 else held
-    assert bits.float().abs().max() == largest
-    unscaled = adam.get_unscaled_state(weight, 'exp_avg')
-    torch.testing.assert_close(unscaled, torch.tensor([0.5, -3.0, 0.0]), rtol=0.07, atol=0.0)
-
-
-@pytest.mark.parametrize(('dtype', 'lost'), [(FP16, False), (FP8, True)])
-def test_a_moment_that_is_all_zero_is_lost_in_fp8(dtype: torch.dtype, lost: bool) -> None:
-    adam = FusedAdam([torch.nn.Parameter(torch.zeros(3))], exp_avg_dtype=dtype)
-    (weight,) = adam.param_groups[0]['params']
-    adam.set_scaled_state(weight, 'exp_avg', torch.zeros(3))
-    assert adam.get_unscaled_state(weight, 'exp_avg').isnan().all().item() is lost
-
-
 @pytest.mark.parametrize(
     ('wanted', 'computed'),
     [
@@ -164,24 +117,3 @@ def test_first_weight_of_a_grouped_layer_decides_for_all(
     layer = GroupedLinear(3, 16, 32, init_method=torch.nn.init.zeros_, params_dtype=torch.float32)
     found = rules.gradients_of_grouped(layer, wanted)
     assert [gradient is not None for gradient in found] == computed
-
-
-def test_grouped_layer_has_the_gradients_of_a_layer_for_each_expert() -> None:
-    class Single(torch.nn.Module):
-        """The same product without a function of its own."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            for number in range(3):
-                weight = torch.nn.Parameter(torch.zeros(32, 16))
-                self.register_parameter(f'weight{number}', weight)
-
-        def forward(self, tokens: torch.Tensor, splits: list[int]) -> torch.Tensor:
-            parts = zip(tokens.split(splits), self.parameters(), strict=True)
-            return torch.cat([part @ weight.t() for part, weight in parts])
-
-    grouped = GroupedLinear(3, 16, 32, init_method=torch.nn.init.zeros_, params_dtype=torch.float32)
-    found, expected = (
-        rules.gradients_of_grouped(layer, (True,) * 3) for layer in (grouped, Single())
-    )
-    torch.testing.assert_close(found, expected)

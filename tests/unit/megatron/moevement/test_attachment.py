@@ -2,8 +2,6 @@
 """Permitted and refused uses of a custom loop; each runs in its own process."""
 
 import gc
-import json
-import random
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -11,16 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
 from megatron.moevement.seams import cpu_device
 
 cpu_device.install()
 
-from megatron.core.tensor_parallel import get_cuda_rng_tracker  # noqa: E402
 
 from examples import small_gpt  # noqa: E402
 from megatron.moevement import attachment  # noqa: E402
@@ -41,12 +36,6 @@ def directory() -> Iterator[Path]:
 def windows(directory: Path) -> list[str]:
     """Window files left in host memory."""
     return sorted(path.name for path in (directory / 'memory').rglob('*.window'))
-
-
-def to_the_end(directory: Path) -> int:
-    with attached(directory) as own:
-        own.train()
-        return own.job.iteration
 
 
 def left_early(directory: Path) -> int:
@@ -72,11 +61,6 @@ def iterations_to_the_end(directory: Path) -> list[int]:
 def set_up_alone(directory: Path) -> int:
     with attached(directory) as own:
         return own.job.iteration
-
-
-def test_loop_that_trains_to_the_end_leaves_no_windows(directory: Path) -> None:
-    assert run(to_the_end, directory) == 6
-    assert windows(directory) == []
 
 
 def test_loop_that_ends_early_resumes_from_its_windows(directory: Path) -> None:
@@ -369,10 +353,6 @@ def test_schedule_that_differs_from_the_plan_is_refused(
     assert not (directory / 'updated').exists()
 
 
-def test_schedule_that_matches_the_plan_is_accepted(directory: Path) -> None:
-    run(partial(with_other_schedule, change={}), directory)
-
-
 def takes_its_device(directory: Path) -> list[str]:
     from moevement_ext.job import own_device
 
@@ -391,35 +371,3 @@ def takes_its_device(directory: Path) -> list[str]:
 
 def test_device_is_set_before_the_model_is_built(directory: Path) -> None:
     assert run(takes_its_device, directory) == ['device', 'build']
-
-
-def digest_of(directory: Path, draw: bool) -> tuple[dict[str, Any], set[float]]:
-    """Digests in the middle and at the end of a loop, and its draws between steps."""
-    numbers = set()
-    with attached(directory) as own:
-
-        def loop() -> None:
-            while own.job.iteration < own.plan.train_iters:
-                own.job.step(own.train_step)
-                if draw:
-                    iter(DataLoader(range(3)))
-                    numbers.update((torch.rand(1).item(), random.random(), np.random.rand()))
-                    with get_cuda_rng_tracker().fork():
-                        numbers.add(torch.rand(1).item())
-                if own.job.iteration == 3:
-                    own.job.write_digest(directory / 'midway.json')
-
-        own.job.train(loop, batches)
-        own.job.write_digest(directory / 'end.json')
-    found = {name: json.loads((directory / f'{name}.json').read_text()) for name in ENDS}
-    return found, numbers
-
-
-ENDS = ('midway', 'end')
-
-
-def test_draws_between_steps_do_not_change_training(directory: Path) -> None:
-    plain, _ = run(partial(digest_of, draw=False), directory)
-    drawing, numbers = run(partial(digest_of, draw=True), directory)
-    assert drawing == plain
-    assert len(numbers) == 4 * 6, 'and is not the same every time'

@@ -26,12 +26,9 @@ from torch.distributed import HashStore, ProcessGroupGloo
 from megatron.moevement.seams import patches
 from megatron.moevement.state.frozen import (
     FrozenOperators,
-    _no_delayed_gradient_of_frozen,
 )
 from megatron.moevement.state.model_operators import Operator
 from megatron.moevement.state.optimizer_state import ParameterState
-from tests.stand_ins import rules
-from tests.stand_ins.grouped_linear import GroupedLinear
 
 EXPERTS = 'chunk0.decoder.layers.0.mlp.experts'
 
@@ -65,22 +62,6 @@ def test_experts_of_a_grouped_layer_thaw_together() -> None:
     assert active(grouped) == [True, True]
 
 
-def test_active_expert_of_a_grouped_layer_has_its_gradient() -> None:
-    layer = GroupedLinear(3, 16, 32, init_method=torch.nn.init.zeros_, params_dtype=torch.float32)
-    whole = rules.gradients_of_grouped(layer, [True] * 3)
-    layer.zero_grad()
-    grouped = {
-        f'layer1.expert{number}': Operator(
-            f'layer1.expert{number}', 'expert', {f'{EXPERTS}.linear_fc1.{name}': weight}
-        )
-        for number, (name, weight) in enumerate(layer.named_parameters())
-    }
-    wanted = active(grouped, 'layer1.expert0', 'layer1.expert1')
-    _, _, _, of_active = rules.gradients_of_grouped(layer, wanted)
-    assert of_active is not None
-    assert torch.equal(of_active, whole[3])
-
-
 def test_experts_with_separate_layers_are_frozen_individually() -> None:
     single = experts(
         f'{EXPERTS}.local_experts.0.linear_fc1.weight',
@@ -88,29 +69,6 @@ def test_experts_with_separate_layers_are_frozen_individually() -> None:
     )
     assert active(single, 'layer1.expert0') == [False, True]
     assert active(single) == [True, True]
-
-
-def test_frozen_layer_computes_no_delayed_gradients() -> None:
-    layer = GroupedLinear(
-        3,
-        16,
-        32,
-        init_method=torch.nn.init.zeros_,
-        params_dtype=torch.float32,
-        delay_wgrad_compute=True,
-    )
-    model = [torch.nn.Sequential(torch.nn.Linear(2, 2), layer)]
-    with _no_delayed_gradient_of_frozen(model):
-        rules.gradients_of_grouped(layer, [False] * 3)
-        layer.backward_dw()
-        rules.gradients_of_grouped(layer, [True] * 3)
-        layer.backward_dw()
-        with pytest.raises(RuntimeError, match='empty'):
-            layer.backward_dw()
-    assert layer.weight2.grad is not None and layer.weight2.grad.any()
-    rules.gradients_of_grouped(layer, [False] * 3)
-    with pytest.raises(RuntimeError, match='empty'):
-        layer.backward_dw()
 
 
 def test_frozen_operators_have_no_gradient_at_the_update() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.optimizer import optimizer as upstreams
-from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler
+from megatron.core.optimizer.grad_scaler import ConstantGradScaler
 from megatron.core.optimizer.optimizer import ChainedOptimizer, FP32Optimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from torch.distributed import HashStore
@@ -24,23 +24,6 @@ from megatron.moevement.state.global_scalars import (
 )
 from moevement_ext.errors import SparseCheckpointError
 from moevement_ext.memory.ledger import MAX_SCALARS
-
-
-def scaler(hysteresis: int = 2, lowest: float = 256.0) -> DynamicGradScaler:
-    return DynamicGradScaler(1024.0, lowest, 2.0, 0.5, 3, hysteresis)
-
-
-def test_replay_uses_the_overflow_flag_of_each_optimizer() -> None:
-    """Upstream steps only if neither overflowed, but updates each scale by its own flag."""
-    recorder = ScalarRecorder()
-    computed = {'dense': True, 'experts': False}
-    flags = [recorder._overflow(computed.__getitem__, name) for name in computed]
-    recorded = recorder.take()
-    assert recorded.overflows == flags == [True, False]
-    with recorder.replaying(recorded):
-        replayed = [recorder._overflow(lambda name: False, name) for name in computed]
-    assert replayed == flags
-    assert recorder.take().overflows == flags, 'for the ledger of the stage that replays'
 
 
 def test_conversion_records_its_iterations_one_by_one() -> None:
@@ -74,25 +57,6 @@ def test_token_count_of_a_cuda_graph_is_read_from_its_tensor(
     for number in (7, 9):
         tokens.fill_(number)
         assert recorder.peek().num_tokens == recorder.take().num_tokens == number
-
-
-@pytest.mark.parametrize('overflows', [[True], [False, False], [True, False], [True] * 5])
-def test_different_scales_of_two_optimizers_are_restored(overflows: list[bool]) -> None:
-    trained, fresh = [scaler(), scaler()], [scaler(), scaler()]
-    for overflow in overflows:
-        trained[0].update(overflow)
-        trained[1].update(False)
-    saved = [iteration_state._scaler_state(one) for one in trained]
-    for one, state in zip(fresh, saved, strict=True):
-        iteration_state._restore_scaler(one, state)
-    for flags in ((True, False), (False, True), (False, False), (False, False), (True, True)):
-        for one, other, overflow in zip(trained, fresh, flags, strict=True):
-            one.update(overflow)
-            other.update(overflow)
-        assert [iteration_state._scaler_state(one) for one in fresh] == [
-            iteration_state._scaler_state(one) for one in trained
-        ]
-    assert all(one.scale.item() >= 256.0 for one in fresh)
 
 
 def test_constant_scale_has_no_trackers() -> None:

@@ -18,7 +18,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.tensor_parallel import random as upstream_random
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
-from megatron.moevement.job.megatron_loop import CountedOperations, OperationCount
+from megatron.moevement.job.megatron_loop import OperationCount
 from megatron.moevement.job.megatron_trainer import (
     MegatronAuxiliaryState,
     MegatronTrainer,
@@ -147,16 +147,6 @@ def drawn() -> list[object]:
     ]
 
 
-def test_every_generator_repeats_its_draws_after_a_restore(tracker: None) -> None:
-    random.gauss(), np.random.randn()  # each has buffered another number now
-    state = iteration_state.capture_rng()
-    state.cuda = iteration_state.state_bytes(torch.Generator().manual_seed(9).get_state())
-    expected = drawn()
-    assert all(one != other for one, other in zip(drawn(), expected, strict=True))
-    iteration_state.restore_rng(state)
-    assert drawn() == expected
-
-
 def test_new_loop_continues_from_a_captured_one(tracker: None) -> None:
     trained, fresh = Loop(), Loop()
     for samples in (4, 4, 8, 8):
@@ -233,26 +223,6 @@ def test_skipped_update_keeps_the_weight_decay_of_a_dense_load() -> None:
     assert loop.rates()[1] == 0.01 < before[1]
 
 
-def test_record_has_the_position_in_the_validation_data() -> None:
-    """A stage that catches up moves there without an evaluation."""
-    trained, fresh = Loop(), Loop()
-    trained.train(4)
-    entry = trained.record(2, skipped=False).entry
-    fresh.auxiliary_state().count(1, None, entry.consumed_valid)
-    assert fresh.counters.consumed_valid_samples == 2
-    fresh.auxiliary_state().count(2, 8)
-    assert fresh.counters.consumed_valid_samples == 2
-
-
-def test_move_to_sets_the_counters() -> None:
-    loop = Loop()
-    iteration_state.move_to(5, SAMPLES, loop.counters)
-    assert (loop.counters.iteration, loop.counters.curr_iteration) == (5, 5)
-    assert loop.counters.consumed_train_samples == SAMPLES
-    assert get_num_microbatches() == 3
-    assert get_rerun_state_machine().current_iteration == 5
-
-
 def test_skipped_samples_of_a_decreased_batch_are_counted() -> None:
     num_microbatches_calculator.reconfigure_num_microbatches_calculator(
         0, None, 7, 4, 1, decrease_batch_size_if_needed=True
@@ -261,20 +231,3 @@ def test_skipped_samples_of_a_decreased_batch_are_counted() -> None:
     loop.counters.iteration, loop.counters.skipped_train_samples = 2, 6
     iteration_state.move_to(5, 20, loop.counters)
     assert loop.counters.skipped_train_samples == 15
-
-
-def test_count_continues_from_the_base() -> None:
-    asked: list[float] = []
-
-    def per_sample() -> float:
-        asked.append(2.5)
-        return 2.5
-
-    count = OperationCount(per_sample)
-    count.base = CountedOperations(100, 1e6)
-    assert count.at(100) == 1e6
-    assert not asked, 'upstream cannot be asked before training begins'
-    assert count.at(104) == 1e6 + 10
-    count.base = CountedOperations(0, 0.0)
-    assert count.at(4) == 10.0
-    assert len(asked) == 1
