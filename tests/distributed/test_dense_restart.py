@@ -9,6 +9,7 @@ import pytest
 from moevement_ext.events import Recovered
 from tests.distributed.conftest import Make, Reference, differences, read_digest
 from tests.distributed.harness.cluster import Cluster
+from tests.distributed.harness.damage import flip_byte
 
 PP2 = '--pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights --train-iters 14'
 SETUPS = {
@@ -17,18 +18,6 @@ SETUPS = {
     # Experts of two ranks, whose generators upstream does not keep apart in a checkpoint.
     'experts': f'--bf16 --use-distributed-optimizer --expert-model-parallel-size 2 {PP2}',
 }
-
-
-def _flip_byte_of_every_window(job: Cluster, owner: int) -> None:
-    """Their headers stay whole, so that the damage is found only when a window is verified."""
-    windows = list(job.memory.rglob(f'{owner}/window-*.window'))
-    assert windows
-    for path in windows:
-        with open(path, 'r+b') as file:
-            file.seek(70_000)
-            byte = file.read(1)[0]
-            file.seek(70_000)
-            file.write(bytes([byte ^ 0xFF]))
 
 
 @pytest.mark.thorough
@@ -77,7 +66,10 @@ def restarted(
     if windows == 'lost':
         shutil.rmtree(job.memory)
     else:
-        _flip_byte_of_every_window(job, owner=1)
+        damaged = list(job.memory.rglob('1/window-*.window'))
+        assert damaged
+        for path in damaged:
+            flip_byte(path)
     assert -9 in job.run(fail_at='1:12:forward', mutation=mutation)
     assert 'loaded checkpoint' in job.output(attempt=1)
     return job

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from moevement_ext.events import Recovered
-from tests.distributed.conftest import Make, differences, read_digest
-from tests.distributed.test_localized_recovery import check_localized
+from tests.distributed.conftest import Make, read_digest
+from tests.distributed.test_localized_recovery import check_both_ways
 from tests.distributed.test_masters import STAND_INS
 from tools.lab import precisions
 
@@ -31,12 +30,5 @@ def test_windows_after_a_dense_restart_match_that_restart_bit_for_bit(
     plain = cluster(*flags, *load, sparse=False)
     plain.finish(mutation=STAND_INS)
     assert 'successfully loaded checkpoint' in plain.output(attempt=0)
-    expected = read_digest(plain)
-    local = cluster(*flags, *load, '--sparse-ckpt-window', '3')
-    assert local.survive(fail_at='1:9:backward', mutation=STAND_INS) == {1: 1}
-    check_localized(local, expected)
-    whole = cluster(*flags, *load, '--sparse-ckpt-window', '3')
-    assert -9 in whole.run(fail_at='1:11:forward', mutation=STAND_INS)
-    whole.finish(mutation=STAND_INS)
-    assert whole.events_of(Recovered)[0].replayed >= 2
-    assert differences(expected, read_digest(whole)) == []
+    lost_at = '1:9:backward', '1:11:forward'
+    check_both_ways(cluster, [*flags, *load], read_digest(plain), STAND_INS, lost_at)

@@ -9,6 +9,7 @@ import pytest
 from moevement_ext.events import Recovered, RecoveryStarted
 from tests.distributed.conftest import Make, Reference, differences, read_digest
 from tests.distributed.harness.cluster import Cluster
+from tests.distributed.harness.damage import flip_byte
 from tests.distributed.test_whole_job_recovery import BASE
 
 WAITS = 'mutations.disk:training_waits_for_the_disk'
@@ -38,14 +39,6 @@ def rank_folders(job: Cluster, disk: Path) -> list[Path]:
 def windows(folder: Path) -> list[Path]:
     """Oldest first."""
     return sorted(folder.glob('window-*'), key=lambda path: int(path.name.split('-')[1]))
-
-
-def damage(path: Path) -> None:
-    with open(path, 'r+b') as file:
-        file.seek(70_000)
-        byte = file.read(1)[0]
-        file.seek(70_000)
-        file.write(bytes([byte ^ 0xFF]))
 
 
 def sources(job: Cluster) -> list[tuple[str, int]]:
@@ -95,7 +88,7 @@ def test_unverified_window_from_disk_changes_the_bits(
 ) -> None:
     job = dead_job(cluster, disk)
     shutil.rmtree(job.memory)
-    damage(windows(rank_folders(job, disk)[2])[-1])
+    flip_byte(windows(rank_folders(job, disk)[2])[-1])
     job.settings = 'max_wait=0'  # holders of replicas do verify, and refuse
     job.finish(mutation='mutations.disk:window_from_disk_not_verified')
     assert sources(job) == [('disk', NEWEST)] * job.ranks

@@ -16,6 +16,7 @@ from tests.distributed.test_elastic import (
     ONE,
     Layout,
     again,
+    assert_equal,
     differing,
     killed,
     left_over,
@@ -63,9 +64,3 @@ def test_records_of_another_owner_change_the_bits(cluster: Make, tmp_path: Path)
         assert after.survive(mutation=mutation) == {}
         found.append(read_digest(after))
     assert differing(*found)
-
-
-def assert_equal(found: dict, expected: dict) -> None:
-    """But for the streams of random numbers that upstream gives to all shards of the experts."""
-    allowed = {(rank, 'rng/expert-parallel-rng') for rank in expected['ranks']}
-    assert differing(found, expected) <= allowed

@@ -10,13 +10,10 @@ from tests.distributed.conftest import Make, Reference, differences, read_digest
 from tests.distributed.harness.cluster import Cluster
 from tests.distributed.harness.judged import judged
 from tests.distributed.harness.local_cluster import launch
+from tests.distributed.test_whole_job_recovery import BASE
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.thorough]
 
-FLAGS = (
-    '--bf16 --use-distributed-optimizer --pipeline-model-parallel-size 2 '
-    '--expert-model-parallel-size 2 --untie-embeddings-and-output-weights --train-iters 12'
-).split()
 WINDOW = ['--sparse-ckpt-window', '2']
 
 
@@ -28,7 +25,7 @@ def said(job: Cluster) -> str:
 def test_exit_request_survives_a_death_in_the_save_before_it(cluster: Make, tmp_path: Path) -> None:
     dense = tmp_path / 'dense'
     saves = ['--save', str(dense), '--save-interval', '100']
-    job = cluster(*FLAGS, *WINDOW, *saves, '--exit-interval', '6')
+    job = cluster(*BASE, *WINDOW, *saves, '--exit-interval', '6')
     assert job.survive(fail_at='1:6:saved') == {1: 1}
     assert 'exiting program at iteration 6' in job.output(0)
     assert 'iteration        7/' not in job.output(0)
@@ -40,7 +37,7 @@ def test_repeated_evaluation_may_hit_the_time_limit(
     cluster: Make, reference: Reference, tmp_path: Path
 ) -> None:
     """Upstream leaves it in the middle, with the model as it is in evaluations, and then exits."""
-    flags = [*FLAGS, *'--eval-interval 4 --eval-iters 2 --hidden-dropout 0.1'.split()]
+    flags = [*BASE, *'--eval-interval 4 --eval-iters 2 --hidden-dropout 0.1'.split()]
     dense = ['--save', str(tmp_path / 'dense'), '--load', str(tmp_path / 'dense')]
     job = cluster(*flags, *WINDOW, *dense, '--save-interval', '100')
     job.flags += ['--exit-duration-in-mins', '60']
@@ -57,14 +54,14 @@ def test_job_that_ran_an_iteration_twice_recovers_the_whole_job(
 ) -> None:
     """Upstream repeats an iteration of large gradients; a stage replaying alone could not."""
     checked = '--check-for-large-grads'
-    job = cluster(*FLAGS, '--sparse-ckpt-window', '3', checked)
+    job = cluster(*BASE, '--sparse-ckpt-window', '3', checked)
     mutation = 'mutations.ending:large_gradients_in_iteration_8'
     assert job.survive(fail_at='3:9:forward', mutation=mutation)[3] == 1
     assert 'Need to rerun step' in job.output(0)
     (reason,) = judged(job).whole_job
     assert reason.startswith(f'{checked} without --rerun-mode disabled: ')
     assert f'restarts the whole job: {reason}' in job.output(0)
-    assert differences(reference(*FLAGS), read_digest(job)) == []
+    assert differences(reference(*BASE), read_digest(job)) == []
 
 
 # Under the launcher itself

@@ -12,11 +12,8 @@ from moevement_ext.events import ProtectionReduced, Recovered
 from tests.distributed.conftest import Make, Reference, differences, read_digest
 from tests.distributed.harness.cluster import Cluster
 from tests.distributed.harness.faults import SETTLED
+from tests.distributed.test_whole_job_recovery import BASE
 
-BASE = (
-    '--bf16 --use-distributed-optimizer --pipeline-model-parallel-size 2 '
-    '--expert-model-parallel-size 2 --untie-embeddings-and-output-weights --train-iters 12'
-).split()
 SURVIVED = {
     'one worker': ('1:8:forward', ()),
     'one worker, twice': ('1:8:forward,1:9:forward:1', ()),

@@ -9,6 +9,7 @@ import pytest
 
 from tests.distributed.conftest import Make, differences, read_digest
 from tests.distributed.harness.cluster import Cluster
+from tests.distributed.harness.damage import flip_byte
 from tests.distributed.probes.checkpoints import SAID
 
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.thorough]
@@ -160,19 +161,10 @@ def test_damaged_record_is_read_from_a_replica_or_named(cluster: Make, tmp_path:
     iteration = iteration_of(exported(cluster, job, tmp_path / 'whole'))
     names = f'window-{iteration}-*.window'
     own, replica = sorted(job.memory.rglob(f'*/0/{names}'), key=lambda path: path.parts[-3])
-    damage(own)
+    flip_byte(own, own.stat().st_size // 2)  # of masters and moments
     assert iteration_of(exported(cluster, job, tmp_path / 'replica')) == iteration
     assert differing(cluster, iteration, tmp_path / 'whole', tmp_path / 'replica') == []
-    damage(replica)
+    flip_byte(replica, replica.stat().st_size // 2)
     said = exported(cluster, job, tmp_path / 'nothing')
     assert 'checksum mismatch in operator' in said and str(own) in said and str(replica) in said
     assert 'Traceback' not in said and not (tmp_path / 'nothing').exists()
-
-
-def damage(path: Path) -> None:
-    """Flip a bit in the middle of a file of masters and moments."""
-    with open(path, 'r+b') as file:
-        file.seek(path.stat().st_size // 2)
-        byte = file.read(1)[0]
-        file.seek(-1, 1)
-        file.write(bytes([byte ^ 1]))

@@ -13,15 +13,12 @@ import pytest
 from moevement_ext.events import Protected, Recovered, Replanned, WindowPersisted
 from tests.distributed.conftest import Make, Reference, differences, read_digest
 from tests.distributed.harness.cluster import Cluster
+from tests.distributed.test_whole_job_recovery import BASE
 from tools.plan import __main__ as plan
 
 pytestmark = pytest.mark.thorough
 
 
-BASE = (
-    '--bf16 --use-distributed-optimizer --pipeline-model-parallel-size 2 '
-    '--expert-model-parallel-size 2 --untie-embeddings-and-output-weights'
-).split()
 INSTANCES = (
     '--bf16 --use-distributed-optimizer --num-distributed-optimizer-instances 2 '
     '--untie-embeddings-and-output-weights'

@@ -19,12 +19,12 @@ from moevement_ext.events import (
 from tests.distributed.conftest import ON_BOTH_BACKENDS, Make, Reference, differences, read_digest
 from tests.distributed.harness.cluster import Cluster
 from tests.distributed.harness.local_cluster import launch
+from tests.distributed.test_whole_job_recovery import BASE
 
 pytestmark = pytest.mark.thorough
 
 
 UNTIED = '--bf16 --use-distributed-optimizer --untie-embeddings-and-output-weights'
-BASE = f'{UNTIED} --pipeline-model-parallel-size 2 --expert-model-parallel-size 2 --train-iters 12'
 PP4 = f'{UNTIED} --pipeline-model-parallel-size 4 --train-iters 12'
 PP2 = f'{UNTIED} --pipeline-model-parallel-size 2 --train-iters 40'
 LATE_SECONDS = 15.0
@@ -72,7 +72,7 @@ def test_hang_is_detected_in_whole_job_mode(
     fault: list[str], mutation: str | None, said: str, cluster: Make, reference: Reference
 ) -> None:
     """The others would wait until their collectives time out, and fail by themselves then."""
-    flags = BASE.split()
+    flags = BASE
     job = cluster(
         *flags,
         *'--sparse-ckpt-window 3 --sparse-ckpt-recovery whole-job'.split(),
@@ -91,7 +91,7 @@ def test_worker_with_a_lost_device_exits_and_is_replaced(
     recovery: str, cluster: Make, reference: Reference
 ) -> None:
     """Long before anybody counts it as hung or stuck."""
-    flags = BASE.split()
+    flags = BASE
     job = cluster(*flags, '--sparse-ckpt-window', '3', '--sparse-ckpt-recovery', recovery)
     code, output = launch(job, mutation='liveness.device_of_rank_2_is_lost')
     assert code == 0, output[-5000:]

@@ -2,6 +2,7 @@
 """SIGKILLs of single workers: only their stage replays, with the bits of a fault-free run."""
 
 import re
+from collections.abc import Sequence
 
 import pytest
 
@@ -61,6 +62,24 @@ def check_localized(job: Cluster, expected: dict) -> None:
         assert job.events_of(NextTier, rank) == []
         assert all(event.scope == 'localized' for event in job.events_of(Recovered, rank))
     assert not job.memory.exists(), 'host memory is given back at a clean exit'
+
+
+def check_both_ways(
+    cluster: Make,
+    flags: Sequence[str],
+    expected: dict,
+    stand_in: str,
+    lost_at: tuple[str, str] = ('1:8:backward', '1:9:forward'),
+) -> Cluster:
+    """A lost stage, and then a lost job, get all bits; return the job of the lost stage."""
+    local, whole = (cluster(*flags, '--sparse-ckpt-window', '3') for _ in lost_at)
+    assert local.survive(fail_at=lost_at[0], mutation=stand_in) == {1: 1}
+    check_localized(local, expected)
+    assert -9 in whole.run(fail_at=lost_at[1], mutation=stand_in)
+    whole.finish(mutation=stand_in)
+    assert whole.events_of(Recovered)[0].replayed >= 2
+    assert differences(expected, read_digest(whole)) == []
+    return local
 
 
 @pytest.mark.parametrize('name', with_quick(LAYOUTS))

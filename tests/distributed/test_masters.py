@@ -13,7 +13,7 @@ import pytest
 from moevement_ext.events import Recovered
 from tests.distributed.conftest import Make, Reference, differences, read_digest
 from tests.distributed.harness.cluster import Cluster
-from tests.distributed.test_localized_recovery import check_localized
+from tests.distributed.test_localized_recovery import check_both_ways
 from tests.support.quick import with_quick
 from tools.lab import precisions
 
@@ -80,14 +80,7 @@ def test_fp8_weights_with_narrow_masters_are_recovered(
     case: str, cluster: Make, undisturbed: Callable[[str], dict]
 ) -> None:
     check_kinds(case, undisturbed(case))
-    local = cluster(*flags_of(case), '--sparse-ckpt-window', '3')
-    assert local.survive(fail_at='1:8:backward', mutation=STAND_INS) == {1: 1}
-    check_localized(local, undisturbed(case))
-    whole = cluster(*flags_of(case), '--sparse-ckpt-window', '3')
-    assert -9 in whole.run(fail_at='1:9:forward', mutation=STAND_INS)
-    whole.finish(mutation=STAND_INS)
-    assert whole.events_of(Recovered)[0].replayed >= 2
-    assert differences(undisturbed(case), read_digest(whole)) == []
+    check_both_ways(cluster, flags_of(case), undisturbed(case), STAND_INS)
 
 
 @pytest.mark.thorough

@@ -15,7 +15,7 @@ import pytest
 from moevement_ext.events import Recovered
 from tests.distributed.conftest import Make, Reference, differences, read_digest
 from tests.distributed.harness.cluster import Cluster
-from tests.distributed.test_localized_recovery import check_localized
+from tests.distributed.test_localized_recovery import check_both_ways
 from tests.support.quick import with_quick
 
 LAYOUT = """--use-distributed-optimizer --pipeline-model-parallel-size 2
@@ -81,14 +81,7 @@ def undisturbed(reference: Reference) -> Callable[[str], dict]:
 def test_low_precision_state_is_recovered(
     case: str, cluster: Make, undisturbed: Callable[[str], dict]
 ) -> None:
-    whole = cluster(*flags_of(case), '--sparse-ckpt-window', '3')
-    assert -9 in whole.run(fail_at='1:9:forward', mutation=STAND_IN)
-    whole.finish(mutation=STAND_IN)
-    assert whole.events_of(Recovered)[0].replayed >= 2
-    assert differences(undisturbed(case), read_digest(whole)) == []
-    local = cluster(*flags_of(case), '--sparse-ckpt-window', '3')
-    assert local.survive(fail_at='1:8:backward', mutation=STAND_IN) == {1: 1}
-    check_localized(local, undisturbed(case))
+    local = check_both_ways(cluster, flags_of(case), undisturbed(case), STAND_IN)
     if SKIPS in CASES[case]:
         assert 5 in skipped(local), 'one that is replayed'
 

@@ -18,6 +18,7 @@ from moevement_ext.events import (
 )
 from tests.distributed.conftest import Make, Reference, differences, read_digest
 from tests.distributed.harness.cluster import Cluster
+from tests.distributed.harness.damage import windows
 from tests.distributed.harness.faults import PERSISTED, SETTLED
 from tests.distributed.harness.judged import judged
 from tests.distributed.test_whole_job_recovery import BASE, BF16, UNTIED
@@ -26,12 +27,6 @@ from tests.support.quick import with_quick
 TWO_STAGES = f'{BF16} --pipeline-model-parallel-size 2 {UNTIED} --train-iters 12'.split()
 SAVES = ['--save-interval', '5']
 TRACKER = 'latest_checkpointed_iteration.txt'
-
-
-def _windows(job: Cluster, node: int, holder: int, owner: int) -> list[Path]:
-    """Committed windows in one place, newest first."""
-    found = (job.node_memory(node) / str(holder) / str(owner)).glob('window-*.window')
-    return sorted(found, key=lambda path: int(path.name.split('-')[1]), reverse=True)
 
 
 def _cut_off(dense: Path) -> None:
@@ -82,7 +77,7 @@ def test_data_blend_changed_in_place_is_refused(cluster: Make, tmp_path: Path) -
     job.flags.append('--sparse-ckpt-strict')
     assert job.run(all_end=True) == [EXIT_USER_ERROR, EXIT_USER_ERROR]
     assert '--sparse-ckpt-strict: windows of the run' in job.output(attempt=1)
-    assert _windows(job, node=0, holder=0, owner=0), 'they are there for the blend that was'
+    assert windows(job, node=0, holder=0, owner=0), 'they are there for the blend that was'
     job.flags.remove('--sparse-ckpt-strict')
     job.finish()
     assert job.events_of(Recovered) == []

@@ -9,13 +9,10 @@ from moevement_ext.errors import EXIT_OTHER_BITS
 from moevement_ext.events import NextTier, RecoveryStarted
 from tests.distributed.conftest import Make, Reference, differences, read_digest
 from tests.distributed.harness.cluster import Cluster
+from tests.distributed.test_whole_job_recovery import BASE
 
 pytestmark = pytest.mark.thorough
 
-BASE = (
-    '--bf16 --use-distributed-optimizer --pipeline-model-parallel-size 2 '
-    '--expert-model-parallel-size 2 --untie-embeddings-and-output-weights --train-iters 14'
-).split()
 STOP = ['--sparse-ckpt-verify', 'stop']
 
 

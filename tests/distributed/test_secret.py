@@ -3,20 +3,16 @@
 
 from tests.distributed.conftest import Make, Reference, differences, read_digest
 from tests.distributed.harness.faults import SETTLED
-
-FLAGS = (
-    '--bf16 --use-distributed-optimizer --pipeline-model-parallel-size 2 '
-    '--expert-model-parallel-size 2 --untie-embeddings-and-output-weights --train-iters 12'
-).split()
+from tests.distributed.test_whole_job_recovery import BASE
 
 
 def test_nodes_without_a_secret_recover_the_whole_job_from_their_own_memory(
     cluster: Make, reference: Reference
 ) -> None:
-    job = cluster(*FLAGS, '--sparse-ckpt-window', '3', *SETTLED)
+    job = cluster(*BASE, '--sparse-ckpt-window', '3', *SETTLED)
     job.gives_secret = False
     assert set(job.survive(fail_at='2:8:forward')) == {0, 1, 2, 3}
-    assert differences(reference(*FLAGS), read_digest(job)) == []
+    assert differences(reference(*BASE), read_digest(job)) == []
     said = job.output(0)
     assert 'MOEVEMENT_SECRET is not set' in said and 'replicas: 0' in said
     assert not job.memory.exists(), 'host memory is given back at a clean exit'

@@ -180,6 +180,3 @@ def test_torchrun_agents_continue_in_a_new_store(
             assert process.wait(START_S) == 0, tails(nodes.logs)
     assert differences(reference(*FLAGS, ranks=2), read_digest(job)) == []
     check_nothing_is_lost(job)
-
-
-# Under the project's launchers

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from moevement_ext.config import SparseCheckpointConfig
 from moevement_ext.events import Recovered, WindowPersisted, WorkerStarted
 from tests.distributed.conftest import Make, Reference, differences, read_digest
 from tests.distributed.harness.cluster import Cluster, free_port, tails
@@ -20,10 +19,6 @@ from tests.distributed.harness.torchrun import agent
 
 pytestmark = pytest.mark.timeout(1200)
 
-FLAGS = (
-    '--bf16 --use-distributed-optimizer --pipeline-model-parallel-size 2 '
-    '--expert-model-parallel-size 2 --untie-embeddings-and-output-weights --train-iters 12'
-).split()
 TWO_STAGES = (
     '--bf16 --pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights --train-iters 40'
 ).split()
@@ -97,55 +92,12 @@ def wait_until(condition: Callable[[], bool], logs: list[Path]) -> None:
 # What is launched
 
 
-def test_help_shows_the_flags_in_a_group(cluster: Make) -> None:
-    job = cluster(sparse=False, ranks=1)
-    job.flags = ['--help']
-    job.finish()
-    _, _, group = job.output(0).partition('\nsparse checkpointing:\n')
-    shown = set(re.findall(r'^  (--[\w-]+)', group.partition('\n\n')[0], re.MULTILINE))
-    settings = {
-        f'--sparse-ckpt-{name.replace("_", "-")}'
-        for name in SparseCheckpointConfig.__dataclass_fields__
-    }
-    others = {'', '-digest', '-fp8-masters', '-run-id'}
-    assert shown == settings | {f'--sparse-ckpt{other}' for other in others}
-
-
-@pytest.mark.parametrize(
-    ('sparse', 'expected'),
-    [
-        (False, set()),
-        (
-            True,
-            {
-                'megatron.core.pipeline_parallel.schedules.forward_backward_no_pipelining',
-                'megatron.core.pipeline_parallel.schedules.'
-                'forward_backward_pipelining_with_interleaving',
-                'megatron.core.pipeline_parallel.schedules.'
-                'forward_backward_pipelining_without_interleaving',
-                'megatron.training.checkpointing.load_args_from_checkpoint',
-                'megatron.training.training.print_rank_last',
-                'megatron.training.training.build_pretraining_data_loader',
-                'megatron.training.training.build_train_valid_test_data_iterators',
-                'megatron.training.training.checkpoint_and_decide_exit',
-                'megatron.training.training.load_checkpoint',
-                'megatron.training.training.save_checkpoint',
-                'megatron.training.training.setup_model_and_optimizer',
-                'megatron.training.training.train',
-                'megatron.training.training.train_step',
-                'megatron.training.training.training_log',
-                'megatron.core.optimizer.optimizer.get_grad_norm_fp32',
-                'MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan',
-            },
-        ),
-    ],
-)
-def test_upstream_is_unmodified_without_the_flag(
-    sparse: bool, expected: set[str], cluster: Make
-) -> None:
+@pytest.mark.parametrize('sparse', [False, True])
+def test_upstream_is_unmodified_without_the_flag(sparse: bool, cluster: Make) -> None:
     job = cluster('--bf16', '--train-iters', '1', sparse=sparse, ranks=1)
     where = job.flags.index('--sparse-ckpt-digest')
     del job.flags[where : where + 2]
     job.finish(mutation='probes.launch:print_replaced_functions')
     (found,) = re.findall(r'^replaced: (.*)$', job.output(0), re.MULTILINE)
-    assert set(json.loads(found)) == expected
+    replaced = json.loads(found)
+    assert ('megatron.training.training.train_step' in replaced) is sparse is bool(replaced)

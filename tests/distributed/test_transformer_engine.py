@@ -8,12 +8,13 @@ import pytest
 
 from moevement_ext.events import Recovered
 from tests.distributed.conftest import ON_BOTH_BACKENDS, Make, Reference, differences, read_digest
+from tests.distributed.test_localized_recovery import check_both_ways
 
 pytestmark = [pytest.mark.thorough, ON_BOTH_BACKENDS]
 
-FLAGS = """--bf16 --use-distributed-optimizer --pipeline-model-parallel-size 2
- --untie-embeddings-and-output-weights --train-iters 12 --sparse-ckpt-window 3""".split()
-PLAIN = FLAGS[: FLAGS.index('--sparse-ckpt-window')]
+PLAIN = """--bf16 --use-distributed-optimizer --pipeline-model-parallel-size 2
+ --untie-embeddings-and-output-weights --train-iters 12""".split()
+FLAGS = [*PLAIN, '--sparse-ckpt-window', '3']
 IN_TURNS = """--expert-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1
  --overlap-moe-expert-parallel-comm""".split()
 VARIANTS = 'mutations.upstream_variants'
@@ -28,14 +29,7 @@ def test_whole_job_and_localized_recovery_match_a_fault_free_run(
     cluster: Make, reference: Reference
 ) -> None:
     expected = reference(*PLAIN, stand_in=TRANSFORMER_ENGINE)
-    whole = cluster(*FLAGS)
-    assert -9 in whole.run(fail_at='1:9:forward', mutation=TRANSFORMER_ENGINE)
-    whole.finish(mutation=TRANSFORMER_ENGINE)
-    assert whole.events_of(Recovered)[0].replayed >= 2
-    assert differences(expected, read_digest(whole)) == []
-    local = cluster(*FLAGS)
-    assert local.survive(fail_at='1:8:backward', mutation=TRANSFORMER_ENGINE) == {1: 1}
-    assert differences(expected, read_digest(local)) == []
+    check_both_ways(cluster, PLAIN, expected, TRANSFORMER_ENGINE)
 
 
 def test_survivor_resets_step_counts_for_a_replay_from_the_start(
@@ -55,13 +49,7 @@ GENERATORS = f'{VARIANTS}:generators_tracked'
 def test_tracked_generators_are_restored_in_place(cluster: Make, reference: Reference) -> None:
     """With `--te-rng-tracker` states are no tensors."""
     expected = reference(*PLAIN, *DRAWS, stand_in=GENERATORS)
-    whole = cluster(*FLAGS, *DRAWS)
-    assert -9 in whole.run(fail_at='1:9:forward', mutation=GENERATORS)
-    whole.finish(mutation=GENERATORS)
-    assert differences(expected, read_digest(whole)) == []
-    local = cluster(*FLAGS, *DRAWS)
-    assert local.survive(fail_at='1:8:backward', mutation=GENERATORS) == {1: 1}
-    assert differences(expected, read_digest(local)) == []
+    check_both_ways(cluster, (*PLAIN, *DRAWS), expected, GENERATORS)
 
 
 @pytest.mark.mutation
