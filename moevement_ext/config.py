@@ -146,8 +146,8 @@ class SparseCheckpointConfig:
     'dynamic': 1, doubled whenever recoveries have lost 3.75 % of the tokens at the present
     number.""")
     window: int | str = setting(AUTO)("""Iterations per window, or 'auto': the fewest that the
-    measured links can carry and, if cores also train, that the spare cores can handle; at most 8,
-    or as many as host memory has room for.""")
+    measured links can carry, at most 8, or as many as host memory has room for; if cores also
+    train, 2 instead of 1 where that costs less.""")
     replicas: int = setting(2)("""Copies of the windows of each rank on other failure domains (fewer
     where there are fewer domains). A peer there with the same shard of another optimizer instance
     counts as a copy.""")

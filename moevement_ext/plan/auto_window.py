@@ -17,7 +17,7 @@ from moevement_ext.plan.replanning import PlanParameters, WindowLoad
 logger = logger_of(__name__)
 
 FIRST_WINDOW = 2
-"""W before rates are measured."""
+"""W before rates are measured; 1 where cores train, as few bytes are worth as few iterations."""
 CONFIRMED = 3
 """Windows in a row that must agree on a change."""
 MARGIN = 1.25

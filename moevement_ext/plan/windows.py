@@ -9,13 +9,13 @@ previous window (`window.format.GENERATIONS`). Hence bytes wait only in files th
 host memory budget already.
 
 Where cores train, hidden work is not free: helper threads take cores from training, in proportion
-to the captured bytes. There the mean over a window must also fit a share of the cores. A longer
-window does not lower the fixed cost of a slot, and makes replays longer, so the last tenth of the
-bytes is not worth a slot (`WORTHWHILE`).
+to the captured bytes. There a longer window pays if it saves more CPU time, beyond the share of the
+cores granted to the helpers, than its replays are expected to cost (`Cores.cost`), and its files
+take little more memory.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import count, islice
+from itertools import count, islice, takewhile
 from typing import NamedTuple
 
 import numpy as np
@@ -25,14 +25,18 @@ from moevement_ext.plan.byte_planner import (
     OperatorTable,
     balanced,
     hideable_budget,
+    window_bytes_bound,
 )
 
 DEFAULT_NETWORK_SHARE = 0.5
 """Average share of a rank's send rate that replication uses."""
 SPREAD_MARGIN = 1.25
 """Factor on the necessary send rate of slots, as iterations vary in length."""
-WORTHWHILE = 1.1
-"""For the cores' sake a window is only made longer if this saves more than this factor of bytes."""
+LONGEST_FOR_CORES = 2
+"""No window becomes longer than this for the cores' sake: its replay has at most 2 W - 1
+iterations."""
+MEMORY_FOR_CORES = 1.25
+"""Bytes of the files of such a window, over those of the shortest one that the links sustain."""
 
 
 class Need(NamedTuple):
@@ -45,6 +49,24 @@ class Need(NamedTuple):
     burst: int
     """Bytes per iteration to each holder that are necessary to empty the queue by the window's
     end."""
+    file: int = 0
+    """Bytes of the window in any order of the operators."""
+
+
+class Cores(NamedTuple):
+    """What a capture may take of the cores where they train."""
+
+    bytes: int
+    """Average bytes of an iteration within the helper threads' share."""
+    share: float
+    """This share of the cores."""
+    failures: float
+    """Expected failures per iteration."""
+
+    def cost(self, window: int, captured: int) -> float:
+        """Iterations that such a window costs on average in each iteration, beyond the share."""
+        excess = self.share * max(captured / self.bytes - 1.0, 0.0)
+        return excess + 1.5 * window * self.failures
 
 
 class Budgets(NamedTuple):
@@ -56,8 +78,8 @@ class Budgets(NamedTuple):
     """Average bytes to each holder of replicas, a share of the link; None without holders."""
     link_bytes: int | None
     """Bytes to each holder over the whole link, at the end of a window."""
-    cpu_bytes: int | None = None
-    """Average bytes within the helper threads' share of the cores; None: no limit."""
+    cores: Cores | None = None
+    """None: they do not train, or have no limit."""
 
     @property
     def bytes(self) -> int:
@@ -81,6 +103,8 @@ def budgets(
     network_share: float = DEFAULT_NETWORK_SHARE,
     network_bytes_per_s: float | None = None,
     cpu_bytes_per_s: float | None = None,
+    cpu_share: float = 0.0,
+    failures_per_s: float = 0.0,
 ) -> Budgets:
     """Bytes that the links of a rank sustain in an iteration. None: no limit, or unknown.
 
@@ -93,16 +117,21 @@ def budgets(
         network_share: part of the send rate, in (0, 1], that replication takes on average.
         network_bytes_per_s: fixed rate limit of replication, instead of a share.
         cpu_bytes_per_s: capture rate at which helper threads stay within their share of the cores.
+        cpu_share: this share.
+        failures_per_s: expected failures per second.
     """
     copy = hideable_budget(copy_bytes_per_s, iteration_s, hidden_fraction)
-    cpu = None if cpu_bytes_per_s is None else hideable_budget(cpu_bytes_per_s, iteration_s, 1.0)
+    cores = None
+    if cpu_bytes_per_s is not None:
+        within = max(1, hideable_budget(cpu_bytes_per_s, iteration_s, 1.0))
+        cores = Cores(within, cpu_share, failures_per_s * iteration_s)
     whole = held_to(send_bytes_per_s, 1.0, network_bytes_per_s)
     if whole is None or not copies:
-        return Budgets(copy, network_bytes=None, link_bytes=None, cpu_bytes=cpu)
+        return Budgets(copy, network_bytes=None, link_bytes=None, cores=cores)
     link = hideable_budget(whole / copies, iteration_s, 1.0)
     share = network_share if network_bytes_per_s is None else 1.0
     network = max(1, int(link * share))
-    return Budgets(copy, network_bytes=network, link_bytes=link, cpu_bytes=cpu)
+    return Budgets(copy, network_bytes=network, link_bytes=link, cores=cores)
 
 
 def held_to(link: float | None, share: float, limit: float | None) -> float | None:
@@ -160,30 +189,31 @@ def needs(operators: OperatorTable, always: int = 0) -> Iterator[Need]:
     operators changes a need by less than an operator.
     """
     for window in count(1):
-        yield _need(balanced(operators, window).slot_bytes(operators) + always)
+        need = _need(balanced(operators, window).slot_bytes(operators) + always)
+        largest = window_bytes_bound(operators, window).max(initial=0) + window * always
+        yield need._replace(file=int(largest))
 
 
 def shortest(stages: Sequence[Iterable[Need]], carried: Budgets, longest: int) -> int | None:
-    """Return the fewest slots that the links sustain on every stage and that the cores allow.
+    """Return the fewest slots that the links sustain on every stage.
 
+    Where cores train, it is one of up to `LONGEST_FOR_CORES` slots that costs them less (`Cores`).
     A longer window may need more at its end than a shorter one, so all lengths are tried in turn.
-    The cores never rule out every window: if each window exceeds the share, because the fixed cost
-    of a slot alone does, the result is the shortest window with nearly the fewest bytes
-    (`WORTHWHILE`). That many bytes are allowed for any share, so slower cores never shorten a
-    window. None if the links sustain no window of up to `longest` slots.
+    None if the links sustain no window of up to `longest` slots.
     """
     windows = enumerate(islice(zip(*stages, strict=True), longest), 1)
-    on_links = (
-        (window, max(need.sent for need in of_stages))
+    sustained = (
+        (window, max(need.sent for need in of_stages), max(need.file for need in of_stages))
         for window, of_stages in windows
         if all(map(carried.carry, of_stages))
     )
-    if carried.cpu_bytes is None:
-        return next((window for window, _ in on_links), None)
-    found = list(on_links)
-    least = min((captured for _, captured in found), default=0)
-    spared = max(carried.cpu_bytes, WORTHWHILE * least)
-    return next((window for window, captured in found if captured <= spared), None)
+    first = next(sustained, None)
+    if first is None or carried.cores is None:
+        return None if first is None else first[0]
+    cores, most = carried.cores, MEMORY_FOR_CORES * first[2]
+    longer = takewhile(lambda found: found[0] <= LONGEST_FOR_CORES, sustained)
+    found = [first, *(window for window in longer if window[2] <= most)]
+    return min(found, key=lambda window: cores.cost(*window[:2]))[0]
 
 
 def _need(slots: np.ndarray) -> Need:

@@ -7,6 +7,7 @@ digest of the window.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from itertools import chain, islice, zip_longest
 
 import msgspec
@@ -116,7 +117,7 @@ class Planner:
     def stage_of(self) -> list[int]:
         return [rank.stage for rank in self._ranks]
 
-    @property
+    @cached_property
     def replicas(self) -> list[list[int]]:
         """Ranks with the same state, by rank."""
         families: dict[int, list[int]] = {}

@@ -85,7 +85,8 @@ class Reserved:
         capacity = partial(planner.capacity, context_bytes=context_bytes)
         stub = partial(planner.stub_capacity, context_bytes=context_bytes)
         longest = longest_window(rank, capacity, stub, planner.family, logged)
-        self.strategy = strategy_of(rank.config, longest, self._shortest_window)
+        cores_train = operators.device.type == 'cpu' and rank.config.cpu_share > 0
+        self.strategy = strategy_of(rank.config, longest, self._shortest_window, cores_train)
         if rank.config.window == AUTO:
             planner.compare_windows(longest)
         self._first_plan = planner.first_plan(self.strategy.first())
@@ -155,6 +156,8 @@ class Reserved:
             copies,
             network_bytes_per_s=self.rank.config.network_bytes_per_s,
             cpu_bytes_per_s=seen.cpu_bytes_per_s,
+            cpu_share=self.rank.config.cpu_share,
+            failures_per_s=self.statistics.failures_per_s(),
         )
         return self.planner.shortest_window(carried, self._longest)
 

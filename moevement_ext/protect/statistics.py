@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 
 from moevement_ext.events import EventLog
 
+# Seconds of training with one failure, before this job has shown its own rate.
+_PRIOR_S = 3600.0
+
 
 @dataclass
 class Figures:
@@ -93,6 +96,10 @@ class CaptureStatistics(Figures):
         """Seconds exposed since the last call. Training thread."""
         before, self._observed_s = self._observed_s, self.exposed_s
         return self.exposed_s - before
+
+    def failures_per_s(self) -> float:
+        """Expected failures per second of training: as seen, beside one in a first hour."""
+        return (1 + self.events.recoveries) / (_PRIOR_S + self.training_s)
 
     def degraded(self, reason: str) -> None:
         """Record and log that protection is reduced. Any thread."""

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from moevement_ext.config import AUTO, CHECKFREQ, GEMINI, MOETION, SparseCheckpointConfig
 from moevement_ext.memory.disk import directory_of
-from moevement_ext.plan.auto_window import AutoWindow, Measured
+from moevement_ext.plan.auto_window import FIRST_WINDOW, AutoWindow, Measured
 from moevement_ext.plan.replanning import Cycle, PlanParameters, WindowLoad
 from moevement_ext.plan.strategy.moevement import MoEvement
 
@@ -78,7 +78,10 @@ def lossy_strategy(config: SparseCheckpointConfig) -> LossyStrategy:
 
 
 def strategy_of(
-    config: SparseCheckpointConfig, longest: int, shortest: Callable[[Measured], int | None]
+    config: SparseCheckpointConfig,
+    longest: int,
+    shortest: Callable[[Measured], int | None],
+    cores_train: bool,
 ) -> Strategy:
     """The strategy of a job with host memory for W = `longest`; `shortest` as of `AutoWindow`."""
     interval = config.interval
@@ -93,4 +96,11 @@ def strategy_of(
     if config.lossy:
         return lossy_strategy(config)
     auto = AutoWindow(shortest, longest) if config.window == AUTO else None
-    return MoEvement(config.order, longest, auto, config.reorder_change, config.reorder_fraction)
+    return MoEvement(
+        config.order,
+        longest,
+        auto,
+        config.reorder_change,
+        config.reorder_fraction,
+        first=1 if cores_train else FIRST_WINDOW,
+    )

@@ -13,8 +13,9 @@ class MoEvement:
     """Windows of W slots. W follows the link rates; experts are ordered by popularity.
 
     `longest` is the W for which host memory is reserved. `auto_window` computes the next W from
-    the measurements; without it, W stays `longest`. The other arguments are the flag
-    `--sparse-ckpt-order`, and `reorder_change` and `reorder_fraction` of the configuration.
+    the measurements, and `first` is W before them; without it, W stays `longest`. The other
+    arguments are the flag `--sparse-ckpt-order`, and `reorder_change` and `reorder_fraction` of
+    the configuration.
     """
 
     def __init__(
@@ -24,10 +25,11 @@ class MoEvement:
         auto_window: Callable[[PlanParameters, Sequence[WindowLoad]], int] | None,
         change: float,
         fraction: float,
+        first: int = FIRST_WINDOW,
     ) -> None:
         self.counts_tokens = order != FIXED
         self._popularity = Popularity(order)
-        self._first = longest if auto_window is None else min(longest, FIRST_WINDOW)
+        self._first = longest if auto_window is None else min(longest, first)
         self._auto_window = auto_window
         self._change, self._fraction = change, fraction
 

@@ -8,11 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moevement_ext.plan.byte_planner import InfeasiblePlan, OperatorTable, balanced, fewest_slots
+from moevement_ext.plan.byte_planner import (
+    InfeasiblePlan,
+    OperatorTable,
+    balanced,
+    fewest_slots,
+    window_bytes_bound,
+)
 from moevement_ext.plan.windows import (
     SPREAD_MARGIN,
     Budgets,
-    Need,
+    Cores,
     budgets,
     checkpoint_s,
     needs,
@@ -42,6 +48,7 @@ def test_needs_equal_the_bytes_of_each_plan(
     slots = balanced(operators, window).slot_bytes(operators)
     ranks = (slots + always).T.tolist()
     assert need.copied == max(max(rank) for rank in ranks)
+    assert need.file == max(window_bytes_bound(operators, window)) + window * always
     mean = max(Fraction(sum(rank), window) for rank in ranks)
     assert need.sent - 1 < mean <= need.sent
     assert all(sent_in_time(rank, need.burst) for rank in ranks)
@@ -62,7 +69,7 @@ def test_only_the_copy_counts_without_replicas(operators: OperatorTable, budget:
 def test_operator_beyond_the_network_budget_has_a_plan() -> None:
     """It must be copied before the next update, but may be sent later."""
     of_window = list(islice(needs(LARGE_LAST), 4))
-    assert of_window == [Need(20, 20, 20), Need(16, 10, 16), Need(16, 7, 8), Need(16, 5, 6)]
+    assert [need[:3] for need in of_window] == [(20, 20, 20), (16, 10, 16), (16, 7, 8), (16, 5, 6)]
     assert shortest([of_window], Budgets(16, 10, 20), 4) == 2
     assert shortest([of_window], Budgets(16, 10, 15), 4) == 3, 'at the end all must be sent'
     assert shortest([of_window], Budgets(16, 6, 12), 4) == 4
@@ -76,25 +83,31 @@ def test_stage_with_the_longest_window_decides() -> None:
     assert shortest([needs(first), needs(first)], Budgets(16, None, None), 8) == 1
 
 
-def test_busy_cores_demand_longer_windows() -> None:
-    of_window = list(islice(needs(LARGE_LAST), 4))
-    assert [need.sent for need in of_window] == [20, 10, 7, 5]
-    found = {
-        cpu: shortest([of_window], Budgets(20, None, None, cpu), 4) for cpu in (20, 19, 9, 5, 1)
-    }
-    assert found == {20: 1, 19: 2, 9: 3, 5: 4, 1: 4}
-    assert shortest([of_window], Budgets(20, None, None), 4) == 1, 'they do not train'
-    assert shortest([of_window], Budgets(16, 20, 15, 1), 3) == 3, 'the longest there may be'
-    assert shortest([of_window], Budgets(15, None, None, 100), 4) is None, 'no link carries any'
+BF16, FP32 = one_size(32, 12, 2), one_size(32, 12, 4)
+"""Files of two slots take 1.17 and 1.33 times those of one."""
 
 
-def test_last_tenth_of_the_bytes_is_worth_no_slot() -> None:
-    """The fixed cost of a slot exceeds the share, so no window is long enough."""
-    of_window = list(islice(needs(one_size(128, 1200, 200)), 16))
-    found = shortest([of_window], Budgets(2**40, None, None, 1), 16)
-    assert found == 12
-    sent = [need.sent for need in of_window]
-    assert sent[found - 1] <= 1.1 * sent[-1] < sent[found - 2]
+@pytest.mark.parametrize(
+    ('operators', 'within', 'failures', 'window'),
+    [
+        (BF16, 384, 1e-4, 1),  # the share is kept
+        (BF16, 300, 1e-4, 2),
+        (BF16, 1, 1e-4, 2),  # no window keeps it, and a longer one would have fewer bytes
+        (BF16, 380, 1e-3, 1),  # what is saved is less than the replays cost
+        (BF16, 300, 1e-2, 1),
+        (FP32, 300, 1e-4, 1),  # the files would take too much memory
+    ],
+)
+def test_cores_demand_a_second_slot_if_it_costs_less(
+    operators: OperatorTable, within: int, failures: float, window: int
+) -> None:
+    cores = Cores(within, 0.02, failures)
+    for links, longest in ((Budgets(384, None, None), 1), (Budgets(150, None, None), 4)):
+        by_links = shortest([needs(operators)], links, 8)
+        assert by_links is not None and by_links >= longest
+        found = shortest([needs(operators)], links._replace(cores=cores), 8)
+        assert found == max(window, by_links), 'the cores lengthen what the links sustain'
+    assert shortest([needs(operators)], Budgets(1, None, None, cores), 8) is None
 
 
 @given(
@@ -102,22 +115,29 @@ def test_last_tenth_of_the_bytes_is_worth_no_slot() -> None:
     st.integers(1, 120),
     st.lists(st.integers(1, 200), min_size=2, max_size=4).map(sorted),
     st.integers(1, 9),
+    st.floats(0, 0.1),
 )
-def test_slower_cores_lengthen_the_window_within_link_limits(
-    operators: OperatorTable, budget: int, cores: list[int], longest: int
+def test_slower_cores_lengthen_the_window_within_limits(
+    operators: OperatorTable, budget: int, cores: list[int], longest: int, failures: float
 ) -> None:
     of_window = list(islice(needs(operators), longest))
-    found = [shortest([of_window], Budgets(budget, None, None, cpu), longest) for cpu in cores]
-    by_links = shortest([of_window], Budgets(budget, None, None), longest)
+    links = Budgets(budget, None, None)
+    found = [
+        shortest([of_window], links._replace(cores=Cores(cpu, 0.02, failures)), longest)
+        for cpu in cores
+    ]
+    by_links = shortest([of_window], links, longest)
     if by_links is None:
         assert found == [None] * len(cores)
         return
     windows = [window for window in found if window is not None]
     assert windows == sorted(windows, reverse=True) and len(windows) == len(cores)
+    first = of_window[by_links - 1]
     for window, cpu in zip(windows, cores, strict=True):
-        assert by_links <= window
-        assert Budgets(budget, None, None).carry(of_window[window - 1])
-        if of_window[by_links - 1].sent <= cpu:
+        need = of_window[window - 1]
+        assert links.carry(need) and need.file <= 1.25 * first.file
+        assert window == by_links or 2 * window - 1 <= 3, 'iterations again'
+        if first.sent <= cpu:
             assert window == by_links
 
 
@@ -127,10 +147,10 @@ def test_each_budget_follows_its_link() -> None:
     found = budgets(2.0, 25e9, 10e9, 2, hidden_fraction=0.5, network_share=0.25)
     assert found == Budgets(25_000_000_000, 2_500_000_000, 10_000_000_000)
     assert found.bytes == 2_500_000_000
-    assert budgets(2.0, 25e9, 10e9, 2, 0.5, 0.25, cpu_bytes_per_s=3.0) == found._replace(
-        cpu_bytes=6
-    )
-    assert budgets(2.0, 25e9, None, 2, cpu_bytes_per_s=3.0).cpu_bytes == 6
+    of_cores = {'cpu_bytes_per_s': 3.0, 'cpu_share': 0.02, 'failures_per_s': 0.25}
+    cores = Cores(bytes=6, share=0.02, failures=0.5)
+    assert budgets(2.0, 25e9, 10e9, 2, 0.5, 0.25, **of_cores) == found._replace(cores=cores)
+    assert budgets(2.0, 25e9, None, 2, **of_cores).cores == cores
 
 
 def test_network_limit_replaces_the_share() -> None:

@@ -14,10 +14,13 @@ from moevement_ext.capture.copier import Copier
 from moevement_ext.capture.layout import _Copy, in_pieces
 from moevement_ext.config import SparseCheckpointConfig
 from moevement_ext.cpu_cost import OtherWork
+from moevement_ext.events import EventLog
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.plan.auto_window import Measured
+from moevement_ext.plan.windows import Cores
 from moevement_ext.protect.protection import Protection, Reserved
+from moevement_ext.protect.statistics import CaptureStatistics
 from moevement_ext.replicate.client import ReplicaClient
 from moevement_ext.replicate.replicator import Replicator
 from tests.unit.memory.samples import SECRET, capacity, commit, named, tmpfs_directory
@@ -87,12 +90,15 @@ def test_without_a_share_and_on_a_gpu_the_cores_are_no_limit() -> None:
 def test_cpu_share_limits_the_mean_of_a_window(cpu: float | None) -> None:
     training, asked = protection(), []
     training.rank = training._rank
+    training.statistics = CaptureStatistics(EventLog(None, 0))
+    training.statistics.training_s, training.statistics.events.recoveries = 1400.0, 9
     training.planner = SimpleNamespace(
         shortest_window=lambda carried, longest: asked.append(carried)
     )
     training._longest = 8
     Reserved._shortest_window(training, Measured(0.5, 1e9, None, cpu))  # type: ignore[arg-type]
-    assert [carried.cpu_bytes for carried in asked] == [cpu and 5_000_000]
+    (carried,) = asked
+    assert carried.cores == (cpu and Cores(5_000_000, 0.02, 0.5 * 10 / 5000))
 
 
 @pytest.fixture

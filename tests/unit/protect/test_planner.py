@@ -147,6 +147,7 @@ def test_all_ranks_have_stages_replicas_and_tied_operators(planners: list[Planne
         assert planner.stage_of == [0, 0, 1, 1]
         assert planner.replicas == [[], [], [3], [2]]
         assert planner.tied == {0}
+        assert planner.replicas is planner.replicas, 'not made for each look at it'
 
 
 def test_experts_of_ranks_alternate_after_tied_operators(planners: list[Planner]) -> None:

@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from moevement_ext.config import SparseCheckpointConfig
+from moevement_ext.events import EventLog
 from moevement_ext.plan.auto_window import Measured
 from moevement_ext.plan.byte_planner import InfeasiblePlan, bytes_over_budget, fewest_slots
 from moevement_ext.protect.protection import Reserved
+from moevement_ext.protect.statistics import CaptureStatistics
 from tests.unit.plan.test_byte_planner import one_size, table
 from tools.model.algorithm1 import plan_as_printed
 from tools.model.description import CLUSTERS, PRESETS, Cluster
@@ -95,6 +97,7 @@ def test_a_limit_of_the_network_is_that_of_the_training():
         memory=SimpleNamespace(copies=SimpleNamespace(holders=[[1] * job.copies])),
         planner=SimpleNamespace(shortest_window=lambda carried, longest: asked.append(carried)),
         rank=SimpleNamespace(config=config),
+        statistics=CaptureStatistics(EventLog(None, 0)),
         _longest=8,
     )
     seen = Measured(job.iteration_s, job.cluster.copy_bytes_per_s, link)
