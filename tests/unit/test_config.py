@@ -7,9 +7,6 @@ from typing import Any
 import pytest
 
 from moevement_ext.config import (
-    GLOBAL,
-    LOCALIZED,
-    WHOLE_JOB,
     ConfigurationError,
     SparseCheckpointConfig,
     node_name,
@@ -57,32 +54,11 @@ def test_a_broken_rule_names_flag_value_and_rule(field: str, value: Any, rule: s
         SparseCheckpointConfig(**{field: value})
 
 
-def test_limits_themselves_are_allowed() -> None:
-    SparseCheckpointConfig(window=10_000)
-    SparseCheckpointConfig(
-        window=1,
-        replicas=0,
-        hang_timeout=2,
-        stuck_timeout=2,
-    )
-
-
 def test_replication_has_these_rate_limits() -> None:
     rates = {'auto': None, 'off': None, 0: None, 0.02: 2e7, 10: 1e10}
     for given, bytes_per_s in rates.items():
         config = SparseCheckpointConfig(network_gb_per_s=given)
         assert config.network_bytes_per_s == bytes_per_s
-
-
-def test_each_way_to_recover_is_allowed_and_survivors_keep_their_state_by_default() -> None:
-    assert SparseCheckpointConfig(recovery=WHOLE_JOB).recovery == 'whole-job'
-    assert SparseCheckpointConfig(recovery=GLOBAL).recovery == 'global'
-    assert SparseCheckpointConfig().recovery == LOCALIZED == 'localized'
-
-
-def test_memory_is_reserved_for_the_longest_window() -> None:
-    assert SparseCheckpointConfig(max_window=6).longest_window == 6
-    assert SparseCheckpointConfig(window=3, max_window=6).longest_window == 3
 
 
 @pytest.mark.parametrize(

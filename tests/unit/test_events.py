@@ -15,7 +15,6 @@ import pytest
 
 from moevement_ext import event_file, events
 from moevement_ext.errors import UserError
-from moevement_ext.event_file import probe
 from moevement_ext.events import EventLog, Finished
 from tests.unit.replicate.peers import wait_for
 
@@ -143,26 +142,6 @@ def test_lines_of_concurrent_threads_are_in_order_of_time(
     assert len(found) == 40 and found == sorted(found)
 
 
-def test_lines_of_concurrent_threads_are_whole(tmp_path: Path) -> None:
-    log = EventLog(str(tmp_path), 0)
-
-    def emit(thread: int) -> None:
-        for count in range(200):
-            log.emit(
-                events.Replanned(origin=thread, window=count, version=1, shares={}, interval=1)
-            )
-            log.emit(events.ProtectionReduced(reason=LONG[: count * 100]))
-
-    with ThreadPoolExecutor(8) as threads:
-        list(threads.map(emit, range(8)))
-    log.close()
-    lines = [json.loads(line) for line in (tmp_path / 'rank0.jsonl').read_text().splitlines()]
-    assert len(lines) == 2 * 8 * 200
-    for thread in range(8):
-        mine = [line['window'] for line in lines if line.get('origin') == thread]
-        assert mine == [*range(200)]
-
-
 _VICTIM = """
 import itertools, sys
 from moevement_ext import events
@@ -232,20 +211,6 @@ def test_foreign_line_is_not_removed(tmp_path: Path, before: str) -> None:
     assert path.read_text() == f'{before}weights of a model, without a newline'
 
 
-def test_without_a_directory_nothing_is_written(tmp_path: Path) -> None:
-    log = EventLog(None, 0)
-    log.emit(events.WorkerStarted())
-    log.close()
-    assert not [*tmp_path.iterdir()]
-
-
-def test_nothing_is_written_after_close(tmp_path: Path) -> None:
-    log = EventLog(str(tmp_path), 0)
-    log.close()
-    log.emit(events.WorkerStarted())
-    assert (tmp_path / 'rank0.jsonl').read_bytes() == b''
-
-
 @pytest.mark.skipif(not Path('/dev/full').exists(), reason='no /dev/full')
 def test_full_file_system_costs_events_until_it_has_room(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
@@ -290,12 +255,3 @@ def test_file_system_that_does_not_answer_blocks_one_thread(
     assert caplog.text.count('does not answer') == 1
     log.close()
     os.close(descriptor)
-
-
-def test_probe_names_the_directory_alike_on_all_ranks() -> None:
-    said = set()
-    for _ in range(2):
-        with pytest.raises(OSError, match="Not a directory: '/dev/null'$") as raised:
-            probe(Path('/dev/null'))
-        said.add(str(raised.value))
-    assert len(said) == 1

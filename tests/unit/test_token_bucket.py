@@ -66,11 +66,3 @@ def test_without_a_rate_nothing_waits_and_nothing_is_owed() -> None:
     assert (time.now, held.held_up) == (100.0, 0)
     held.take(10, 10.0)
     assert time.now == 101.0
-
-
-def test_end_of_a_wait_is_reported_at_once() -> None:
-    time = Time()
-    held = bucket(time)
-    time.ended = True
-    assert held.take(10**12, 1.0) and held.take(0, None)
-    assert time.now == 100.0

@@ -81,10 +81,6 @@ def observe_all(training: Training, rates: Sequence[float]) -> None:
         training.observe(rate)
 
 
-def test_first_measurement_replaces_the_guess_at_once() -> None:
-    assert Training().observe(PLENTY, PLENTY) == 1
-
-
 @pytest.mark.parametrize(('cores_train', 'first'), [(True, 1), (False, 2)])
 def test_first_window_takes_no_memory_that_cores_would_not_be_given(
     cores_train: bool, first: int

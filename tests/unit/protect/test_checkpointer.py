@@ -155,21 +155,6 @@ def test_persisted_window_is_immutable_until_its_successor_is_persisted(shm: Pat
     training.stop()
 
 
-def test_a_capture_that_cannot_even_be_started_does_not_use_up_a_file(shm: Path) -> None:
-    training = Training(shm, max_wait_s=0)
-    for start in range(0, 12 * W, 2 * W):
-        training.run_until(start + W - 1)
-        training.buffer.resize_(9)  # of a volatile slice, which the training thread copies
-        training.step()
-        training.buffer.resize_(8)
-        training.run_until(start + 2 * W)
-    try:
-        assert training.committed()[-1] == 11 * W
-        assert training.checkpointer.statistics.failures == 6
-    finally:
-        training.stop()
-
-
 def remove_file_before_the_commit_of(training: Training, start: int) -> Callable[[], None]:
     """Train through all of window `start`, whose commit then fails once the result is called."""
     training.run_until(start + W - 1)
@@ -305,17 +290,3 @@ def test_a_window_of_which_only_seals_are_missing_is_kept(training: Training) ->
     assert training.committed() == [0]
     assert_contents(training, 0)
     assert training.checkpointer.statistics.failures == 0
-
-
-def test_windows_given_up_in_rollbacks_do_not_use_up_the_files(shm: Path) -> None:
-    training = Training(shm, max_wait_s=0)
-    try:
-        training.run_until(W)
-        for _ in range(4):
-            training.run_until(W + 2)
-            roll_back(training, 0)
-        training.run_until(3 * W)
-        assert training.committed()[-2:] == [3, 6]
-        assert training.checkpointer.statistics.skipped_windows == 0
-    finally:
-        training.stop()

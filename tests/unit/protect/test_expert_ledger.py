@@ -134,35 +134,6 @@ def versions(copies: ExpertCopies) -> dict[str, int]:
     return {name: copy.version for name, copy in copies.experts.items()}
 
 
-def test_each_copy_is_of_the_version_that_is_named(lossy: Callable[[int], Lossy]) -> None:
-    """Sequential: the turn of checkpoint c is that of expert c mod 2; the first has all."""
-    job = lossy(1)
-    expected = {0: (0, 0), 2: (0, 2), 4: (4, 2), 6: (4, 6), 8: (8, 6)}
-    for start, named in expected.items():
-        job.run_until(start + 1)
-        header, copies, values = job.newest()
-        assert tuple(versions(copies).values()) == named
-        assert header.iteration == start
-        for part in ('master', 'exp_avg'):
-            assert [values[name, part] for name in NAMES] == [*named, start]
-        assert values['router', 'buffer'] == start
-        for name, version in versions(copies).items():
-            copy = copies.experts[name]
-            assert copy.routed == routed_by(start)[name]
-            assert copy.learned == routed_by(version)[name]
-    assert job.starts() == [*expected]
-    assert job.training.checkpointer.statistics.failures == 0
-
-
-def test_all_experts_are_all_of_the_state(lossy: Callable[[int], Lossy]) -> None:
-    job = lossy(2)
-    job.run_until(7)
-    _, copies, values = job.newest()
-    assert set(values.values()) == {6}
-    assert copies.unsaved == 0
-    assert job.ledger.go_back(job.newest()[0], LAST).tokens == 0
-
-
 def test_only_new_copies_are_copied_from_the_state(lossy: Callable[[int], Lossy]) -> None:
     some, every = lossy(1), lossy(2)
     bytes_of, kept = [], []
@@ -176,20 +147,6 @@ def test_only_new_copies_are_copied_from_the_state(lossy: Callable[[int], Lossy]
     one_expert = SIZES['expert0']
     assert bytes_of[1] - bytes_of[0] == one_expert
     assert kept == [one_expert, 0], 'which holders are not sent'
-
-
-def test_lost_tokens_equal_a_recount(lossy: Callable[[int], Lossy]) -> None:
-    job = lossy(1)
-    job.run_until(8)
-    header, _, _ = job.newest()
-    assert header.iteration == 6
-    lost = job.ledger.go_back(header, LAST)
-    gone = (routed_by(6) - routed_by(4))['expert0']
-    assert lost.versions == {'expert0': 4, 'expert1': 6}
-    assert (lost.start, lost.tokens, lost.lost) == (6, gone, gone)
-    assert lost.share == pytest.approx(gone / (sum(routed_by(6).values()) / 6 * LAST))
-    again = job.ledger.go_back(header, LAST)
-    assert again == lost, 'the iterations between did not happen'
 
 
 def test_windows_keep_the_number_of_experts_that_a_job_has_reached(
@@ -214,30 +171,6 @@ def test_context_has_room_for_the_experts(lossy: Callable[[int], Lossy]) -> None
     copies = ExpertCopies(experts, big, 0.5, big, 0.5)
     parts = [len(msgspec.msgpack.encode(SlotContext([], [], b'', held))) for held in (copies, None)]
     assert parts[0] - parts[1] <= ledger.context_bytes
-
-
-def test_counts_continue_from_the_recovered_iteration(lossy: Callable[[int], Lossy]) -> None:
-    """What was lost once is not lost again, and the newer past of an expert is none of it."""
-    job = lossy(1)
-    job.run_until(8)
-    header, _, _ = job.newest()
-    name = header.name
-    first = job.ledger.go_back(header, LAST)
-    training = job.training
-    training.checkpointer.stop_capturing()
-    training.lifecycle.go_back_to(name)
-    training.checkpointer.roll_back(6)
-    training.iteration = 6
-    before = [window for window in training.heard if window.start > 6]
-    job.run_until(11)
-    header, copies, _ = job.newest()
-    assert header.iteration == 10 and header.name not in before
-    assert versions(copies) == {'expert0': 8, 'expert1': 10}
-    for expert, copy in copies.experts.items():
-        assert copy.routed == routed_by(10)[expert]
-    second = job.ledger.go_back(header, LAST)
-    gone = (routed_by(10) - routed_by(8))['expert0']
-    assert (second.tokens, second.lost) == (gone, first.tokens + gone)
 
 
 def test_a_base_that_is_damaged_is_not_passed_on(lossy: Callable[[int], Lossy]) -> None:
@@ -290,16 +223,6 @@ def test_ranks_choose_the_same_experts_regardless_of_their_counts(
         taken.append(ledger.checkpoint(cycle, 2, base, file))
     one, other = taken
     assert one.digest == other.digest and one.older == other.older == {'expert0'}
-
-
-def test_an_iteration_that_was_cut_off_does_not_count(lossy: Callable[[int], Lossy]) -> None:
-    job = lossy(1)
-    job.run_until(1)
-    job.ledger.begins()
-    job.tokens.route(1)
-    job.run_until(3)
-    _, copies, _ = job.newest()
-    assert {name: copy.routed for name, copy in copies.experts.items()} == routed_by(2)
 
 
 def test_load_has_the_figures_that_a_strategy_needs(lossy: Callable[[int], Lossy]) -> None:

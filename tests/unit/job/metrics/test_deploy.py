@@ -84,37 +84,11 @@ def test_minimum_rate_ignores_the_old_host_of_a_moved_rank(name: str, expression
     )
 
 
-def test_dashboard_has_variables_for_data_source_and_run() -> None:
-    variables = [one['name'] for one in dashboard()['templating']['list']]
-    assert variables == ['datasource', 'run']
-    for panel in panels():
-        assert panel['datasource']['uid'] == '${datasource}'
-        for target in panel['targets']:
-            bare = re.findall(r'moevement_\w+(?!\w|\{run=~"\$run"\})', target['expr'])
-            assert not bare, panel['title']
-
-
 def test_every_alert_is_documented() -> None:
     text = (ROOT / 'docs' / 'metrics.md').read_text('utf-8')
     section = text.partition('\n## Alerts\n')[2].partition('\n## ')[0]
     explained = re.findall(r'^\| `(Moevement\w+)` \|', section, re.MULTILINE)
     assert explained == [rule['alert'] for rule in rules()]
-
-
-def documented() -> list[Any]:
-    """The configurations of Prometheus and of the collector in the page."""
-    page = (ROOT / 'docs' / 'metrics.md').read_text('utf-8')
-    return [yaml.safe_load(block) for block in re.findall(r'```yaml\n(.*?)```', page, re.DOTALL)]
-
-
-def test_documented_targets_are_the_ports_of_all_ranks() -> None:
-    prometheus, collector = documented()
-    [scraped] = prometheus['scrape_configs']
-    targets = [target for group in scraped['static_configs'] for target in group['targets']]
-    assert targets == [f'{node}:{9464 + place}' for node in ('n1', 'n2') for place in range(8)]
-    assert prometheus['rule_files'] == [RULES.name]
-    pipeline = collector['service']['pipelines']['metrics']
-    assert all(set(collector[part]) == set(pipeline[part]) for part in ('receivers', 'exporters'))
 
 
 @pytest.mark.skipif(shutil.which('promtool') is None, reason='no promtool (package prometheus)')

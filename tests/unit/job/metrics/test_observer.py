@@ -9,11 +9,9 @@ from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
 from moevement_ext.events import (
     Event,
-    FailureDetected,
     LossLogged,
     Recovered,
 )
-from moevement_ext.job.metrics.instruments import INSTRUMENTS
 from moevement_ext.job.metrics.observer import Observer
 from moevement_ext.protect.statistics import Figures
 
@@ -52,29 +50,6 @@ def seen(figures: Figures) -> Values:
     observed = Observed()
     observed.observer.watch(lambda: figures, 500)
     return observed.values()
-
-
-def test_counters_start_at_zero() -> None:
-    counters = [one for one in INSTRUMENTS if one.counts and one.label is None]
-    assert Observed().values() == {one.name.removeprefix('moevement_'): 0 for one in counters}
-    assert Observed().changed(FailureDetected(reason='rank 2')) == {'failures_detected': 1}
-
-
-def test_unknown_figures_have_no_value() -> None:
-    for disk_bytes in (None, 7):
-        values = seen(Figures(iteration=3, disk_bytes=disk_bytes))
-        assert values['iteration'] == 3
-        assert values.get('disk_bytes') == disk_bytes
-
-
-def test_figures_are_those_of_the_moment() -> None:
-    """They are sums already: repeated readings do not count twice."""
-    figures, observed = Figures(), Observed()
-    observed.observer.watch(lambda: figures, 500)
-    for _ in range(2):
-        figures = Figures(iterations=figures.iterations + 7, training_s=1.5)
-        assert observed.values()['iterations'] == observed.values()['iterations']
-    assert (observed.values()['iterations'], observed.values()['training_seconds']) == (14, 1.5)
 
 
 def test_failing_figures_cost_their_values_only(caplog: pytest.LogCaptureFixture) -> None:

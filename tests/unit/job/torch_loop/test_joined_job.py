@@ -154,17 +154,3 @@ def test_checkpoint_that_is_not_loaded_is_refused(
 ) -> None:
     with pytest.raises(Raised, match=f'ConfigurationError: .*{message}'):
         run(scenario, directory)
-
-
-def leaves_before_set_up(directory: Path) -> None:
-    from moevement_ext import Job, SparseCheckpointConfig
-
-    config = SparseCheckpointConfig(replicas=0, dir=str(directory / 'memory'), run_id='run')
-    with Job.join(config, SETTINGS, backend='gloo'):
-        pass
-
-
-def test_job_may_end_before_set_up(directory: Path) -> None:
-    run(ends_early, directory)
-    run(leaves_before_set_up, directory)
-    assert kept(directory)

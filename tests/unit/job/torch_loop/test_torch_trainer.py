@@ -180,14 +180,6 @@ def test_interrupted_evaluation_leaves_no_module_in_its_mode(replays: bool) -> N
         assert modes(trainer) == expected
 
 
-def test_iteration_interrupted_with_a_fixed_parameter_trains_it_again() -> None:
-    trainer = Trainer(job())
-    state = trainer.begin_iteration(0)
-    stops_training_a_parameter(trainer)
-    trainer.undo_broken_iteration(state, began=True)
-    trainer.begin_iteration(0)
-
-
 def test_new_process_restores_schedule_and_learning_rate() -> None:
     trainer, fresh = Trainer(job()), Trainer(job())
     trainer.iterate(0)
@@ -201,16 +193,6 @@ def test_new_process_restores_schedule_and_learning_rate() -> None:
         one.begin_iteration(1)
         one.iterate(1)
     assert fresh.everything() == trainer.everything()
-
-
-def test_each_expert_and_each_other_module_is_an_operator() -> None:
-    kinds = Trainer(job(rank=2, ranks=4), stages=2).operators.kinds
-    assert kinds == {
-        'stage1.router': 'rest',
-        'stage1.experts.0': 'expert',
-        'stage1.experts.1': 'expert',
-        'stage1.norm': 'rest',
-    }
 
 
 @pytest.mark.parametrize(
