@@ -23,7 +23,8 @@ from tests.support.printed_commands import printed
 from tests.unit.tools.runs import localized_run, write
 from tests.unit.tools.samples import CONVERTED, iteration_line, slot_line
 from tools.lab import models
-from tools.simulate import profile as run_profile
+from tools.lab.figures import write_json
+from tools.simulate.profile import derive
 
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(1800)]
 
@@ -45,9 +46,8 @@ RUNS = {
         rf'{_TABLE}|{_JSON}|Not part of a plan: .*|Warning: .*|--.*\.|',
     rf'{_PYTHON}tools\.prepare_data (?!.*GPT2)': r'flags for the trainer: --data-path .*',
     rf'{_PYTHON}tools\.report ': r'report\.html',
-    rf'{_PYTHON}tools\.simulate profile ': r'run\.json: .*',
     rf'{_PYTHON}tools\.simulate(\.| )paper': rf'{_JSON}|.*Figures and text: \d+ of \d+\.',
-    rf'{_PYTHON}tools\.simulate (?!paper|profile)': _TABLE,
+    rf'{_PYTHON}tools\.simulate (?!paper)': _TABLE,
     rf'{_PYTHON}tools\.status ': r'.* localized .*',
     rf'{_PYTHON}tools\.windows (list|prune) DIR': r'no windows in DIR|.* 0 files, .*',
     rf'{_PYTHON}tools\.bench (?!overhead .*300$)\w+': r'.*',
@@ -107,7 +107,7 @@ def _write_inputs(folder: Path) -> None:
     write(folder / 'runs' / 'events', localized_run())
     (folder / 'EVENTS').symlink_to('runs/events')
     assets = folder / 'docs' / 'assets'
-    run_profile.main([str(folder / 'runs' / 'events'), '-o', str(folder / 'run.json')])
+    write_json(folder / 'run.json', derive(folder / 'runs' / 'events', {}))
     for name in ('failures.csv', 'FILE'):
         (folder / name).write_bytes((assets / 'simulate-trace.csv').read_bytes())
     for name in ('A', 'B', 'a.json', 'b.json'):

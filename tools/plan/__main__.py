@@ -32,10 +32,11 @@ from moevement_ext.plan.byte_planner import (
     fewest_slots,
 )
 
-from ..lab.arguments import Flag, Parser, above_0, add_flags, at_least, split_at_end
+from ..lab.arguments import Parser, above_0, at_least, split_at_end
 from ..lab.figures import print_json
 from ..lab.tables import table
 from ..model.algorithm1 import plan_as_printed
+from ..model.command import add_groups, flags_of_fields, read_flags, value_of
 from ..model.description import (
     CLUSTERS,
     GIGA,
@@ -50,7 +51,7 @@ from ..model.description import (
 )
 from ..model.fields import FieldError
 from ..model.layout import PRECISIONS
-from .flags import RECOVERIES, MegatronFlags, parse_megatron_flags
+from .flags import MegatronFlags, parse_megatron_flags
 from .planning import (
     FailureRate,
     Job,
@@ -61,15 +62,10 @@ from .planning import (
 from .report import as_json, infeasible, print_plan
 
 PRINTED = 'paper'
-BY_BYTES = 'bytes'
 _FORMATS = 'compute', 'master', 'first_moment', 'second_moment'
-_DEFAULT_FAILURES = 'projection-131k'
-# Attribute of a parsed flag, if it differs from the name of the field.
-_FLAG_OF_FIELD = {
-    'ranks': 'gpus', 'overhead_s': 'overhead', 'restart_s': 'restart_time',
-    'copy_bytes_per_s': 'copy_bandwidth', 'network_bytes_per_s': 'network_bandwidth',
-    'host_memory_bytes': 'host_memory', 'gpu_memory_bytes': 'gpu_memory',
-}  # fmt: skip
+assert __package__
+_GROUPS = read_flags(__package__)
+_FLAG_OF_FIELD = flags_of_fields(_GROUPS)
 _IN_GIGA = 'copy_bytes_per_s network_bytes_per_s host_memory_bytes gpu_memory_bytes'.split()
 
 
@@ -108,102 +104,24 @@ def print_slots(plan: WindowPlan, operators: OperatorTable, console: Console) ->
 def parse_arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, MegatronFlags]:
     own, flags = split_at_end(argv)
     parser = Parser(prog='moevement plan', description=__doc__)
-    _add_operator_flags(parser)
-    _add_job_flags(parser)
-    _add_protection_flags(parser)
-    _add_failure_flags(parser)
+    kinds = {'int': int, 'float': float, 'path': Path, 'bytes': _bytes, 'whole': at_least(1),
+             'above_0': above_0, 'gpu_hours': _gpu_hours}  # fmt: skip
+    presets: dict[str, Iterable[str]] = {
+        'models': PRESETS,
+        'clusters': CLUSTERS,
+        'rates': GPU_HOURS_PER_FAILURE,
+    }
+    words = {name: ', '.join(known) for name, known in presets.items()}
+    add_groups(parser, _GROUPS, kinds, **words)
     args = parser.parse_args(own)
     if args.operators and args.budget_bytes is None:
         parser.error('--budget-bytes is missing: --operators needs the bytes a slot may hold')
     if not args.operators:
         if args.iteration_time is None and args.mfu is None:
             parser.error('give --iteration-time or --mfu (or --operators with --budget-bytes)')
-        if args.algorithm != BY_BYTES:
+        if args.algorithm == PRINTED:
             parser.error('--algorithm is for --operators; a whole plan shows both')
     return args, parse_megatron_flags(flags)
-
-
-def _add_operator_flags(parser: argparse.ArgumentParser) -> None:
-    add_flags(
-        parser.add_argument_group('a list of operators'),
-        Flag('--operators', 'JSON list of {"name", "full_bytes", "weight_bytes"} in capture order',
-             Path, metavar='FILE'),
-        Flag('--budget-bytes', 'limit of a slot', _bytes, metavar='B'),
-        Flag('--algorithm', "'paper': Algorithm 1 as printed, which may exceed the budget "
-             '(default: bytes)', default=BY_BYTES, choices=(BY_BYTES, PRINTED)),
-    )  # fmt: skip
-    parser.add_argument('--json', action='store_true', help='print JSON')
-
-
-def _add_job_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group('a whole job')
-    add_flags(
-        group,
-        Flag('--model', f'with a layout; a file (JSON, YAML) or one of {", ".join(PRESETS)}',
-             metavar='NAME|FILE'),
-        Flag('--cluster', f'a file or one of {", ".join(CLUSTERS)} (default: h100)',
-             default='h100', metavar='NAME|FILE'),
-        Flag('--gpus', 'GPUs of the job (default: those of the model)', at_least(1)),
-    )  # fmt: skip
-    add_flags(
-        group.add_mutually_exclusive_group(),
-        Flag('--iteration-time', 'seconds', above_0, metavar='S'),
-        Flag('--mfu', 'model FLOPs utilization, to compute it from', above_0),
-    )
-    of_machine = [
-        Flag(f'--{name}', f"of a {whose}, not the cluster's", above_0, metavar=unit)
-        for name, unit, whose in (
-            ('copy-bandwidth', 'GB/s', 'GPU'), ('network-bandwidth', 'GB/s', 'node'),
-            ('host-memory', 'GB', 'node'), ('gpu-memory', 'GB', 'GPU'),
-        )
-    ]  # fmt: skip
-    formats = [
-        Flag(f'--{name.replace("_", "-")}', 'fp8, fp16, bf16 or fp32', metavar='FORMAT')
-        for name in _FORMATS
-    ]
-    of_state = 'formats of the state; c1 to c5: of the paper'
-    add_flags(group, Flag('--precision', of_state, choices=PRECISIONS), *formats, *of_machine)
-
-
-def _add_protection_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group('sparse checkpointing (defaults are those of the training)')
-    add_flags(
-        group,
-        Flag('--window', 'iterations, or auto: the fewest that fit'),
-        Flag('--max-window', 'limit of auto', int),
-        Flag('--replicas', 'copies on other nodes', int),
-        Flag('--recovery', choices=RECOVERIES),
-    )
-    group.add_argument('--disk', action='store_const', const=True, help='copy windows to disk')
-    add_flags(
-        group,
-        Flag('--hidden-fraction', 'of an iteration that hides a copy', float),
-        Flag('--network-share', 'of a node for replication', float),
-        Flag('--log-lag', 'until a window is persisted, which the log has space for',
-             float, metavar='ITERATIONS'),
-        Flag('--overhead', 'measured seconds an iteration, besides exposed copies (default: 0)',
-             float, 0.0, 'S'),
-    )  # fmt: skip
-
-
-def _add_failure_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group('failures')
-    add_flags(
-        group.add_mutually_exclusive_group(),
-        Flag('--mtbf', 'seconds between failures', above_0, metavar='S'),
-        Flag('--gpu-hours-per-failure', f'a number or one of {", ".join(GPU_HOURS_PER_FAILURE)} '
-             f'(default: {_DEFAULT_FAILURES})', _gpu_hours,
-             GPU_HOURS_PER_FAILURE[_DEFAULT_FAILURES], 'H'),
-    )  # fmt: skip
-    add_flags(
-        group,
-        Flag('--restart-time', 'seconds until the replay begins (default: %(default)s)',
-             float, FailureRate().restart_s, 'S'),
-        *(Flag(f'--{name}-saving', f'of work in a replay, as {why} (default: 0)', float, 0.0,
-               'SHARE')
-          for name, why in (('local', 'only lost stages compute'),
-                            ('frozen', 'operators are frozen'))),
-    )  # fmt: skip
 
 
 def _training(name: str) -> Training:
@@ -213,7 +131,7 @@ def _training(name: str) -> Training:
 def _cluster(args: argparse.Namespace) -> Cluster:
     name = args.cluster
     cluster = CLUSTERS.get(name) or read(_file('--cluster', name, CLUSTERS), Cluster)
-    changes = _given({field: getattr(args, _FLAG_OF_FIELD[field]) for field in _IN_GIGA})
+    changes = _given({field: value_of(args, field, _FLAG_OF_FIELD) for field in _IN_GIGA})
     return replace(cluster, **{name: GIGA * value for name, value in changes.items()})
 
 
@@ -291,9 +209,9 @@ def _run_job(args: argparse.Namespace, megatron: MegatronFlags, console: Console
 
 def _flag_error(error: FieldError, args: argparse.Namespace, megatron: MegatronFlags) -> str:
     """The error's message, with the user's flag in place of the field."""
-    name = _FLAG_OF_FIELD.get(error.field, error.field)
-    own = None if getattr(args, name, None) is None else '--' + name.replace('_', '-')
-    flag = own or megatron.named(error.field)
+    own = _FLAG_OF_FIELD.get(error.field, '--' + error.field.replace('_', '-'))
+    is_given = value_of(args, error.field, _FLAG_OF_FIELD) is not None
+    flag = own if is_given else megatron.named(error.field)
     return str(error) if flag is None else f'{flag} {error.problem}'
 
 

@@ -6,7 +6,6 @@ r"""Computes costs and benefits of fault-tolerance systems, by closed formulas a
     moevement simulate --system gemini --profile run.json --gpus 4096 \
         --gpu-hours-per-failure 30000
     moevement simulate sweep --over mtbf --values 300,600,1800,7200 --systems gemini,ours ...
-    moevement simulate profile runs/events -o run.json
     moevement simulate --system ours --profile runs/events --mtbf 0.5x
     moevement simulate iteration --profile train.log
     moevement simulate placement ranks --nodes 12 --gpus-per-node 8 --failed 4
@@ -26,13 +25,11 @@ from importlib import import_module
 from typing import Any
 
 from msgspec.structs import replace
-from rich.console import Console
 
 from moevement_ext.plan.strategy.dense import daly_s, young_s
 
 from ..lab.arguments import Parser
-from ..lab.figures import print_json
-from ..lab.tables import table
+from ..model.command import show
 from ..model.fields import FieldError
 from . import closed_form, flags
 from .closed_form import Dense
@@ -40,10 +37,8 @@ from .experts import PartialRun
 from .runs import Run
 from .systems import SYSTEMS, System
 
-SUBCOMMANDS = {
-    'sweep': 'sweep', 'profile': 'profile', 'iteration': 'iteration', 'paper': 'paper.__main__',
-    'placement': 'placement',
-}  # fmt: skip
+SUBCOMMANDS = {'sweep': 'sweep', 'iteration': 'iteration', 'paper': 'paper.__main__',
+               'placement': 'placement'}  # fmt: skip
 
 
 def answer(scenario: flags.Scenario, name: str) -> dict[str, object]:
@@ -54,11 +49,11 @@ def answer(scenario: flags.Scenario, name: str) -> dict[str, object]:
     system = scenario.system(name)
     costs = system.costs
     found = scenario.simulate(system)
-    period = 'interval' if isinstance(costs, Dense) else 'window'
+    dense = isinstance(costs, Dense)
     return {
         'system': name,
         'iteration_s': costs.iteration_s,
-        period: getattr(costs, period),
+        'interval' if dense else 'window': costs.period,
         'overhead_s': costs.overhead_s,
         **({'stall_s': costs.stall_s} if isinstance(costs, Dense) else {}),
         'restart_s': costs.restart_s,
@@ -98,30 +93,13 @@ def optimal_interval(system: System) -> dict[str, object]:
     costs = system.costs
     if not isinstance(costs, Dense):
         raise FieldError('optimal_interval', f'{system.name} has a window, not an interval')
-    best, spacing = closed_form.optimal(costs), (costs.stall_s, costs.mtbf_s)
+    iterations = closed_form.optimal(costs)._asdict()
+    rules = {'exact': closed_form.exact_s, 'young': young_s, 'daly': daly_s}
+    seconds = {name: rule(costs.stall_s, costs.mtbf_s) for name, rule in rules.items()}
     return {
-        'optimal_interval_exact': best.exact,
-        'optimal_interval_young': best.young,
-        'optimal_interval_daly': best.daly,
-        'optimal_interval_exact_s': closed_form.exact_s(*spacing),
-        'optimal_interval_young_s': young_s(*spacing),
-        'optimal_interval_daly_s': daly_s(*spacing),
+        **{f'optimal_interval_{name}': value for name, value in iterations.items()},
+        **{f'optimal_interval_{name}_s': value for name, value in seconds.items()},
     }
-
-
-def print_answer(found: dict[str, object], console: Console) -> None:
-    rows = [(name.replace('_', ' '), _text(value)) for name, value in found.items()]
-    console.print(table(('', ''), rows, show_header=False))
-
-
-def _text(value: object) -> str:
-    if isinstance(value, list):
-        return ' to '.join(_text(item) for item in value)
-    if not isinstance(value, float):
-        return str(value)
-    if abs(value) >= 1000:
-        return f'{value:,.0f}'
-    return f'{value:.1f}' if abs(value) >= 10 else f'{value:.4f}'
 
 
 def compute(args: argparse.Namespace) -> dict[str, object]:
@@ -152,15 +130,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         action='store_true',
         help='print the best intervals too; --interval may be left out',
     )
-    parser.add_argument('--json', action='store_true', help='print JSON')
     flags.add_scenario_flags(parser)
     args = parser.parse_args(arguments)
     with flags.errors(parser):
         found = compute(args)
-    if args.json:
-        print_json(found)
-    else:
-        print_answer(found, Console())
+    show(found, as_json=args.json)
     return 0
 
 

@@ -2,10 +2,8 @@
 """Common flags of the simulator and its sweeps, and the scenario that they describe."""
 
 import argparse
-import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.resources import files
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +13,7 @@ from msgspec.structs import replace
 from moevement_ext.plan.byte_planner import InfeasiblePlan
 
 from ..model import fields
+from ..model.command import add_groups, flags_of_fields, read_flags, value_of
 from ..model.description import GIGA, DescriptionError, read
 from ..model.description import mtbf_s as mtbf_of
 from ..model.fields import FieldError, NotNegative, Positive
@@ -26,19 +25,15 @@ from .profile import Profile
 from .runs import Pipeline
 from .systems import PARTIAL_SYSTEMS, Options, System, build
 
-_GROUPS = tomllib.loads(files(__package__).joinpath('flags.toml').read_text('utf-8'))
-FLAG_OF_FIELD = {
-    given['field']: f'--{name}'
-    for group in _GROUPS.values()
-    for name, given in group.items()
-    if 'field' in given
-}
-"""Flags whose name differs from the field's."""
+assert __package__
+_GROUPS = read_flags(__package__)
+FLAG_OF_FIELD = flags_of_fields(_GROUPS)
 # Fields of Options that have a flag each.
 _GIVEN = (
     'iteration_s interval window overhead_s stall_s restart_s local_saving frozen_saving copy_s '
     'interval_rule overhead_bound experts saved selection lost_budget'
 ).split()
+_RATES = 'copy_bytes_per_s', 'network_bytes_per_s', 'disk_bytes_per_s'
 
 
 class Times(NamedTuple):
@@ -66,14 +61,8 @@ def errors(parser: argparse.ArgumentParser) -> Iterator[None]:
 
 
 def add_scenario_flags(parser: argparse.ArgumentParser) -> None:
-    kinds = {'int': int, 'float': float, 'path': Path, 'mtbf': mtbf}
-    for title, flags in _GROUPS.items():
-        group = parser.add_argument_group(title)
-        for name, given in flags.items():
-            options = {key: value for key, value in given.items() if key not in ('field', 'type')}
-            if 'type' in given:
-                options['type'] = kinds[given['type']]
-            group.add_argument(f'--{name}', **options)
+    add_groups(parser, _GROUPS, {'int': int, 'float': float, 'path': Path, 'mtbf': mtbf})
+    parser.add_argument('--json', action='store_true', help='print JSON instead of a table')
 
 
 class Scenario(NamedTuple):
@@ -120,9 +109,8 @@ def scenario(args: argparse.Namespace) -> Scenario:
     fields.number('repair_s', args.repair_time, NotNegative)
     if args.spares is not None:
         spares = Spares(args.spares, args.repair_time)
-    given = {name: getattr(args, _dest(name)) for name in _GIVEN}
     options = Options(
-        **given,
+        **{name: value_of(args, name, FLAG_OF_FIELD) for name in _GIVEN},
         mtbf_s=process.mtbf_s,
         pipeline=pipeline,
         localized=args.recovery == 'localized',
@@ -135,19 +123,11 @@ def scenario(args: argparse.Namespace) -> Scenario:
     return Scenario(options, profile, process, pipeline, spares, *rest)
 
 
-def _dest(field: str) -> str:
-    return FLAG_OF_FIELD.get(field, field).removeprefix('--').replace('-', '_')
-
-
 def _profile(args: argparse.Namespace) -> Profile | None:
     if args.profile is None:
         return None
-    flags = {
-        'copy_bytes_per_s': args.copy_bandwidth,
-        'network_bytes_per_s': args.network_bandwidth,
-        'disk_bytes_per_s': args.disk_bandwidth,
-    }
-    given = {name: gb * GIGA for name, gb in flags.items() if gb is not None}
+    rates = {name: value_of(args, name, FLAG_OF_FIELD) for name in _RATES}
+    given = {name: GIGA * rate for name, rate in rates.items() if rate is not None}
     if args.profile.is_dir():
         if args.recovery == 'localized' and args.micro_batches is None:
             raise FieldError('micro_batches', 'is missing; the events of a run do not say it')

@@ -26,12 +26,10 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
-from rich.console import Console
 
 from ..lab.arguments import Flag, Parser, add_flags
-from ..lab.figures import print_json
-from ..lab.tables import table
 from ..model import fields
+from ..model.command import show
 from ..model.description import DescriptionError, read
 from ..model.fields import Checked, Count, FieldError, NotNegative, Whole
 from ..model.layout import spread
@@ -58,10 +56,6 @@ class Affine(NamedTuple):
     latency_s: float
     bytes_per_s: float
 
-    def seconds(self, nbytes: float) -> float:
-        """Seconds of one call with `nbytes` bytes."""
-        return self.latency_s + nbytes / self.bytes_per_s
-
 
 class Collective(Checked, frozen=True):
     """One kind of collective: its measurements, and its calls in an iteration."""
@@ -79,7 +73,6 @@ class StageProfile(Checked, frozen=True):
     micro_batch_s: tuple[tuple[float, ...], ...]
     """Seconds of forward and backward of one micro-batch, by stage and iteration."""
     micro_batches: Whole
-    """Number of micro-batches per iteration."""
     layers: tuple[Count, ...] | None = None
     """Layers on each stage; None: unknown, so that no other layers can be computed."""
     chunks: Whole = 1
@@ -93,9 +86,8 @@ class StageProfile(Checked, frozen=True):
     def __post_init__(self) -> None:
         super().__post_init__()
         good = bool(self.micro_batch_s) and all(self.micro_batch_s)
-        times = [seconds for stage in self.micro_batch_s for seconds in stage]
+        good = good and all(0 < one < np.inf for stage in self.micro_batch_s for one in stage)
         rule = 'give seconds above 0, one or more of each stage'
-        good = good and all(np.isfinite(seconds) and seconds > 0 for seconds in times)
         fields.require(good, 'micro_batch_s', self.micro_batch_s, rule)
         if self.layers is not None:
             _check_layers(self.layers)
@@ -109,17 +101,11 @@ class StageProfile(Checked, frozen=True):
 
     def slowdowns(self) -> np.ndarray:
         """Times divided by the median of their stage, over all stages, ascending."""
-        return np.sort(np.concatenate(
-            [np.array(stage) / np.median(stage) for stage in self.micro_batch_s]
-        ))  # fmt: skip
+        stages = (np.array(stage) / np.median(stage) for stage in self.micro_batch_s)
+        return np.sort(np.concatenate([*stages]))
 
-    def communication_s(self) -> float:
-        """Seconds of an iteration in collectives that are not overlapped."""
-        return self.sync_s + sum(
-            fit_affine(name, one.measured).seconds(nbytes)
-            for name, one in self.collectives.items()
-            for nbytes in one.calls
-        )
+    def fits(self) -> dict[str, Affine]:
+        return {name: fit_affine(name, one.measured) for name, one in self.collectives.items()}
 
 
 class Iteration(NamedTuple):
@@ -145,10 +131,7 @@ def fit_affine(name: str, measured: Sequence[tuple[float, float]]) -> Affine:
     """Fit latency and rate to bytes and seconds (least squares).
 
     A latency below 0 is unmeasurable: then it is 0, and the rate is that of a line through the
-    origin.
-
-    Raises:
-        FieldError: there are fewer than two sizes, or more bytes take no longer.
+    origin. Raises FieldError: there are fewer than two sizes, or more bytes take no longer.
     """
     nbytes, seconds = np.array(measured, dtype=float).reshape(-1, 2).T
     rule = 'give bytes and seconds of calls of two sizes or more'
@@ -207,9 +190,15 @@ def iteration_of(
     bubble = (len(stage_s) - 1) / profile.chunks
     pipeline_s = (batches + bubble) * float(stage_s.max())
     waits_s = (batches + bubble) * slowest_s(stage_s, profile.slowdowns()) - pipeline_s
-    rest = profile.communication_s(), profile.update_s
-    parts = bubble / (batches + bubble), pipeline_s, *rest, pipeline_s + sum(rest), waits_s
-    return Iteration(tuple(stage_s.tolist()), batches, *parts)
+    fits = profile.fits()
+    sync_s = profile.sync_s + sum(
+        fits[name].latency_s + nbytes / fits[name].bytes_per_s
+        for name, one in profile.collectives.items()
+        for nbytes in one.calls
+    )
+    iteration_s = pipeline_s + (sync_s + profile.update_s)
+    parts = pipeline_s, sync_s, profile.update_s, iteration_s, waits_s
+    return Iteration(tuple(stage_s.tolist()), batches, bubble / (batches + bubble), *parts)
 
 
 def _check_layers(layers: Sequence[int]) -> None:
@@ -224,9 +213,7 @@ def _check_layers(layers: Sequence[int]) -> None:
 def read_stages(path: Path) -> StageProfile:
     """Read a profile, or the log of a Megatron run.
 
-    Raises:
-        DescriptionError: the file is neither; the message names it.
-        FieldError: a field breaks its rule.
+    Raises DescriptionError: the file is neither; FieldError: a field breaks its rule.
     """
     try:
         log = path.read_text('utf-8', 'replace')
@@ -234,7 +221,7 @@ def read_stages(path: Path) -> StageProfile:
         raise DescriptionError(f'{path}: cannot be read: {error.strerror}') from error
     if log.lstrip()[:1] == '{':
         return read(path, StageProfile)
-    given, timers = dict(_ARGUMENT.findall(log)), _of_iterations(_timers(log))
+    given, timers = dict(_ARGUMENT.findall(log)), _timers(log)
     if not timers or not all(given.get(name, '').isdecimal() for name in _SIZES):
         raise DescriptionError(
             f'{path}: neither JSON nor the whole log of a run with --timing-log-level 2 '
@@ -247,8 +234,7 @@ def read_stages(path: Path) -> StageProfile:
         raise DescriptionError(
             f'{path}: times of {ranks} ranks, which are not those of {stages} stages'
         )
-    of_ranks = [list(map(sum, zip(*(one[name].values() for name in _COMPUTE), strict=True)))
-                for one in kept]  # fmt: skip
+    of_ranks = [np.sum([[*one[name].values()] for name in _COMPUTE], axis=0) for one in kept]
     of_stages = np.array(of_ranks).reshape(len(kept), stages, -1).max(axis=2) / micro_batches
     sync_s, update_s = (
         float(np.median([max(one.get(name, {0: 0.0}).values()) for one in kept]))
@@ -263,15 +249,8 @@ def read_stages(path: Path) -> StageProfile:
     )  # fmt: skip
 
 
-def _of_iterations(timers: list[_Timers]) -> list[_Timers]:
-    """Timers of complete iterations with all ranks, without checkpoints and interruptions."""
-    counts = [min(len(one.get(name, ())) for name in _COMPUTE) for one in timers]
-    ranks = max(counts, default=0)
-    return [one for one, count in zip(timers, counts, strict=True) if count == ranks > 0]
-
-
 def _timers(log: str) -> list[_Timers]:
-    """All timer reports in Megatron's log."""
+    """Megatron's reports of complete iterations with all ranks, not of checkpoints."""
     found: list[_Timers] = []
     timer: dict[int, float] | None = None
     for line in log.splitlines():
@@ -284,7 +263,9 @@ def _timers(log: str) -> list[_Timers]:
             timer[int(ranked[1])] = float(ranked[2]) / 1000
         else:
             timer = None
-    return found
+    counts = [min(len(one.get(name, ())) for name in _COMPUTE) for one in found]
+    ranks = max(counts, default=0)
+    return [one for one, count in zip(found, counts, strict=True) if count == ranks > 0]
 
 
 # ---- the command
@@ -303,25 +284,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     with flags.errors(parser):
         profile = read_stages(args.profile)
         found = iteration_of(profile, args.layers, args.micro_batches)
-        fits = {name: fit_affine(name, one.measured)._asdict()
-                for name, one in profile.collectives.items()}  # fmt: skip
+        fits = {name: one._asdict() for name, one in profile.fits().items()}
     p50, p95, greatest = np.quantile(profile.slowdowns(), (0.5, 0.95, 1.0)).tolist()
     slow = {'slowdown_p50': p50, 'slowdown_p95': p95, 'slowdown_greatest': greatest}
-    answer = {**found._asdict(), **slow, 'collectives': fits}
-    if args.json:
-        print_json(answer)
-    else:
-        rows = [(name.replace('_', ' '), _text(value)) for name, value in answer.items()]
-        Console().print(table(('', ''), rows, show_header=False))
+    show({**found._asdict(), **slow, 'collectives': fits}, as_json=args.json)
     return 0
-
-
-def _text(value: object) -> str:
-    if isinstance(value, dict):
-        return ', '.join(f'{name} {_text(one)}' for name, one in value.items()) or 'none'
-    if isinstance(value, tuple):
-        return ' '.join(_text(one) for one in value)
-    return f'{value:.4g}' if isinstance(value, float) else str(value)
 
 
 def _layers(text: str) -> tuple[int, ...]:

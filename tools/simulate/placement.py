@@ -26,23 +26,19 @@ Exit status: 0 done, 2 the input is impossible.
 
 import argparse
 import math
-import statistics
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import batched, combinations
+from statistics import mean
 from typing import Any
 
-import msgspec
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 from moevement_ext.replicate.placement import LinkCost, place_replicas
 
-from ..lab.arguments import Parser, at_least
-from ..lab.figures import print_json
-from ..lab.tables import table
+from ..lab.arguments import Flag, Parser, add_flags, at_least
+from ..model.command import records, show
 
 Placement = list[tuple[int, ...]]
 """Experts in the slots of each node."""
@@ -58,60 +54,39 @@ _MOST_SKEW = 100
 # ---- copies of ranks' states
 
 
-class Survival(msgspec.Struct, frozen=True):
-    """Simultaneous loss of domains, with all sets equally likely."""
-
-    failed: int
-    """Number of lost domains."""
-    probability: float
-    """Probability that a copy of every rank's state survives."""
-    standard_error: float
-    """Standard error of the probability; 0 only after an exact enumeration."""
-
-
-class Placed(msgspec.Struct, frozen=True):
-    """Placement with one number of replicas."""
-
-    replicas: int
-    """Requested copies in other domains."""
-    holders: int
-    """Ranks with a copy of a rank's state, beyond those of its own group; the minimum."""
-    load: tuple[int, int]
-    """Minimum and maximum number of owners whose copies a rank holds."""
-    mean_distance: float | None
-    """Mean distance from owners to holders; None without distances or holders."""
-    survival: list[Survival]
-
-
 def survival_report(
     domains: Sequence[str],
     failed: Iterable[int],
     groups: Sequence[Sequence[int]] | None = None,
     distance: LinkCost | None = None,
-) -> list[Placed]:
+) -> list[dict[str, Any]]:
     """Placements of 1, 2 and 3 replicas by `place_replicas`, and their survival of failed domains.
 
-    Raises ValueError if more domains fail than exist.
+    `holders` is the least number of ranks with a copy of a rank's state beyond those of its group,
+    `load` how many owners' copies a rank holds, least and most; the standard error is 0 only after
+    an exact enumeration. Raises ValueError if more domains fail than exist.
     """
-    failed = list(failed)
-    found = []
-    for count in (1, 2, 3):
-        holders = place_replicas(domains, count, groups=groups, distance=distance)
+    counts, found = list(failed), []
+    for replicas in (1, 2, 3):
+        holders = place_replicas(domains, replicas, groups=groups, distance=distance)
         held = Counter(rank for held_by in holders for rank in held_by)
         loads = [held[rank] for rank in range(len(domains))]
-        links = [(owner, rank) for owner, held_by in enumerate(holders) for rank in held_by]
+        away = [distance(owner, rank) for owner, held_by in enumerate(holders) for rank in held_by
+                ] if distance else []  # fmt: skip
         survival = []
-        for lost in failed:
+        for lost in counts:
             probability = survival_probability(domains, holders, lost, groups=groups)
             # Two more of each kind, as samples without any loss prove nothing (Agresti and Coull).
             share = (probability * SAMPLES + 2) / (SAMPLES + 4)
             error = math.sqrt(share * (1 - share) / (SAMPLES + 4))
-            exact = is_exact(len(set(domains)), lost)
-            survival.append(Survival(lost, probability, 0.0 if exact else error))
-        least = min(map(len, holders), default=0)
-        load = min(loads, default=0), max(loads, default=0)
-        mean = sum(distance(*link) for link in links) / len(links) if distance and links else None
-        found.append(Placed(count, least, load, mean, survival))
+            if is_exact(len(set(domains)), lost):
+                error = 0.0
+            survival.append({'failed': lost, 'probability': probability, 'standard_error': error})
+        found.append({
+            'replicas': replicas, 'holders': min(map(len, holders), default=0),
+            'load': (min(loads, default=0), max(loads, default=0)),
+            'mean_distance': sum(away) / len(away) if away else None, 'survival': survival,
+        })  # fmt: skip
     return found
 
 
@@ -270,12 +245,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f'placement: {error}', file=sys.stderr)
         return 2
-    if args.json:
-        print_json(found)
-    elif args.command == 'ranks':
-        Console().print(ranks_table(found['placements']))
+    if args.command == 'experts' or args.json:
+        show(found, as_json=args.json)
     else:
-        print_experts(found, Console())
+        print_ranks(found['placements'])
     return 0
 
 
@@ -289,18 +262,28 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         command.add_argument('--nodes', type=positive, required=True)
         command.add_argument('--failed', type=positive, default=4, help='most failures at once')
         command.add_argument('--json', action='store_true')
-    ranks.add_argument('--gpus-per-node', type=positive, default=8)
-    ranks.add_argument('--nodes-per-switch', type=positive, help='links within a switch are cheap')
-    ranks.add_argument(
-        '--same-state', type=positive, default=1, help='data-parallel ranks with the same state'
+    add_flags(
+        ranks,
+        Flag('--gpus-per-node', None, positive, 8),
+        Flag('--nodes-per-switch', 'links within a switch are cheap', positive),
+        Flag('--same-state', 'data-parallel ranks with the same state', positive, 1),
     )
     experts.add_argument('--slots', type=positive, required=True, help='experts a node can hold')
     experts.add_argument('--experts', type=positive, required=True)
-    experts.add_argument('--least', type=positive, default=2, help='replicas of each expert')
-    experts.add_argument(
-        '--skew', type=_power, default=1.0, help='tokens of the i-th expert grow as i to this power'
+    add_flags(
+        experts,
+        Flag('--least', 'replicas of each expert', positive, 2),
+        Flag('--skew', 'tokens of the i-th expert grow as i to this power', _power, 1.0),
     )
     return parser.parse_args(argv)
+
+
+def _power(text: str) -> float:
+    value = float(text)
+    if not abs(value) <= _MOST_SKEW:
+        rule = f'give a number from -{_MOST_SKEW} to {_MOST_SKEW}'
+        raise argparse.ArgumentTypeError(f'{text}: {rule}')
+    return value
 
 
 def ranks_report(args: argparse.Namespace) -> dict[str, Any]:
@@ -326,64 +309,44 @@ def ranks_report(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def experts_report(args: argparse.Namespace) -> dict[str, Any]:
-    """Both placements for some loads. Raises ValueError if experts do not fit."""
+    """Both placements, and the probabilities that every expert survives 1, 2, ... failures.
+
+    Raises ValueError if experts do not fit.
+    """
     tokens = [(expert + 1) ** args.skew for expert in range(args.experts)]
     shape = (args.nodes, args.slots)
     replicas = allocate_replicas(tokens, *shape, args.least)
+    firsts = representatives(replicas, args.slots)
     overlap = maximum_rank_overlap(replicas, *shape)
     spreads = [spread(replicas, *shape, seed) for seed in range(SPREADS)]
+    lost = range(1, args.failed + 1)
     return {
-        'replicas': replicas,
-        'representatives': representatives(replicas, args.slots),
-        'representatives_fit': sum(representatives(replicas, args.slots)) <= args.nodes,
-        'maximum_rank_overlap': [
-            recovery_probability(overlap, lost) for lost in range(1, args.failed + 1)
-        ],
-        'spread': [
-            statistics.mean(recovery_probability(placement, lost) for placement in spreads)
-            for lost in range(1, args.failed + 1)
-        ],
-        'nodes': [list(node) for node in overlap],
+        'replicas': tuple(replicas),
+        'representatives': tuple(firsts),
+        'representatives_fit': sum(firsts) <= args.nodes,
+        'maximum_rank_overlap': tuple(recovery_probability(overlap, count) for count in lost),
+        'spread': tuple(mean(recovery_probability(one, n) for one in spreads) for n in lost),
+        'nodes': tuple(overlap),
     }
 
 
-def ranks_table(placements: Sequence[Placed]) -> Table:
-    columns = ['>copies', '>holders', '>load', '>links between switches']
-    columns += [f'>{lost.failed} failed' for lost in placements[0].survival]
+def print_ranks(placements: Sequence[dict[str, Any]]) -> None:
     rows = []
-    for placed in placements:
-        least, most = placed.load
-        load = str(least) if least == most else f'{least} to {most}'
-        away = '' if placed.mean_distance is None else f'{placed.mean_distance:.0%}'
-        shares = (
-            f'{one.probability:.4f}{f" ±{error:.4f}" if (error := one.standard_error) else ""}'
-            for one in placed.survival
-        )
-        rows.append((str(placed.replicas), str(placed.holders), load, away, *shares))
-    return table(columns, rows, title='Probability that nothing is lost', title_justify='left')
+    for one in placements:
+        row = {
+            'copies': str(one['replicas']),
+            'holders': str(one['holders']),
+            'load': ' to '.join(map(str, sorted(set(one['load'])))),
+            'links between switches': '',
+        }
+        if one['mean_distance'] is not None:
+            row['links between switches'] = f'{one["mean_distance"]:.0%}'
+        for lost in one['survival']:
+            error = f' ±{lost["standard_error"]:.4f}' if lost['standard_error'] else ''
+            row[f'{lost["failed"]} failed'] = f'{lost["probability"]:.4f}{error}'
+        rows.append(row)
+    records(rows, 'Probability that nothing is lost')
 
 
-def print_experts(found: dict[str, Any], console: Console) -> None:
-    """Replicas, and a row per number of failed nodes."""
-    console.print(f"replicas: {' '.join(map(str, found['replicas']))}", highlight=False)
-    fit = 'fit, so the overlap is optimal' if found['representatives_fit'] else 'do not all fit'
-    console.print(f"representatives: {found['representatives']}; they {fit}", highlight=False)
-    pairs = zip(found['maximum_rank_overlap'], found['spread'], strict=True)
-    rows = [
-        (str(lost), f'{overlap:.3f}', f'{spread:.3f}')
-        for lost, (overlap, spread) in enumerate(pairs, start=1)
-    ]
-    columns = ('>failed', '>maximum rank overlap', '>spread (mean)')
-    title = 'Probability that every expert survives'
-    console.print(table(columns, rows, title=title, title_justify='left'))
-
-
-def _power(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not abs(value) <= _MOST_SKEW:
-        rule = f'give a number from -{_MOST_SKEW} to {_MOST_SKEW}'
-        raise argparse.ArgumentTypeError(f'{text}: {rule}')
-    return value
+if __name__ == '__main__':
+    sys.exit(main())

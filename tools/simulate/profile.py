@@ -1,21 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Derives the profile of a run, the simulator's input, from its events.
+"""Profiles of workloads, the simulator's input: files, or the events of a run.
 
-    moevement simulate profile runs/events -o run.json
-    moevement simulate --system ours --profile run.json --mtbf 0.5x
-
-`--profile` also accepts the folder itself. Events have no disk rate (`--disk-bandwidth`) and no
-number of micro-batches (`--micro-batches`). Without replicas they have no network rate
-(`--network-bandwidth`). A profile is a JSON object with the fields of Profile; units are seconds,
-bytes and bytes per second. All values describe one rank, the rank with the most bytes.
-
-Exit status: 0 done, 2 the events are not sufficient, or the profile cannot be written.
+`--profile` takes a JSON object with the fields of Profile, or the folder of a run's events. Events
+have no disk rate (`--disk-bandwidth`) and no number of micro-batches (`--micro-batches`); without
+replicas they have no network rate (`--network-bandwidth`). Units are seconds, bytes and bytes per
+second. All values describe one rank, the rank with the most bytes.
 """
 
 import math
 import statistics
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -24,13 +18,11 @@ import numpy as np
 from moevement_ext.events import Protected, Replanned, WindowCommitted
 from moevement_ext.plan.byte_planner import DEFAULT_HIDDEN_FRACTION
 
-from ..lab.arguments import Parser
 from ..lab.errors import LabError
-from ..lab.figures import write_json
 from ..lab.history import Episode, History, read_history
 from ..model import fields
 from ..model.description import DescriptionError
-from ..model.fields import Checked, Count, FieldError, NotNegative, Part, Positive
+from ..model.fields import Checked, Count, NotNegative, Part, Positive
 from .runs import Pipeline
 
 COMPUTED_AGAIN = ('fetch', 'load', 'convert', 'catch_up')
@@ -221,28 +213,3 @@ def _pipeline(places: Mapping[int, Protected]) -> Pipeline:
     copies = min(place.copies for place in places.values())
     apart = math.gcd(copies, nodes // stages) if nodes >= stages else 1
     return Pipeline(nodes, stages, copies=apart)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser(prog='moevement simulate profile', description=__doc__)
-    parser.add_argument('events', type=Path, help='folder of --sparse-ckpt-events')
-    parser.add_argument('-o', '--output', type=Path, required=True, help='JSON file to write')
-    for name in ('network', 'disk'):
-        parser.add_argument(
-            f'--{name}-bandwidth', type=float, dest=name, metavar='GB/s',
-            help='per rank; for events without it',
-        )  # fmt: skip
-    args = parser.parse_args(argv)
-    rates = {'network_bytes_per_s': args.network, 'disk_bytes_per_s': args.disk}
-    given = {name: 1e9 * rate for name, rate in rates.items() if rate is not None}
-    try:
-        profile = derive(args.events, given)
-        write_json(args.output, profile)
-    except (DescriptionError, FieldError, OSError) as error:
-        text = f'--output {args.output}: {error.strerror}' if isinstance(error, OSError) else error
-        print(f'simulate profile: {text}', file=sys.stderr)
-        return 2
-    seen = 'nothing failed' if profile.mtbf_s is None else f'a failure every {profile.mtbf_s:.0f} s'
-    print(f'{args.output}: {len(profile.operators)} operators, '
-          f'{profile.iteration_s:.3g} s per iteration, {seen}')  # fmt: skip
-    return 0

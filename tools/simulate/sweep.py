@@ -31,8 +31,8 @@ from moevement_ext.plan.byte_planner import InfeasiblePlan
 from ..lab.arguments import Parser
 from ..lab.drawing import OWN, PALETTE, picture, subtitle
 from ..lab.figures import print_json
-from ..lab.tables import table
 from ..lab.text import tick
+from ..model.command import records
 from ..model.fields import FieldError
 from . import flags
 from .experts import PartialRun
@@ -97,16 +97,13 @@ def shown(point: Point, what: str) -> float:
     return float(getattr(point, name))
 
 
-def print_table(points: Sequence[Point], over: str, what: str, console: Console) -> None:
-    names = list(dict.fromkeys(point.system for point in points))
-    found = {(point.system, point.value): point for point in points}
-    rows = []
-    for value in dict.fromkeys(point.value for point in points):
-        cells = [found.get((name, value)) for name in names]
-        texts = ['-' if cell is None else f'{shown(cell, what):.4g}' for cell in cells]
-        rows.append([f'{value:g}', *texts])
-    columns = [f'>{name}' for name in (AXIS[over], *names)]
-    console.print(table(columns, rows, title=SHOWN[what]))
+def print_table(points: Sequence[Point], over: str, what: str) -> None:
+    missing = dict.fromkeys((point.system for point in points), '-')
+    rows: dict[float, dict[str, str]] = {}
+    for point in points:
+        row = rows.setdefault(point.value, {AXIS[over]: f'{point.value:g}', **missing})
+        row[point.system] = f'{shown(point, what):.4g}'
+    records(list(rows.values()), SHOWN[what])
 
 
 def draw(points: Sequence[Point], over: str, what: str, target: Path) -> None:
@@ -193,7 +190,6 @@ def parse_arguments(
     parser.add_argument('--systems', required=True, help='comma-separated')
     parser.add_argument('--show', choices=tuple(SHOWN), help='(default: ettr; by skew: simulated)')
     parser.add_argument('--plot', type=Path, metavar='FILE', help='image to write')
-    parser.add_argument('--json', action='store_true', help='print JSON instead of a table')
     flags.add_scenario_flags(parser)
     args = parser.parse_args(argv)
     # The closed formula of a system that loses tokens uses its first K, whatever the skew.
@@ -224,7 +220,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.json:
         print_json([point._asdict() for point in points])
     else:
-        print_table(points, args.over, args.show, console)
+        print_table(points, args.over, args.show)
     if args.plot:
         try:
             draw(points, args.over, args.show, args.plot)

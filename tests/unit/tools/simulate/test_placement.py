@@ -108,26 +108,21 @@ def test_allocation_meets_a_case_done_by_hand() -> None:
 
 def test_report_has_a_ring_of_nodes_right() -> None:
     domains = [f'node{rank // 2}' for rank in range(12)]
-    one, two, three = survival_report(domains, [1, 2, 3])
-    assert [placed.holders for placed in (one, two, three)] == [1, 2, 3]
-    assert one.load == (1, 1) and three.load == (3, 3)
-    assert one.mean_distance is None
-    assert [lost.failed for lost in one.survival] == [1, 2, 3]
-    assert one.survival[0].probability == 1.0
-    assert one.survival[1].probability == pytest.approx(1 - 6 / math.comb(6, 2))
-    assert two.survival[1].probability == 1.0
-    assert three.survival[2].probability == 1.0
-    assert {lost.standard_error for lost in one.survival} == {0.0}
+    found = survival_report(domains, [1, 2, 3])
+    assert [placed['holders'] for placed in found] == [1, 2, 3]
+    assert [placed['load'] for placed in found] == [(1, 1), (2, 2), (3, 3)]
+    assert found[0]['mean_distance'] is None
+    survival = [[lost['probability'] for lost in placed['survival']] for placed in found]
+    assert survival[0][0] == survival[1][1] == survival[2][2] == 1.0
+    assert survival[0][1] == pytest.approx(1 - 6 / math.comb(6, 2))
+    assert {lost['standard_error'] for lost in found[0]['survival']} == {0.0}
 
 
 def test_groups_and_links_are_reported() -> None:
-    domains = ['a', 'b', 'c', 'd']
+    groups = [[0, 2], [1, 3]]
     _, placed, _ = survival_report(
-        domains,
-        [2],
-        groups=[[0, 2], [1, 3]],
-        distance=lambda owner, holder: float(abs(owner - holder)),
+        list('abcd'), [2], groups, lambda owner, holder: float(abs(owner - holder))
     )
-    assert placed.holders == 1
-    assert placed.survival[0].probability == 1.0
-    assert placed.mean_distance == pytest.approx(1.0)
+    assert placed['holders'] == 1
+    assert placed['survival'][0]['probability'] == 1.0
+    assert placed['mean_distance'] == pytest.approx(1.0)

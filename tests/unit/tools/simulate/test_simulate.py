@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """tools/simulate.py: its answers as JSON, sweeps, and what it says to bad input."""
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -52,13 +50,3 @@ def test_a_sweep_is_drawn_with_names_and_durations_that_people_use(drawn: list[A
     assert texts(axes.get_xticklabels()) == ['5 min', '1 h'], 'one label in the place of two'
     assert texts(axes.get_legend().get_texts()) == ['Gemini', 'this implementation']
     assert axes.get_title(loc='left') == 'ETTR by MTBF'
-
-
-def test_simulating_needs_neither_torch_nor_megatron() -> None:
-    code = (
-        'import sys, tools.simulate.monte_carlo as _;'
-        'print(any(name in sys.modules for name in ("torch", "megatron")))'
-    )
-    command = [sys.executable, '-c', code]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.stdout.strip() == 'False', done.stderr
