@@ -60,13 +60,16 @@ class _Source:
         if self._never or tuple(command[:2]) != (sys.executable, _UNBUFFERED):
             return None
         program, *flags = command[2:]
-        if not _is_importable(program):
-            self._give_up(f'{program} does not declare {DECLARATION} (see docs/api.md)')
+        why = _not_importable(program)
+        if why is not None:
+            self._give_up(why)
             return None
         template = self._template = self._living(program, flags)
         try:
             worker = template.start([program, *flags], env, output, errors)
-        except TemplateLost:  # such as an import that fails, as the worker's will
+        except TemplateLost:
+            if template.forks is None:  # the next import would fail, too, and takes as long
+                self._give_up(f'importing {program} in advance fails')
             return None
         if not template.forks:
             self._give_up(f'importing {program} starts threads or uses a GPU')
@@ -84,11 +87,16 @@ class _Source:
         say_of_launcher(f'each worker starts as a new interpreter: {why}')
 
 
-def _is_importable(program: str) -> bool:
+def _not_importable(program: str) -> str | None:
+    """Why a program cannot be imported before a worker is wanted; None if it can."""
+    declared = False
     try:
-        return split(program) is not None
-    except (OSError, SyntaxError, ValueError):  # the worker says why
-        return False
+        declared = split(program) is not None
+    except ValueError as error:
+        return str(error)
+    except (OSError, SyntaxError):  # the worker says why
+        pass
+    return None if declared else f'{program} does not declare {DECLARATION} (see docs/api.md)'
 
 
 class _Handler(SubprocessHandler):

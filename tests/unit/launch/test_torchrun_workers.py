@@ -33,9 +33,11 @@ def main():
 
 if __name__ == '__main__':
     main()
+{at_end}
 """
 DECLARED = 'MOEVEMENT_SPARES = True'
 THREAD = 'threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()'
+NEEDS_RANK = "assert 'RANK' in os.environ"
 TORCH = ['torch.distributed.run', '--logs-specs', 'moevement']
 OURS = ['moevement_ext.launch.torchrun']
 TO_END_S = 120
@@ -49,8 +51,13 @@ TO_END_S = 120
         (OURS, {'kills_template': True}, 2, None),
         (OURS, {'at_import': THREAD}, 4, 'starts threads or uses a GPU'),
         (OURS, {'declaration': ''}, 4, 'does not declare'),
+        (OURS, {'at_end': 'main'}, 4, 'as the last statement'),
+        (OURS, {'at_import': NEEDS_RANK}, 5, 'in advance fails'),
     ],
-    ids=['torchrun', 'ours', 'template killed', 'not to be forked', 'not declared'],
+    ids=[
+        *('torchrun', 'ours', 'template killed', 'not to be forked', 'not declared'),
+        *('no guard', 'import fails'),
+    ],
 )
 def test_one_import_serves_all_workers_of_an_agent(
     launcher: list[str],
@@ -61,7 +68,8 @@ def test_one_import_serves_all_workers_of_an_agent(
 ) -> None:
     """The first attempt of two workers, and the second, which follows a SIGKILL."""
     path, imports, logs = tmp_path / 'program.py', tmp_path / 'imports', tmp_path / 'logs'
-    given = {'declaration': DECLARED, 'at_import': '', 'kills_template': False} | program
+    given = dict.fromkeys(('at_import', 'at_end'), '') | {'kills_template': False}
+    given |= {'declaration': DECLARED} | program
     path.write_text(PROGRAM.format(**given))
     command = [sys.executable, '-m', *launcher, '--standalone', '--nproc-per-node', '2']
     command += ['--max-restarts', '1', '--redirects', '3', '--log-dir', str(logs)]
