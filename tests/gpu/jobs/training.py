@@ -65,7 +65,7 @@ class Trials(NamedTuple):
             self.nodes,
             1,
             max_restarts=_MAX_RESTARTS if kill else 0,
-            fork=not self.settings.gpu,
+            spares=int(not self.settings.gpu),
             share_gpu=self.settings.gpu,
             program_file=self.program_file,
             variables=self.variables,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Events of whole runs: two stages of two ranks, windows of 2 iterations, 1 s each."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -176,7 +176,3 @@ def _line(one: Event) -> bytes:
     common = {'time': one.time, 'event': one.name, 'rank': one.rank, 'pid': one.pid,
               'iteration': one.iteration}  # fmt: skip
     return msgspec.json.encode({**common, **one.own_fields()}) + b'\n'
-
-
-def of_rank(events: Iterable[Event], rank: int) -> list[Event]:
-    return [one for one in events if one.rank == rank]

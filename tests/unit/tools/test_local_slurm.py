@@ -40,19 +40,6 @@ def test_start_names_missing_programs(
     assert message in capsys.readouterr().err
 
 
-def test_a_cluster_that_runs_is_not_ended_by_another_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(local_slurm.os, 'geteuid', lambda: 0)
-    monkeypatch.setattr(local_slurm.shutil, 'which', lambda name: name)
-    (tmp_path / 'slurm.conf').touch()
-    variables = {**os.environ, 'SLURM_CONF': str(tmp_path / 'slurm.conf'), 'SLURM_JOB_ID': '1'}
-    with subprocess.Popen(['sleep', '600'], env=variables) as job:
-        assert main(['start', str(tmp_path)]) == 2
-        assert job.poll() is None
-        job.kill()
-
-
 def test_step_daemons_of_a_lost_node_die_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,12 +2,9 @@
 """The benchmark of overhead: its variants, and its ratios over the rounds."""
 
 import json
-import re
 from pathlib import Path
 
-import msgspec
 import pytest
-from rich.console import Console
 
 from moevement_ext.events import WindowCommitted
 from tests.unit.megatron.moevement.job.test_identity import parsed
@@ -16,19 +13,16 @@ from tools.bench import model, overhead
 from tools.bench.frame import Report
 from tools.bench.overhead import (
     AGAIN,
-    AGAINST,
     DENSE_IN_MEMORY,
-    DISK,
     FORMATS,
     PLAIN,
     SPARSE,
-    TITLES,
     Bench,
     Run,
 )
-from tools.lab import models, precisions
+from tools.lab import models
 from tools.lab.figures import Spread
-from tools.lab.launch import PROGRAM, ROOT, Launch
+from tools.lab.launch import ROOT, Launch
 from tools.lab.run_log import RunLog, parse_log
 from tools.model.layout import PRECISIONS
 
@@ -86,12 +80,8 @@ def test_exit_status_shows_whether_runs_are_identical(
 @pytest.mark.parametrize(
     'flags',
     [
-        ['--ranks', '3'],
-        ['--rounds', '0'],
         ['--iterations', '5'],
-        ['--window', 'some'],
         ['--against', '/nowhere'],
-        ['--stand-ins'],
         ['--stand-ins', '--precision', 'c9'],
         ['--stand-ins', '--precision', 'c1', '--iterations', '10', '--window', '8'],
         ['--stand-ins', '--precision', 'c1', '--against', str(ROOT)],
@@ -103,22 +93,6 @@ def test_wrong_flags_of_overhead_are_refused(flags: list[str]) -> None:
     assert refused.value.code == 2
 
 
-def test_every_variant_but_plain_adds_flags() -> None:
-    added = {name: BENCH.protection(name, Path('/m'), Path('/c')) for name in TITLES}
-    assert added.pop(PLAIN) == []
-    assert added.pop(AGAINST) == added[SPARSE]
-    assert len({tuple(flags) for flags in added.values()}) == 5
-    assert all(flags for flags in added.values())
-    assert added[DISK][: len(added[SPARSE])] == added[SPARSE]
-
-
-def test_other_checkout_runs_after_this_one(tmp_path: Path) -> None:
-    assert AGAINST not in BENCH.variants
-    both = BENCH._replace(against=tmp_path).variants
-    assert both[both.index(SPARSE) + 1] == AGAINST
-    assert [name for name in both if name != AGAINST] == BENCH.variants
-
-
 def test_a_launch_of_another_checkout_finds_only_its_modules(tmp_path: Path) -> None:
     launch = Launch(tmp_path, ['--flag'], 1, 1, checkout=tmp_path / 'before')
     assert launch.program() == [str(tmp_path / 'before' / 'pretrain_gpt.py'), '--flag']
@@ -126,24 +100,6 @@ def test_a_launch_of_another_checkout_finds_only_its_modules(tmp_path: Path) -> 
 
 
 # Formats
-
-
-def test_each_precision_is_compared_with_itself() -> None:
-    rounds = rounds_of(1.5)
-    one = {name: msgspec.structs.replace(run, digest='b') for name, run in rounds[0].items()}
-    bench = BENCH._replace(stand_ins=True)
-    report = overhead.summarize(bench, HARDWARE, {'bf16': rounds, 'c4': [one]})
-    assert report.exact
-    one[SPARSE] = msgspec.structs.replace(one[SPARSE], digest='a third', loss=2.5)
-    report = overhead.summarize(bench, HARDWARE, {'bf16': rounds, 'c4': [one]})
-    assert report.different == ['c4']
-    with (console := Console(width=200)).capture() as shown:
-        overhead.print_report(report, console)
-    lines = [' '.join(re.sub('[│┃]', ' ', line).split()) for line in shown.get().splitlines()]
-    window = 'window 2, slots 0.0 0.0'
-    assert f'c4: sparse checkpointing, {window} 1500 1.500 3.00 1.50 0.188 1.0 2.500' in lines
-    assert f'c4: plain Megatron, {window} 1000 1.000 2.00 1.00 0.000 - -' in lines
-    assert 'stand-ins for Transformer Engine' in lines[0] and 'DIFFERENT in c4' in lines[-1]
 
 
 def log_of(*losses: float) -> RunLog:
@@ -178,17 +134,6 @@ def test_flags_include_those_of_upstream_and_of_the_formats(name: str) -> None:
     moments = (kept.master, kept.first_moment, kept.second_moment)
     assert (master, args.exp_avg_dtype, args.exp_avg_sq_dtype) == moments
     assert args.seed == (4321 if name == AGAIN else 1234)
-
-
-def test_missing_transformer_engine_is_refused_with_a_hint_at_stand_ins(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr('importlib.util.find_spec', lambda name: None)
-    with pytest.raises(SystemExit):
-        overhead.main(['--precision', 'all'])
-    assert 'install it, or give --stand-ins' in capsys.readouterr().err
-    assert precisions.program(stand_ins=True) == precisions.STAND_INS != PROGRAM
-    assert (ROOT / precisions.STAND_INS).is_file()
 
 
 def committed(rank: int, start: int, slots: int, helpers_s: float) -> WindowCommitted:

@@ -2,7 +2,6 @@
 """The benchmark of recovery: phases out of logs and events, and ratios over the rounds."""
 
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -71,11 +70,6 @@ def test_phases_of_a_sparse_recovery_add_up() -> None:
     assert found.phases['all else'] == pytest.approx(2.0)
     assert found.phases['catch up'] == pytest.approx(1.0)
     assert found.phases['new iteration'] == pytest.approx(1.0)
-
-
-def test_a_rank_that_did_not_recover_from_memory_is_no_result() -> None:
-    with pytest.raises(LabError, match='did not report'):
-        recovery.sparse_recovery(BACK, KILLED_AT, sparse_events()[:-1], [])
 
 
 def test_a_job_that_gave_up_host_memory_is_no_result() -> None:
@@ -147,26 +141,3 @@ def test_report_has_ratios_and_exactness() -> None:
     assert 'all killed after iteration 30' in shown.get()
     assert 'localized, hot spare: all 3.00 s' in shown.get()
     assert 'whole job, torch_dist: differs in: rng.' in shown.get()
-
-
-def test_exit_status_is_that_of_sparse_checkpointing(monkeypatch: pytest.MonkeyPatch) -> None:
-    for found, status in ((report(), 0), (report('rng'), 1)):
-        monkeypatch.setattr(recovery, 'measure', lambda *_, found=found: found)
-        assert recovery.main([]) == status
-
-
-def test_selected_methods_run_alone() -> None:
-    args = recovery.parse_arguments(['--only', recovery.DISK, recovery.SPARE])
-    bench = recovery.Bench(Path(), Path(), 4, only=args.only)
-    assert bench.methods == [recovery.SPARE, recovery.DISK]
-    assert bench._replace(lose=recovery.ALL).methods == [recovery.DISK]
-    assert bench._replace(only=tuple(recovery.TITLES)).methods == list(recovery.TITLES)
-
-
-@pytest.mark.parametrize(
-    'flags', ['--rounds 0', '--window 0', '--dense-interval 0', '--only localized']
-)
-def test_wrong_flags_are_named(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        recovery.parse_arguments([*flags.split(), '--lose', recovery.ALL])
-    assert flags in capsys.readouterr().err

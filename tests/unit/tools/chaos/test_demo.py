@@ -89,17 +89,6 @@ def test_the_last_line_keeps_its_format() -> None:
     assert different.line().startswith('demo: bit_identical=false ')
 
 
-def test_an_iteration_that_survivors_still_committed_is_not_new() -> None:
-    """The kill came while iteration 28 was being logged."""
-    log = logged(*TO_28[:-1], (28, 100.3), (29, 117.0))
-    assert compared(recovered(None, log)).new.number == 29
-
-
-def test_overhead_counts_iterations_before_the_failure_only() -> None:
-    slow = [item._replace(elapsed_ms=9000.0) for item in GOOD]
-    assert compared(recovered(None, [*GOOD[:28], *slow[28:] * 23])).overhead == 1.25
-
-
 def without(kind: type[Event], rank: int) -> Events:
     return [e for e in good_events() if (type(e), e.rank) != (kind, rank)]
 

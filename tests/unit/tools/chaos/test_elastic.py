@@ -96,21 +96,12 @@ def test_plain_megatron_trains_in_the_same_layouts(jobs: FakeJobs, tmp_path: Pat
     """The second life has trained nothing that counts: the third begins where it began."""
     ran = campaign(jobs, tmp_path)
     assert len([*ran.live()]) == 5
-    assert ran.different() == []
+    assert ran.different() == [], 'streams of random numbers may differ'
     plain = jobs.starts[5:]
     assert [start.layout for start in plain] == [EP4, EP3, EP4]
     assert [value(start, '--exit-interval') for start in plain] == ['3', '7', None]
     saved = [value(start, '--save') for start in plain]
     assert [value(start, '--load') for start in plain] == [None, *saved[:2]]
-
-
-def test_another_state_is_named_but_not_a_stream_of_random_numbers(
-    jobs: FakeJobs, tmp_path: Path
-) -> None:
-    jobs.state = {'0': {'exp_avg/a': 'z', 'rng/data': 'x'}}
-    ran = campaign(jobs, tmp_path)
-    assert len([*ran.live()]) == 5
-    assert [one.name for one in ran.different()] == ['exp_avg/a']
 
 
 @pytest.mark.parametrize(('leak', 'wrong'), [(0, None), (3, 'life 1 left')])
@@ -149,10 +140,3 @@ def test_seed_draws_attempts_without_repeated_layouts() -> None:
     assert all(a.layout != b.layout for a, b in zip(killed, killed[1:], strict=False))
     assert {one.layout.ranks for one in killed} == {2, 3, 4}
     assert all(one.layout.ranks % one.nodes == 0 for one in lives)
-
-
-def test_files_left_at_the_end_are_detected(jobs: FakeJobs, tmp_path: Path) -> None:
-    ran = campaign(jobs, tmp_path)
-    assert len([*ran.live()]) == 5
-    ran.lived[-1] = ran.lived[-1]._replace(layouts=1, nbytes=4096)
-    assert ran.growth() == '1 layouts with 4096 bytes are left at the end'

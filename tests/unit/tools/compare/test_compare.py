@@ -7,15 +7,14 @@ import msgspec
 import pytest
 
 from megatron.moevement.arguments import config_from_args
-from moevement_ext.events import Recovered, TokensLost, WindowPersisted
+from moevement_ext.events import Recovered, WindowPersisted
 from tests.unit.tools.samples import HARDWARE, logged
-from tools.compare import measuring, program, running
+from tools.compare import measuring
 from tools.compare.measuring import PHASES
 from tools.compare.report import (
     Comparison,
     Conditions,
     RowResult,
-    draw,
     goodput,
     markdown,
     over_rounds,
@@ -33,7 +32,7 @@ from tools.lab.digests import StateDigest
 from tools.lab.errors import LabError
 from tools.lab.figures import Spread
 from tools.lab.job import Kind, Trained
-from tools.lab.launch import ROOT, Launch
+from tools.lab.launch import ROOT
 from tools.lab.run_log import Captured, RunLog
 from tools.lab.trainer_flags import trainer_parser
 
@@ -56,23 +55,6 @@ def test_the_trainer_takes_the_flags_of_a_row(name: str) -> None:
     config_from_args(parsed)  # refuses what has no use
     assert ('--sparse-ckpt' in flags) == (ROWS[name].keeps is Keeps.MEMORY)
     assert not any('{' in flag for flag in flags)
-
-
-def test_gemini_is_told_the_rate_of_the_whole_trace(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not that until the last fault, which is higher."""
-    launched: list[Launch] = []
-
-    def train(launch: Launch, *_: object, **__: object) -> Trained:
-        launched.append(launch)
-        return RESTARTED.trained
-
-    monkeypatch.setattr(running, 'train', train)
-    course = Course(tmp_path, tmp_path, 12, 0, 4, 3, 'auto', 0.01, 0.02, 30.0, True)
-    course.hurt(1, 'gemini', ROWS['gemini'], [PlannedFault(4.5, Kind.KILL, 2)])
-    flags = list(launched[0].flags)
-    assert flags[flags.index('--sparse-ckpt-mtbf') + 1] == '30'
 
 
 # ---- trace
@@ -199,17 +181,6 @@ def test_interval_is_that_of_most_iterations() -> None:
     assert measuring.period(Keeps.NOTHING, RESTARTED, 6) == 10
 
 
-def test_lost_tokens_follow_the_newest_recovery_of_each_rank() -> None:
-    shares = [(0, 0.1), (1, 0.1), (0, 0.3)]
-    events = [
-        TokensLost(rank=rank, start=6, versions={}, tokens=1.0, lost=2.0, share=share)
-        for rank, share in shares
-    ]
-    job = RESTARTED._replace(trained=Trained(ROLLED_BACK, SAME, events))
-    assert measuring.lost_tokens(job) == pytest.approx(0.2)
-    assert measuring.lost_tokens(RESTARTED) is None
-
-
 # ---- report
 
 
@@ -251,29 +222,6 @@ def test_iterations_that_were_trained_again_count_for_nothing() -> None:
     # Iterations 1 to 3 end at 0, 1, 2 s; 4 to 10 at 8 to 14 s.
     assert found.tolist() == [1.0, 0.0, 0.0, 0.5, 1.0, 1.0, 1.0]
     assert curves.faults == [(4.5, 'kill')]
-
-
-def test_each_row_is_drawn(tmp_path: Path) -> None:
-    draw(comparison(results(0.5, []), results(0.4, [], 'none')), tmp_path / 'made' / 'a.png')
-    assert (tmp_path / 'made' / 'a.png').stat().st_size > 5000
-
-
-# ---- the program
-
-
-def test_limited_copies_last_as_long_as_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    waited: list[float] = []
-    issued: list[object] = []
-    monkeypatch.setattr(program.Copier, '_issue', lambda copier, piece: issued.append(piece))
-    monkeypatch.setattr(program.time, 'sleep', waited.append)
-    program.limit_copies(1000.0)
-
-    class Piece:
-        nbytes = 500
-
-    program.Copier._issue(None, Piece())  # type: ignore[arg-type]
-    assert len(issued) == 1
-    assert waited == [pytest.approx(0.5, abs=0.01)]
 
 
 def test_table_of_the_page_is_that_of_its_file() -> None:

@@ -69,23 +69,8 @@ def test_figures_are_relative_to_plain_megatron() -> None:
                  ran(2, 2, 0, None), PLAIN, [])  # fmt: skip
 
 
-def test_rows_that_are_compared_bring_their_plain_run() -> None:
-    args = peers.parse_arguments(['--rows', 'torch-dist'])
-    assert list(args.rows) == ['plain', 'torch-dist']
-
-
 def test_table_of_the_page_is_that_of_its_file() -> None:
     docs = ROOT / 'docs'
     text = (docs / 'measurements/compare-peers.json').read_bytes()
     table = markdown(msgspec.json.decode(text, type=PeerReport))
     assert table in (docs / 'comparison.md').read_text('utf-8')
-
-
-def test_logs_are_told_from_other_files(tmp_path: Path) -> None:
-    for name, pages in (('upstream-log', 3), ('window-0-plan.window', 2), ('ledger', 1)):
-        place = tmp_path / 'node0' / name
-        place.parent.mkdir(exist_ok=True)
-        place.write_bytes(bytes(4096 * pages))
-        with place.open('rb') as file:
-            os.fsync(file.fileno())  # some file systems allocate blocks only then
-    assert peers.file_bytes(tmp_path) == (3 * 4096, 3 * 4096)

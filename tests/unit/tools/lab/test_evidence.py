@@ -20,12 +20,9 @@ from tools.lab.evidence import (
     Recovery,
     Tier,
     done_again_s,
-    launch_s,
     lost_iterations,
-    persisted,
     recovers_locally,
     recovery,
-    start_up_s,
 )
 from tools.lab.run_log import Iteration
 
@@ -109,24 +106,6 @@ class TestLostIterations:
         assert lost_iterations(back._replace(target=0), trained, [first]) == 8, 'from the start'
 
 
-def test_window_counts_once_persisted_on_all_ranks() -> None:
-    events = [happened(WindowPersisted, 0, 101.0), happened(WindowPersisted, 1, 99.0)]
-    assert not persisted(events, [10, 11], 100.0)
-    assert persisted([*events, happened(WindowPersisted, 1, 101.0)], [10, 11], 100.0)
-    assert not persisted([], [], 100.0)
-
-
-def test_start_of_processes_counts_only_after_the_fault() -> None:
-    started = [
-        happened(WorkerStarted, 0, 99.0, start_up_s=60.0),  # before the fault
-        happened(WorkerStarted, 1, 101.0, start_up_s=50.0),  # a hot spare
-        happened(WorkerStarted, 2, 107.0, start_up_s=6.5),
-        happened(WorkerStarted, 3, 109.0, start_up_s=8.0),
-    ]
-    assert start_up_s(started, FAULT_AT) == 8.0
-    assert start_up_s(started[:2], FAULT_AT) == 0.0
-
-
 def test_interrupted_evaluation_is_repeated_until_the_rank_has_recovered() -> None:
     def again(rank: int, began: float, back: float) -> list[Event]:
         phase = happened(RecoveryPhase, rank, began, phase='post-step')
@@ -136,12 +115,3 @@ def test_interrupted_evaluation_is_repeated_until_the_rank_has_recovered() -> No
     assert done_again_s([*before, *again(0, 101.0, 104.0)], FAULT_AT) == 3.0
     assert done_again_s([*again(0, 101.0, 104.0), *again(1, 101.5, 108.0)], FAULT_AT) == 6.5
     assert done_again_s([*before, *again(0, 101.0, 104.0)[:1]], FAULT_AT) == 0.0
-
-
-def test_a_launch_lasts_from_the_first_process_to_the_first_iteration() -> None:
-    started = [
-        happened(WorkerStarted, 0, 12.0, start_up_s=9.0),
-        happened(WorkerStarted, 1, 13.0, start_up_s=11.0),
-        happened(WorkerStarted, 1, 50.0, start_up_s=8.0),
-    ]
-    assert launch_s(started, logged((1, 20.0), (2, 21.0))) == 18.0

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What became of a run, read out of its events."""
 
-from pathlib import Path
-
 import msgspec
 import pytest
 
@@ -22,26 +20,12 @@ from tests.unit.tools.runs import (
     trains,
 )
 from tests.unit.tools.samples import event
-from tools.lab.errors import LabError
-from tools.lab.history import History, read_history, shares
+from tools.lab.history import History, shares
 from tools.lab.plots import Doing
 
 TRAINING, WAITING, STARTING, REPLAYING = (
     Doing.TRAINING, Doing.WAITING, Doing.STARTING, Doing.REPLAYING,
 )  # fmt: skip
-
-
-class TestLocalized:
-    history = History(localized_run())
-
-    def test_each_rank_has_one_activity_at_a_time(self) -> None:
-        begin, end = [(STARTING, 0.0, 2.0), (TRAINING, 2.0, 10.5)], (TRAINING, 15.0, 26.0)
-        assert self.history.spans == {
-            0: [*begin, (WAITING, 10.5, 15.0), end],
-            1: [*begin, (WAITING, 10.5, 15.0), end],
-            2: [*begin, (STARTING, 10.5, 13.0), (REPLAYING, 13.0, 15.0), end],
-            3: [*begin, (WAITING, 10.5, 13.0), (REPLAYING, 13.0, 15.0), end],
-        }
 
 
 def test_restart_of_the_whole_job_is_one_episode() -> None:
@@ -121,14 +105,6 @@ def test_one_failure_is_one_episode_though_clocks_differ(ahead_s: float) -> None
     history = History(sorted(moved, key=lambda one: one.time))
     (episode,) = history.episodes
     assert episode.verified == 6
-
-
-class TestFiles:
-    @pytest.mark.parametrize('line', [[1], {'event': 'window_committed', 'start': 0, 'plan': 'a'}])
-    def test_other_files_are_refused(self, tmp_path: Path, line: object) -> None:
-        (tmp_path / 'rank0.jsonl').write_bytes(msgspec.json.encode(line) + b'\n')
-        with pytest.raises(LabError, match=r'rank0.jsonl holds something else than events'):
-            read_history(tmp_path)
 
 
 def test_a_second_failure_in_a_recovery_belongs_to_the_first() -> None:

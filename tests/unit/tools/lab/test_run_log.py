@@ -1,17 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The lines of a training log, read back."""
 
-from datetime import timedelta
-
 import pytest
 
-from tests.unit.tools.samples import CONVERTED, START, iteration_line
+from tests.unit.tools.samples import CONVERTED, iteration_line
 from tools.lab.run_log import Captured, parse_log
-
-
-def test_a_line_gives_time_number_duration_and_loss() -> None:
-    log = parse_log('noise\n' + iteration_line(7, 3.25, 2.5, 350.5, prefix='[rank3]: ') + 'noise\n')
-    assert log.attempts == [[((START + timedelta(seconds=3.25)).timestamp(), 7, 350.5, 2.5)]]
 
 
 def test_restart_from_memory_begins_an_attempt_even_with_consecutive_numbers() -> None:

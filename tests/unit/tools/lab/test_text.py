@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import pytest
 
-from tools.lab.text import duration, readable, size
+from tools.lab.text import duration, size
 
 
 @pytest.mark.parametrize(
@@ -25,14 +25,3 @@ def test_durations_are_formatted(seconds: float, text: str) -> None:
 )  # fmt: skip
 def test_sizes_are_formatted(nbytes: int, text: str) -> None:
     assert size(nbytes) == text
-
-
-def test_messages_of_gloo_are_shortened() -> None:
-    found = readable(
-        'RuntimeError: [/__w/pytorch/gloo/transport/tcp/pair.cc:545] Read error [127.0.1.1]:9: '
-        'Connection reset by peer. GLHF! \U000f0000'
-    )
-    assert found == 'RuntimeError: Read error [127.0.1.1]:9: Connection reset by peer.'
-    assert readable('rank 1 (pid 5) was killed by SIGKILL') == (
-        'rank 1 (pid 5) was killed by SIGKILL'
-    )

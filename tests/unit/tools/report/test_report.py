@@ -12,11 +12,10 @@ import pytest
 
 from moevement_ext.events import FailureDetected, WorkerStarted
 from tests.unit.tools.runs import localized_run, write
-from tests.unit.tools.samples import event
 from tools.lab.history import Episode, History
 from tools.plan import __main__ as plan
 from tools.report.__main__ import main
-from tools.report.charts import of_run, pace_chart
+from tools.report.charts import pace_chart
 from tools.report.page import _headline
 
 
@@ -78,18 +77,6 @@ def test_no_line_is_drawn_through_an_outage() -> None:
     assert float(before.split(' L')[-1].split(',')[0]) < 100 * 10.5 / 26
     assert float(after.split(',')[0]) > 100 * 15 / 26
     assert [text for _, text in chart.ticks] == ['0', '500 ms', '1 s']
-
-
-def test_many_ranks_are_drawn_by_stage() -> None:
-    events = [
-        event(type(one), 4 * copy + one.rank, one.time, pid=1000 * copy + one.pid,
-              iteration=one.iteration, **one.own_fields())
-        for copy in range(20) for one in localized_run()
-    ]  # fmt: skip
-    drawn = of_run(History(events))
-    assert {title: list(lanes) for title, lanes in drawn.items()} == {
-        'stage 0': ['40 ranks'], 'stage 1': ['40 ranks'],
-    }  # fmt: skip
 
 
 def test_forecast_is_compared_with_the_run(

@@ -15,14 +15,13 @@ from moevement_ext.events import (
     Event,
     RecoveryPhase,
     WindowCommitted,
-    WindowPersisted,
 )
 from tests.unit.tools.runs import localized_run, write
 from tests.unit.tools.samples import event
 from tools.lab.following import Follower
 from tools.lab.history import History
 from tools.lab.plots import Doing
-from tools.status import main, missing, show, silent, stages
+from tools.status import missing, show, silent, stages
 
 ROOT = Path(__file__).resolve().parents[4]
 
@@ -66,16 +65,6 @@ def test_a_job_that_writes_nothing_is_shown_as_silent(
     assert capture.get().startswith(f'\x1b[1;{colour}m{said}')
 
 
-def test_a_window_that_is_not_safe_for_long_stands_out() -> None:
-    stuck = [one for one in localized_run(finished=False)
-             if not (isinstance(one, WindowPersisted) and one.start > 8)]  # fmt: skip
-    console = Console(width=160, force_terminal=True, color_system='standard')
-    with console.capture() as capture:
-        console.print(show(History(stuck), 27.0))
-    assert '\x1b[31mnewest window that all have begins at 8, 10 iterations ago' in capture.get()
-    assert '\x1b[31mnewest' not in shown(until(22), 23.0)
-
-
 def test_silent_and_missing_ranks() -> None:
     events = [one for one in localized_run(finished=False) if one.rank != 1 or one.time < 18]
     assert silent(History(events)) == [1]
@@ -101,15 +90,6 @@ class TestFollower:
         assert follower.look()
         assert follower.events == localized_run()
 
-    def test_files_of_the_next_job_replace_those_of_the_last(self, tmp_path: Path) -> None:
-        folder = write(tmp_path / 'events', localized_run())
-        follower = Follower(folder)
-        assert follower.look()
-        folder.rename(tmp_path / 'before')  # keeps the inodes in use
-        write(folder, until(2.5))
-        assert follower.look()
-        assert follower.events == until(2.5)
-
 
 def test_screen_follows_a_job_to_its_end(tmp_path: Path) -> None:
     write(tmp_path, until(12))
@@ -120,12 +100,3 @@ def test_screen_follows_a_job_to_its_end(tmp_path: Path) -> None:
         write(tmp_path, [one for one in localized_run() if one.time >= 12])
         said, _ = shell.communicate(timeout=120)
     assert shell.returncode == 0 and 'finished at iteration 18' in said
-
-
-@pytest.mark.parametrize('flags', [[], ['--once']])
-def test_mistakes_end_in_one_line(
-    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([str(tmp_path / 'nowhere'), *flags]) == 2
-    [line] = capsys.readouterr().err.splitlines()
-    assert re.match(r'status: .*nowhere: .*--sparse-ckpt-events', line)

@@ -15,7 +15,7 @@ import pytest
 
 pytestmark = pytest.mark.timed
 
-ROOT = Path(__file__).resolve().parents[4]
+ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = ROOT / 'scripts' / 'gpu_check.sh'
 PROGRAMS = ('tests/gpu', 'tests/gpu/jobs', 'tests/conftest.py', 'pretrain_gpt.py')
 """What the check runs; names of modules that these start are in their texts."""
