@@ -31,7 +31,7 @@ def parse(argv: Sequence[str]) -> LaunchConfig:
     parser = _parser()
     args = parse_before_program(parser, argv)
     try:
-        return configured(args, args.nodes, fork=args.fork, share_gpu=args.share_gpu)
+        return configured(args, args.nodes, share_gpu=args.share_gpu)
     except ConfigurationError as error:
         parser.error(str(error))
 
@@ -73,15 +73,15 @@ def configured(args: argparse.Namespace, nodes: int, **more: Any) -> LaunchConfi
     if not Path(program).is_file():
         raise ConfigurationError(f'{program}: no such program; give the path of a file.')
     importable = _is_importable(program)
-    fork, spares = more.get('fork', False), args.spares
+    spares = args.spares
     if spares is None:
-        spares = int(importable and not fork)
-        if not (importable or fork):
-            say_of_launcher(f'a replacement starts fresh: declare {DECLARATION} in {program}')
-    if (spares or fork) and not importable:
+        spares = int(importable)
+        if not importable:
+            say_of_launcher(f'every worker starts fresh: declare {DECLARATION} in {program}')
+    elif spares and not importable:
         raise ConfigurationError(
-            f'{"--fork" if fork else f"--spares {spares}"}: {program} does not declare '
-            f'{DECLARATION} (see docs/api.md): leave out this flag.'
+            f'--spares {spares}: {program} does not declare {DECLARATION} (see docs/api.md): leave '
+            'out this flag.'
         )
     return LaunchConfig(
         program=program,
@@ -119,20 +119,6 @@ def _parser() -> argparse.ArgumentParser:
     number = {'type': int, 'metavar': 'N'}
     add('--nodes', **number, required=True, help='Number of emulated nodes.')
     add(
-        '--spares',
-        **number,
-        help='Hot spares: idle processes that have imported the program. If the program can be '
-        'forked, one spare serves any number of workers. Default: 1 if the program declares '
-        f'{DECLARATION}, else 0; with --fork 0.',
-    )
-    add(
-        '--fork',
-        action='store_true',
-        help='Import the program once and fork every worker from that process: workers start in a '
-        'fraction of a second. Use it only if no import of the program starts a thread or uses a '
-        f'GPU, and the program declares {DECLARATION}.',
-    )
-    add(
         '--share-gpu',
         action='store_true',
         help='Run all workers on the first GPU. Each is a separate host to NCCL, which then uses '
@@ -147,6 +133,14 @@ def add_shared(parser: argparse.ArgumentParser) -> None:
     add: Callable[..., object] = parser.add_argument
     number = {'type': int, 'metavar': 'N'}
     add('--workers-per-node', **number, default=1, help='Ranks on each node. Default: 1.')
+    add(
+        '--spares',
+        **number,
+        help='Hot spares on each node: processes that import the program, of which all workers are '
+        'forks. One is enough, unless that import starts threads or uses a GPU: then workers start '
+        'fresh, and each spare can replace one. 0: none, which leaves their memory to training. '
+        f'Default: 1 if the program declares {DECLARATION}, else 0.',
+    )
     add(
         '--max-restarts',
         **number,

@@ -95,13 +95,8 @@ def variables_here(config: LaunchConfig, rank: int, restarts: int) -> dict[str, 
 def check_devices(config: LaunchConfig) -> None:
     """Check that each worker has its own GPU, unless all share one or no GPU is in use.
 
-    Raises `ConfigurationError` also for `--fork` with GPUs, and if there is no GPU to share.
+    Raises `ConfigurationError` also if there is no GPU to share.
     """
-    if config.fork and torch.cuda.is_available():
-        raise ConfigurationError(
-            '--fork: CUDA does not work in a fork; leave out --fork. CUDA_VISIBLE_DEVICES= (empty) '
-            'runs on the CPU.'
-        )
     if config.share_gpu:
         if not torch.cuda.is_available():
             raise ConfigurationError('--share-gpu: there is no GPU here; leave it out.')

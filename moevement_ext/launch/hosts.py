@@ -75,8 +75,6 @@ class SlurmStarter:
         self._met = False
         self._gathered = False
         self._reserve: messages.Reserve | None = None
-        # Number of hot spares on each node with a seat.
-        self._spares = 0
 
     def open(self, port: int) -> None:
         """Prepare for workers that use the store at `port`; the first call starts all agents."""
@@ -98,12 +96,6 @@ class SlurmStarter:
         child = self._children.add(rank, restarts, {**self._variables, **own}, on_iteration)
         self._start_waiting()
         return child
-
-    def keep_spares(self) -> None:
-        self._spares = self._config.spares
-        for node in self._nodes.values():
-            if node.seat is not None:
-                node.send(messages.KeepSpares(self._spares))
 
     def reserve(self, memory: Path, files: Sequence[Sequence[int]]) -> None:
         seats = [self._config.ranks_of(seat) for seat in range(self._config.nodes)]
@@ -240,8 +232,7 @@ class SlurmStarter:
             return False
         node.seat = seat
         self._report(NodeSeated(node.host, seat))
-        if node.is_hot or self._spares:
-            node.send(messages.KeepSpares(self._spares))
+        node.send(messages.KeepSpares(self._config.spares))
         return True
 
     def _look_for_another(self, seat: int) -> None:

@@ -43,11 +43,9 @@ class LaunchConfig:
     nodes: int = 1
     workers_per_node: int = 1
     spares: int = 0
-    """Hot spares: processes that have imported the program and wait for a worker to die."""
+    """Hot spares on each node: processes that import the program, and fork or become workers."""
     importable: bool = True
     """Spares may import the program."""
-    fork: bool = False
-    """Fork all workers from one process that has imported the program."""
     max_restarts: int = 100
     """Limit of replacements, or of restarts of all workers; the next death ends the job."""
     log_dir: Path | None = None
@@ -66,15 +64,6 @@ class LaunchConfig:
         _at_least('--spares', self.spares, 0)
         _at_least('--max-restarts', self.max_restarts, 0)
         _at_least('--grace', self.grace_s, 0)
-        if self.fork and self.spares:
-            raise ConfigurationError(
-                f'--spares {self.spares} --fork: a forked worker has imported the program, as a '
-                'spare has; leave out --spares.'
-            )
-        if self.fork and self.share_gpu:
-            raise ConfigurationError(
-                '--fork --share-gpu: CUDA does not work in a fork; leave out --fork.'
-            )
         for fault in self.faults:
             self._check(fault)
 

@@ -31,9 +31,10 @@ class WorkerLaunched(Event, frozen=True):
     restarts: int
     """Number of restarts of this rank."""
     was_spare: bool
+    """A hot spare forked it, or became it."""
 
     def __str__(self) -> str:
-        how = 'a hot spare takes over' if self.was_spare else 'started'
+        how = 'a hot spare takes over' if self.was_spare and self.restarts else 'started'
         return f'rank {self.rank}: {how}, pid {self.pid}, restart {self.restarts}'
 
 
@@ -124,30 +125,33 @@ class SpareReady(Event, frozen=True):
     """A hot spare has imported the program."""
 
     pid: int
+    forks: bool = True
+    """It can fork any number of workers; otherwise it can become one."""
 
     def __str__(self) -> str:
-        return f'hot spare ready, pid {self.pid}'
+        why = ': importing the program starts threads or uses a GPU, so that workers start fresh'
+        return f'hot spare ready, pid {self.pid}{"" if self.forks else why}'
 
 
 class SpareEnded(Event, frozen=True):
-    """A hot spare ended before use; one that was never ready is replaced after the next start."""
+    """A hot spare ended before use; one that was never ready is replaced when a worker is."""
 
     pid: int
     code: int
     was_ready: bool
 
     def __str__(self) -> str:
-        how = '' if self.was_ready else ' before it was ready: one less until a worker starts'
+        how = '' if self.was_ready else ' before it was ready: one less until a worker is replaced'
         return f'hot spare (pid {self.pid}) {describe_exit(self.code)}{how}'
 
 
 class SpareMissing(Event, frozen=True):
-    """A hot spare could not start; there is one fewer until a worker starts."""
+    """A hot spare could not start; there is one fewer until a worker is replaced."""
 
     reason: str
 
     def __str__(self) -> str:
-        return f'a hot spare cannot be started, one less until a worker starts: {self.reason}'
+        return f'a hot spare cannot be started, one less until a worker is replaced: {self.reason}'
 
 
 class FaultStaged(Event, frozen=True):

@@ -54,18 +54,15 @@ class LocalStarter:
             job = messages.program(self._config, default_variables_here(self._config))
             own = secret.variables()
             self._machine = Machine(job, own, self._own, self._send, self._report)
+            self.send(messages.KeepSpares(self._config.spares))
 
     def start(
         self, rank: int, restarts: int, on_iteration: Callable[[int], None] | None = None
     ) -> RemoteChild:
-        """Start or restart a rank: from a hot spare, by a fork of the template, or from scratch."""
         own = variables_here(self._config, rank, restarts)
         child = self._children.add(rank, restarts, {**self._variables, **own}, on_iteration)
         child.start_on(self)
         return child
-
-    def keep_spares(self) -> None:
-        self.send(messages.KeepSpares(self._config.spares))
 
     def reserve(self, memory: Path, files: Sequence[Sequence[int]]) -> None:
         """Does nothing: no rank moves to another node."""

@@ -9,8 +9,8 @@ import os
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -20,9 +20,9 @@ from moevement_ext.launch import messages
 from moevement_ext.launch.child import Child, FdLoop, SpawnedChild
 from moevement_ext.launch.launch_config import LaunchConfig
 from moevement_ext.launch.output import Relay, last_lines, say_of_launcher
+from moevement_ext.launch.remote import NO_ENDS
 from moevement_ext.launch.spare_pool import SparePool
 from moevement_ext.launch.staged_faults import logged_iteration
-from moevement_ext.launch.template import Template, TemplateLost
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.reservation import ReservedPages
 from moevement_ext.memory.shelf import directories_of
@@ -76,10 +76,9 @@ class Machine:
         self._environment = {**job.defaults, **os.environ, **variables}
         self._loop = loop
         self._send = send
-        self.spares = SparePool(self._config, self._environment, loop, report)
-        self._template = (
-            Template.spawn(job.program, job.flags, self._environment) if job.fork else None
-        )
+        start = self._start_ordered
+        self.spares = SparePool(self._config, self._environment, loop, report, start)
+        self._ordered: deque[messages.StartWorker] = deque()
         self._running: dict[int, _Running] = {}
         self._logs = set[Path]()
         self._pages: ReservedPages | None = None
@@ -89,9 +88,10 @@ class Machine:
         """Carry out an order of the supervisor."""
         match message:
             case messages.StartWorker():
-                self._start(message)
-            case messages.Signal(key, number) if key in self._running:
-                self._running[key].child.signal(number)
+                self._ordered.append(message)
+                self._start_ordered()
+            case messages.Signal(key, number):
+                self._signal(key, number)
             case messages.KeepSpares(count):
                 self.spares.keep(count)
             case messages.Reserve(directory, run_id, sizes):
@@ -109,11 +109,23 @@ class Machine:
                 self._loop.forget(running.relay.fd)
                 os.close(running.relay.fd)
         self.spares.close()
-        if self._template is not None:
-            self._template.close()
         if self._pages is not None:
             self._end_reserving(self._pages)
             self._pages.remove()
+
+    def _start_ordered(self) -> None:
+        """Start the ordered workers, unless the process that will fork them still imports."""
+        while self._ordered and not self.spares.is_awaited:
+            self._start(self._ordered.popleft())
+
+    def _signal(self, key: int, number: int) -> None:
+        if key in self._running:
+            self._running[key].child.signal(number)
+            return
+        for order in [order for order in self._ordered if order.key == key]:
+            if number not in NO_ENDS:
+                self._ordered.remove(order)
+                self._send(messages.Ended(key, -number, []))
 
     def _start(self, order: messages.StartWorker) -> None:
         """Start a worker; an OS error that lasts, or of its log, counts as the worker's end."""
@@ -139,7 +151,6 @@ class Machine:
         self._running[order.key] = _Running(child, node, log, relay)
         self._loop.watch(child.death, partial(self._ended, order.key))
         self._send(messages.Started(order.key, child.pid, was_spare=was_spare))
-        self.spares.retry()
 
     def _once_there_is_room[T](self, step: Callable[[], T]) -> T:
         """Repeat `step` for some seconds while it fails for lack of processes or memory.
@@ -159,7 +170,10 @@ class Machine:
         """Start a worker; the flag is True if a hot spare forked the worker or became it."""
         environment = {**self._environment, **variables}
         spare = self.spares.take(environment, output)
-        return spare or self._new_process(environment, output), spare is not None
+        if spare is not None:
+            return spare, True
+        command = [self._config.program, *self._config.flags]
+        return SpawnedChild(command, environment, output), False
 
     def _relayed(self, order: messages.StartWorker) -> tuple[Relay, BinaryIO]:
         """Create a pipe to this process's output; returns its relay and its write end."""
@@ -184,17 +198,12 @@ class Machine:
         self._logs.add(log)
         return output
 
-    def _new_process(self, environment: Mapping[str, str], output: BinaryIO) -> Child:
-        command = [self._config.program, *self._config.flags]
-        if self._template is not None:
-            with suppress(TemplateLost):
-                return self._template.start(command, environment, output)
-        return SpawnedChild(command, environment, output)
-
     def _ended(self, key: int) -> None:
         running = self._running.pop(key)
         self._loop.forget(running.child.death)
         code = running.child.reap()
+        if code:
+            self.spares.retry()
         if running.relay is not None:
             self._loop.forget(running.relay.fd)
             running.relay.finish()

@@ -76,11 +76,10 @@ class Program(msgspec.Struct, frozen=True, tag=True):
     log_dir: str | None
     defaults: dict[str, str]
     """Environment variables of the workers that the user may override."""
-    fork: bool
 
 
 class StartWorker(msgspec.Struct, frozen=True, tag=True):
-    """Start a worker, from a hot spare if one is ready."""
+    """Start a worker, from a hot spare if there is one."""
 
     key: int
     rank: int
@@ -98,7 +97,7 @@ class Signal(msgspec.Struct, frozen=True, tag=True):
 
 
 class KeepSpares(msgspec.Struct, frozen=True, tag=True):
-    """Change the number of hot spares; surplus spares stay until they are used."""
+    """Change the number of hot spares, at first 0; surplus spares stay until they are used."""
 
     count: int
 
@@ -134,7 +133,7 @@ FROM_SUPERVISOR: msgspec.msgpack.Decoder[FromSupervisor] = msgspec.msgpack.Decod
 def program(config: LaunchConfig, defaults: dict[str, str]) -> Program:
     here = _directory()
     log_dir = None if config.log_dir is None else str(here / config.log_dir)
-    return Program(str(here), config.program, list(config.flags), log_dir, defaults, config.fork)
+    return Program(str(here), config.program, list(config.flags), log_dir, defaults)
 
 
 def _directory() -> Path:

@@ -24,9 +24,11 @@ from moevement_ext.launch.messages import (
 from moevement_ext.membership.mailbox import PROCESS, new_process
 from moevement_ext.memory.node_store import NodeStore
 
-_TO_START_S = 300.0
+# Includes the import of the program, for which the workers of a node wait.
+_TO_START_S = 900.0
 _LOST = -signal.SIGKILL
-_NOT_AN_END = signal.SIGSTOP, signal.SIGCONT
+NO_ENDS = signal.SIGSTOP, signal.SIGCONT
+"""Signals that do not end a worker which is still to be started."""
 
 
 class _Commands(Protocol):
@@ -128,7 +130,7 @@ class RemoteChild(Child):
             return
         if self.node is not None:
             self.node.send(Signal(self.order.key, number))
-        elif number not in _NOT_AN_END:
+        elif number not in NO_ENDS:
             self.end(-number)
 
     def _how_it_ended(self) -> int:
@@ -208,9 +210,6 @@ class Starter(Protocol):
 
         `on_iteration` is called with the iterations that the worker logs, if it has no log file.
         """
-
-    def keep_spares(self) -> None:
-        """Start hot spares; called once all workers run, as spares are not urgent."""
 
     def reserve(self, memory: Path, files: Sequence[Sequence[int]]) -> None:
         """Reserve host memory for ranks that may move to another node.

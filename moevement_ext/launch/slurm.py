@@ -149,14 +149,6 @@ def _parser() -> argparse.ArgumentParser:
         f'if it declares {DECLARATION}. Default: 0.',
     )
     add(
-        '--spares',
-        **number,
-        help='Hot spares on each training node: idle processes that have imported the program. If '
-        'the program can be forked, one spare serves all workers. 0: none, which leaves their '
-        'memory to training. Default: 1 if the program declares '
-        f'{DECLARATION}, else 0.',
-    )
-    add(
         '--requeue',
         action='store_true',
         help='Requeue the Slurm job when a node is lost and no spare is left. The job continues '

@@ -175,7 +175,7 @@ def import_program(program: str, flags: list[str]) -> Callable[[], None]:
     """Run a program as `python <program>` does, up to its main guard, which the result runs."""
     parts = split(program)
     if parts is None:
-        sys.exit(f'{program} does not declare {DECLARATION}, which --spares and --fork need')
+        sys.exit(f'{program} does not declare {DECLARATION}, which --spares needs')
     sys.path[0] = os.path.dirname(os.path.realpath(program))
     sys.argv = [program, *flags]
     main = sys.modules['__main__'] = ModuleType('__main__')

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps hot spares, which start in the background, to replace dead workers."""
+"""Keeps hot spares, of which workers are forks, or which become workers."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -15,9 +15,10 @@ from moevement_ext.launch.template import Template, TemplateLost
 class SparePool:
     """Processes that import the program in advance.
 
-    A spare that can fork serves any number of workers. If the program cannot be forked, as its
-    import starts threads or uses a GPU, each spare becomes one worker. `environment` is that of
-    the import; `loop` calls this object when a spare is ready or dead.
+    A spare that can fork serves any number of workers, the first ones too. If the program cannot be
+    forked, as its import starts threads or uses a GPU, each spare becomes one worker.
+    `environment` is that of the import; `loop` calls this object when a spare is ready or dead, and
+    this calls `then` afterwards.
     """
 
     def __init__(
@@ -26,14 +27,18 @@ class SparePool:
         environment: Mapping[str, str],
         loop: FdLoop,
         report: Callable[[Event], None],
+        then: Callable[[], None],
     ) -> None:
         self._config = config
         self._environment = environment
         self._loop = loop
         self._report = report
+        self._then = then
         self._asked = self._wanted = 0
         # Set once a spare has reported that it cannot fork.
         self._each_is_one = False
+        # The last import has failed, as the workers' may not.
+        self._failed = False
         self._importing: list[Template] = []
         self._ready: list[Template] = []
 
@@ -64,6 +69,12 @@ class SparePool:
                 self._fill()
             return child
         return None
+
+    @property
+    def is_awaited(self) -> bool:
+        """True while workers should wait for a spare, which saves them the import."""
+        serves_all = not (self._each_is_one or self._failed)
+        return serves_all and bool(self._importing) and not self._ready
 
     @property
     def count(self) -> tuple[int, int]:
@@ -107,9 +118,11 @@ class SparePool:
         if spare.handle_message():
             self._importing.remove(spare)
             self._ready.append(spare)
-            self._report(SpareReady(spare.process.pid))
+            self._report(SpareReady(spare.process.pid, bool(spare.forks)))
             self._each_is_one = not spare.forks
+            self._failed = False
             self._fill()
+            self._then()
 
     def _died(self, spare: Template) -> None:
         was_ready = spare in self._ready
@@ -117,8 +130,10 @@ class SparePool:
         pid, code = spare.process.pid, self._drop(spare)
         self._report(SpareEnded(pid, code, was_ready))
         if not was_ready:
+            self._failed = True
             self._wanted -= 1  # another spare would end in the same way now
         self._fill()
+        self._then()
 
     def _drop(self, spare: Template) -> int:
         self._loop.forget(spare.fd)

@@ -179,7 +179,6 @@ class Supervisor:
             worker = Worker(rank)
             self._start(worker, 0)
             self.workers.append(worker)
-        self._starter.keep_spares()
         next_poll = time.monotonic()
         while not all(worker.finished for worker in self.workers):
             self._loop.turn(_POLL_S)
@@ -301,7 +300,6 @@ class Supervisor:
         self._starter.open(self.store.port)
         for any_worker in self.workers:
             self._start(any_worker, restarts)
-        self._starter.keep_spares()
 
     def _stop(self, workers: list[Worker]) -> None:
         for worker in workers:

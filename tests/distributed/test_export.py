@@ -23,7 +23,7 @@ WINDOW = ['--sparse-ckpt-window', '3']
 
 def export(job: Cluster, directory: Path, dense: Path) -> None:
     launcher = ['-m', 'moevement_ext.launch.command_line']
-    command = [sys.executable, *launcher, '--nodes', '2', '--fork', '--']
+    command = [sys.executable, *launcher, '--nodes', '2', '--']
     command += [str(ROOT / 'pretrain_gpt.py'), *job.flags]
     windows = ['export', str(directory), '--to', 'torch_dist', '--output', str(dense)]
     assert main([*windows, '--', *command]) == 0

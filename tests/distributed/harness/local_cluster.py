@@ -27,8 +27,6 @@ TIMEOUT_S = 300.0
 def launch(job: Cluster, *flags: str, mutation: str | None = None) -> tuple[int, str]:
     """Run the job to its end; return its exit status and its output.
 
-    The workers are forked from one process, so that the program is imported once.
-
     Args:
         job: a job with one worker on each emulated node.
         flags: flags of the launcher.
@@ -43,7 +41,7 @@ def launch(job: Cluster, *flags: str, mutation: str | None = None) -> tuple[int,
             called=f'{module}.{function}()' if module else 'pass',
         )
     )
-    command = [sys.executable, '-m', 'moevement_ext.launch.command_line', '--fork']
+    command = [sys.executable, '-m', 'moevement_ext.launch.command_line']
     command += ['--nodes', str(job.ranks), *flags, '--', str(program), *job.flags]
     log = job.directory / f'launcher{job.attempts}.log'
     job.attempts += 1

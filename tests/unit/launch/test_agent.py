@@ -45,7 +45,7 @@ def test_workers_end_when_the_supervisor_falls_silent(
     """Otherwise a rank could run on this node and on a spare node."""
     monkeypatch.setattr(messages, 'SILENT_S', 2.0)
     here, supervisor = connected()
-    program = messages.Program('/', str(job.program), ['x'], None, {}, fork=False)
+    program = messages.Program('/', str(job.program), ['x'], None, {})
     agent = Agent(here, program, 'a', Devices(None), bytes(32))
     supervisor.send(messages.StartWorker(7, 3, VARIABLES, watched=False))
     agent.run()
@@ -62,7 +62,7 @@ def test_busy_agent_sends_heartbeats_and_survives(
     monkeypatch.setattr(messages, 'SILENT_S', 5.0)
     monkeypatch.setattr(link, '_HEARTBEAT_S', 0.1)
     here, supervisor = connected()
-    program = messages.Program('/', str(job.program), ['3.0=exit:0'], str(tmp_path), {}, fork=False)
+    program = messages.Program('/', str(job.program), ['3.0=exit:0'], str(tmp_path), {})
     agent = Agent(here, program, 'a', Devices(None), bytes(32))
     log, alias = tmp_path / 'rank3.log', tmp_path / 'alias'
     os.mkfifo(log)  # open() blocks until there is a reader

@@ -63,18 +63,18 @@ def test_spares_need_a_declaration(
     launched = ['--', str(job.program)]
     found = parse(['--nodes', '1', *launched])
     assert (found.spares, found.importable) == (int(declares), declares)
-    fresh = f'a replacement starts fresh: declare MOEVEMENT_SPARES = True in {job.program}\n'
+    fresh = f'every worker starts fresh: declare MOEVEMENT_SPARES = True in {job.program}\n'
     said = capsys.readouterr().err
     assert said.endswith(fresh) if not declares else said == ''
     assert parse(['--nodes', '1', '--spares', '0', *launched]).spares == 0
-    for flags in (['--fork'], ['--spares', '2']):
-        if declares:
-            assert parse(['--nodes', '1', *flags, *launched]).spares == 2 * ('2' in flags)
-            continue
-        with pytest.raises(SystemExit):
-            parse(['--nodes', '1', *flags, *launched])
-        refused = f'{" ".join(flags)}: {job.program} does not declare MOEVEMENT_SPARES = True'
-        assert refused in capsys.readouterr().err
+    asked = ['--nodes', '1', '--spares', '2', *launched]
+    if declares:
+        assert parse(asked).spares == 2
+        return
+    with pytest.raises(SystemExit):
+        parse(asked)
+    refused = f'--spares 2: {job.program} does not declare MOEVEMENT_SPARES = True'
+    assert refused in capsys.readouterr().err
 
 
 @pytest.mark.parametrize('end', ['train()', GUARD + 'print("trained")', 'if __name__: train()'])
@@ -100,7 +100,6 @@ def test_spares_need_a_main_guard_at_the_end(
         ('--nodes 1 --workers-per-node 0 -- PROGRAM', '--workers-per-node 0 must be at least 1'),
         ('--nodes 1 --spares -1 -- PROGRAM', '--spares -1 must be at least 0'),
         ('--nodes 1 --max-restarts -1 -- PROGRAM', '--max-restarts -1 must be at least 0'),
-        ('--nodes 1 --fork --share-gpu -- PROGRAM', '--fork --share-gpu: CUDA does not work in a'),
         ('--nodes 1 -- nowhere.py', 'nowhere.py: no such program'),
         (
             '--nodes 1 --kill 8 -- PROGRAM',
@@ -130,11 +129,9 @@ def test_invalid_flags_are_named(
 
 
 @contextmanager
-def launched(
-    job: Job, start: str = '--spares=1'
-) -> Iterator[tuple[subprocess.Popen[str], list[psutil.Process]]]:
+def launched(job: Job) -> Iterator[tuple[subprocess.Popen[str], list[psutil.Process]]]:
     """The command with two workers and a spare, after all of them have started their program."""
-    flags = ['--nodes', '2', start, '--', str(job.program), '1.0=print:two words']
+    flags = ['--nodes', '2', '--', str(job.program), '1.0=print:two words']
     command = [*COMMAND, *flags]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -142,14 +139,11 @@ def launched(
         family: list[psutil.Process] = []
         try:
             assert process.stdout is not None
-            wanted = {'importing', '[rank 1] two words', '[launcher] hot spare ready'}
-            if start == '--fork':
-                wanted = {'rank 0: started', '[rank 1] two words'}
+            wanted = {'importing', '[rank 1] two words', 'rank 0: started'}
             while wanted:
                 line = process.stdout.readline()
                 assert line, f'ended without {wanted}'
                 line = re.sub(r'^\[launcher \d\d:\d\d:\d\d\]', '[launcher]', line)
-                # The spare imports the program, too, and writes without a prefix, maybe in between.
                 wanted -= {text for text in wanted if text in line}
             family = psutil.Process(process.pid).children()
             yield process, family
@@ -160,9 +154,8 @@ def launched(
                     worker.kill()
 
 
-@pytest.mark.parametrize('start', ['--spares=1', '--fork'])
-def test_all_processes_die_with_a_killed_launcher(start: str, job: Job) -> None:
-    with launched(job, start) as (process, family):
+def test_all_processes_die_with_a_killed_launcher(job: Job) -> None:
+    with launched(job) as (process, family):
         assert len(family) == 3
         process.kill()
         assert all(dies(worker.pid) for worker in family)

@@ -113,15 +113,6 @@ def test_workers_sharing_a_gpu_have_distinct_host_ids(
     assert 'NCCL_HOSTID' not in variables_here(apart, 0, 0)
 
 
-def test_fork_is_refused_on_a_machine_with_a_gpu(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = LaunchConfig(str(job.program), fork=True)
-    monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
-    check_devices(config)
-    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
-    with pytest.raises(ConfigurationError, match='--fork: CUDA does not work in a fork'):
-        check_devices(config)
-
-
 def test_share_gpu_without_a_gpu_is_refused(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
     with pytest.raises(ConfigurationError, match='--share-gpu: there is no GPU here'):

@@ -118,7 +118,7 @@ def test_worker_that_dies_on_a_healthy_host_is_forked_there(job: SlurmJob) -> No
     job.finish_when = lambda: len(job.started(1)) == 3
     flags = ('1.0=kill:ready', '1.1=kill')
     assert job.on_hosts('ab', *flags, nodes=2, spares=1).run() == 0
-    assert [event.was_spare for event in job.started(1)] == [False, True, True]
+    assert [event.was_spare for event in job.started(1)] == [True, True, True]
     assert {job.attempt(1, n)['env']['MOEVEMENT_NODE'] for n in range(3)} == {'b'}
     assert len(job.spares()) == 2
 
@@ -126,10 +126,14 @@ def test_worker_that_dies_on_a_healthy_host_is_forked_there(job: SlurmJob) -> No
 def test_seated_spare_host_keeps_one_spare_process(job: SlurmJob) -> None:
     """It had as many spares as workers; the remaining one replaces any worker that dies."""
 
-    job.on(SpareReady, lambda event: job.lose('b'), nth=3)
+    def lose_when_ready(event: Event) -> None:
+        if len(job.spares()) == 3 and job.started(1) and not job.dead:
+            job.lose('b')
+
+    job.on_event = lose_when_ready
     job.finish_when = lambda: len(job.started(1)) == 3
     assert job.on_hosts('abc', '1.1=kill', nodes=2, spares=1).run() == 0
-    assert [event.was_spare for event in job.started(1)] == [False, True, True]
+    assert [event.was_spare for event in job.started(1)] == [True, True, True]
     assert job.attempt(1, 2)['env']['MOEVEMENT_NODE'] == 'c'
 
 

@@ -7,6 +7,8 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,6 +45,15 @@ os.fork = fork_if_there_is_room
 """
 """Beginning of a program: one fork finds no room, that of the spare or that of its fork."""
 
+FAILS_ONCE = """
+import os, pathlib, sys, time
+met = pathlib.Path(sys.argv[0]).parent / 'met'
+if 'RANK' not in os.environ and not met.exists():
+    met.touch()
+    os.kill(os.getpid(), 9)
+"""
+"""Beginning of a program: the import of the first spare fails."""
+
 GUARDED = """
 import pickle
 
@@ -67,14 +78,16 @@ def test_ready_spare_takes_over(
 ) -> None:
     if not forks:
         starts_a_thread(job)
-    job.on(SpareReady, lambda event: job.touch('ready'), nth=1)
-    spares = 1 if forks else 2  # a second spare was started
+    replaces, spares = (1, 1) if forks else (2, 3)  # the first one has become rank 0
+    job.on(SpareReady, lambda event: job.touch('ready'), nth=replaces)
     job.finish_when = lambda: len(job.spares()) == spares and len(job.started(1)) == 2
     log_dir = tmp_path / 'logs' if logged else None
     flags = ('1.0=kill:ready', '1.1=print:second')
     assert job.run(*flags, nodes=2, spares=1, log_dir=log_dir) == 0
 
-    spare, worker = job.spares()[0].pid, job.started(1)[1]
+    spare, worker = job.spares()[replaces - 1].pid, job.started(1)[1]
+    assert {event.forks for event in job.spares()} == {forks}
+    assert [event.was_spare for event in job.started() if event.restarts == 0] == [True, forks]
     assert worker == WorkerLaunched(1, worker.pid, 1, was_spare=True)
     assert (worker.pid == spare) is not forks
     first, second = job.attempt(1, 0), job.attempt(1, 1)
@@ -84,29 +97,34 @@ def test_ready_spare_takes_over(
     differing = {'TORCHELASTIC_RESTART_COUNT', 'MOEVEMENT_PROCESS'}
     assert {k for k in first['env'] if second['env'].get(k) != first['env'][k]} == differing
     if logged:
-        assert (tmp_path / 'logs' / 'rank1.log').read_text() == 'importing\nsecond\n'
+        own = '' if forks else 'importing\n'
+        assert (tmp_path / 'logs' / 'rank1.log').read_text() == f'{own}second\n'
         assert (tmp_path / 'logs' / 'spares.log').read_text() == 'importing\n' * spares
     else:
         assert '[rank 1] second\n' in capsys.readouterr().out
     assert job.seen(SpareEnded) == []
 
 
-def test_one_forking_spare_replaces_any_number_of_workers(job: Job, tmp_path: Path) -> None:
-    job.on(SpareReady, lambda event: job.touch('ready'))
+@pytest.mark.parametrize('survive', [True, False])
+def test_one_spare_forks_all_workers(job: Job, survive: bool) -> None:
     job.finish_when = lambda: all(len(job.started(rank)) == 3 for rank in (0, 1))
-    flags = [f'{rank}.{attempt}=kill:ready' for rank in (0, 1) for attempt in (0, 1)]
-    assert job.run(*flags, nodes=2, spares=2) == 0
-    assert len(job.spares()) == 1
-    assert {event.was_spare for event in job.started() if event.restarts} == {True}
+    flags = [f'{rank}.{attempt}=kill' for rank in (0, 1) for attempt in (0, 1)]
+    flags = flags if survive else flags[2:]
+    assert job.run(*flags, survive=survive, nodes=2, spares=2) == 0
+    [spare] = job.spares()
+    assert {event.was_spare for event in job.started()} == {True}
+    seen = [job.attempt(rank, restarts) for rank in (0, 1) for restarts in range(3)]
+    assert {one['imported']['pid'] for one in seen} == {spare.pid}
+    assert {one['imported']['rank'] for one in seen} == {None}
+    assert all(one['argv'] == [str(job.program), *flags] for one in seen)
 
 
 def test_workers_outlive_the_spare_that_forked_them(job: Job) -> None:
-    job.on(SpareReady, lambda event: job.touch('ready'))
-    job.on(WorkerLaunched, lambda event: os.kill(job.spares()[0].pid, signal.SIGKILL), restarts=1)
+    job.on(WorkerLaunched, lambda event: os.kill(job.spares()[0].pid, signal.SIGKILL))
     job.finish_when = lambda: len(job.spares()) == 2
-    assert job.run('0.0=kill:ready', spares=1) == 0
+    assert job.run(spares=1) == 0
     assert [event.code for event in job.seen(SpareEnded)] == [-9]
-    assert ended(job) == {0: [-9, 0]}
+    assert ended(job) == {0: [0]}
 
 
 @pytest.mark.parametrize('forks', [True, False])
@@ -115,12 +133,13 @@ def test_worker_of_a_spare_is_as_a_new_process(job: Job, forks: bool) -> None:
     job.program.write_text(program + GUARDED)
     if not forks:
         starts_a_thread(job)
-    job.on(SpareReady, lambda event: job.touch('ready'))
-    job.finish_when = lambda: len(job.started(0)) == 2
-    assert job.run('0.0=kill:ready', '0.2=exit:0', spares=1) == 0
-    assert job.started(0)[1].was_spare
-    assert ended(job)[0][:2] == [-9, 7]
-    first, second = (job.attempt(0, restarts)['imported'] for restarts in range(2))
+    imported = []
+    for spares in (0, 1):
+        assert job.run(spares=spares, max_restarts=0) == 1
+        imported.append(job.attempt(0)['imported'])
+    assert [event.was_spare for event in job.started()] == [False, True]
+    assert ended(job) == {0: [7, 7]}
+    first, second = imported
     assert first['main'][0] == '__main__' and first['unpickled']
     assert [second[key] for key in ('main', 'unpickled')] == [first['main'], True]
 
@@ -182,10 +201,9 @@ def test_unresponsive_spare_is_killed_and_the_worker_starts_without_it(
     monkeypatch.setattr(template, '_TO_ANSWER_S', 0.2)
 
     job.on(SpareReady, lambda event: os.kill(event.pid, signal.SIGSTOP), nth=1)
-    job.on(SpareReady, lambda event: job.touch('ready'), nth=1)
-    job.finish_when = lambda: len(job.started(0)) == 2 and len(job.spares()) == 2
-    assert job.run('0.0=kill:ready', spares=1) == 0
-    assert not job.started(0)[1].was_spare
+    job.finish_when = lambda: len(job.spares()) == 2
+    assert job.run(spares=1) == 0
+    assert not job.started(0)[0].was_spare
     assert [event.code for event in job.seen(SpareEnded)] == [-9]
 
 
@@ -196,33 +214,44 @@ def test_spare_without_a_gpu_imports_like_a_worker(job: Job) -> None:
             'imported = {', "imported = {'nvml': os.environ.get('PYTORCH_NVML_BASED_CUDA_CHECK'), "
         )
     )
-    job.on(SpareReady, lambda event: job.touch('ready'))
-    job.finish_when = lambda: len(job.started(0)) == 2
-    assert job.run('0.0=kill:ready', spares=1) == 0
+    assert job.run(spares=1) == 0
     expected = '1' if os.path.exists('/dev/nvidiactl') else None
-    assert job.attempt(0, 1)['imported']['nvml'] == expected
+    assert job.attempt(0)['imported']['nvml'] == expected
 
 
 def test_warm_up_of_a_spare_is_inherited_by_its_worker(job: Job, tmp_path: Path) -> None:
     job.program.write_text(
         "def warm_up(flags):\n    imported['warm'] = list(flags)\n" + job.program.read_text()
     )
-    job.on(SpareReady, lambda event: job.touch('ready'))
-    job.finish_when = lambda: len(job.started(0)) == 2
-    assert job.run('0.0=kill:ready', spares=1) == 0
-    assert 'warm' not in job.attempt(0)['imported']
-    assert job.attempt(0, 1)['imported']['warm'] == ['0.0=kill:ready']
+    assert job.run('x', spares=1) == 0
+    assert job.attempt(0)['imported']['warm'] == ['x']
 
 
-def test_worker_is_replaced_without_waiting_for_a_spare(job: Job) -> None:
+def test_no_worker_waits_for_a_spare_after_a_failed_import(job: Job) -> None:
     job.program.write_text(
-        'import os, pathlib, time\n'
-        'while "RANK" not in os.environ: time.sleep(0.01)  # a spare never gets further\n'
-        + job.program.read_text()
+        FAILS_ONCE + 'while "RANK" not in os.environ: time.sleep(0.01)\n' + job.program.read_text()
     )
     job.finish_when = lambda: len(job.started(0)) == 2
     assert job.run('0.0=kill', spares=1) == 0
     assert [event.was_spare for event in job.started()] == [False, False]
+
+
+def test_job_ends_while_its_workers_wait_for_the_import(job: Job) -> None:
+    job.program.write_text(
+        'import pathlib, sys, time\n'
+        'pathlib.Path(sys.argv[0]).with_name("began").touch()\n'
+        'time.sleep(1000)\n' + job.program.read_text()
+    )
+    supervisor = job.supervisor(spares=1, nodes=2, grace_s=1000.0)
+
+    def end() -> None:
+        while not (job.folder / 'began').exists():
+            time.sleep(0.01)
+        supervisor.stop(143)
+
+    threading.Thread(target=end, daemon=True).start()
+    assert supervisor.run() == 143
+    assert ended(job) == {0: [-signal.SIGTERM], 1: [-signal.SIGTERM]}
 
 
 def test_ready_spare_that_dies_is_replaced(job: Job) -> None:
@@ -238,35 +267,27 @@ def test_spare_that_cannot_start_is_not_retried(job: Job, tmp_path: Path) -> Non
     assert job.run(spares=1, log_dir=tmp_path) == 0
     (gone,) = job.seen(SpareEnded)
     assert (gone.code, gone.was_ready) == (1, False)
-    assert (
-        'program.py does not declare MOEVEMENT_SPARES = True, which --spares and --fork need'
-        in ((tmp_path / 'spares.log').read_text())
+    assert 'program.py does not declare MOEVEMENT_SPARES = True, which --spares needs' in (
+        (tmp_path / 'spares.log').read_text()
     )
 
 
 def test_spare_that_could_not_start_is_retried_after_the_loss_of_a_worker(job: Job) -> None:
     """A job of weeks is not left without spares since a moment without memory."""
-    job.program.write_text(
-        'import os, pathlib, sys\n'
-        'met = pathlib.Path(sys.argv[0]).parent / "met"\n'
-        'if "RANK" not in os.environ and not met.exists():\n'
-        '    met.touch()\n'
-        '    os.kill(os.getpid(), 9)\n' + job.program.read_text()
-    )
-    job.on(SpareEnded, lambda event: job.touch('failed'))
+    job.program.write_text(FAILS_ONCE + job.program.read_text())
     job.finish_when = lambda: len(job.started(0)) == 2 and bool(job.spares())
-    assert job.run('0.0=kill:failed', spares=1) == 0
+    assert job.run('0.0=kill', spares=1) == 0
     assert [event.was_ready for event in job.seen(SpareEnded)] == [False]
 
 
 def test_failure_to_start_a_spare_ends_no_worker(job: Job, tmp_path: Path) -> None:
     log_dir = tmp_path / 'logs'
 
-    def remove_then_kill(event: SpareReady) -> None:
+    def remove_then_kill(event: WorkerLaunched) -> None:
         shutil.rmtree(log_dir)
-        os.kill(event.pid, signal.SIGKILL)
+        os.kill(job.spares()[0].pid, signal.SIGKILL)
 
-    job.on(SpareReady, remove_then_kill)
+    job.on(WorkerLaunched, remove_then_kill)
     job.finish_when = lambda: bool(job.seen(SpareMissing))
     assert job.run(spares=1, log_dir=log_dir) == 0
     assert len(job.started()) == 1

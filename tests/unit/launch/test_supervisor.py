@@ -33,21 +33,17 @@ pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
 # Replacement
 
 
-@pytest.mark.parametrize(
-    ('action', 'code', 'fork'), [('kill', -9, False), ('exit:3', 3, False), ('exit:3', 3, True)]
-)
-def test_only_the_dead_worker_is_replaced(
-    job: Job, action: str, code: int, fork: bool, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(('action', 'code'), [('kill', -9), ('exit:3', 3)])
+def test_only_the_dead_worker_is_replaced(job: Job, action: str, code: int, tmp_path: Path) -> None:
     job.finish_when = lambda: len(job.started(1)) == 3
     flags = (f'1.0={action}', f'1.1={action}')
-    assert job.run(*flags, nodes=3, fork=fork, log_dir=tmp_path / 'logs') == 0
+    assert job.run(*flags, nodes=3, log_dir=tmp_path / 'logs') == 0
     assert ended(job) == {0: [0], 1: [code, code, 0], 2: [0]}
     attempts = job.started(1)
     assert [attempt.restarts for attempt in attempts] == [0, 1, 2]
     assert len({attempt.pid for attempt in attempts}) == 3
     imported = [job.attempt(1, restarts)['imported']['pid'] for restarts in range(3)]
-    assert fork or imported == [attempt.pid for attempt in attempts]
+    assert imported == [attempt.pid for attempt in attempts]
 
 
 def test_death_is_announced_before_the_rank_is_replaced(job: Job) -> None:
@@ -66,10 +62,10 @@ def test_death_is_announced_before_the_rank_is_replaced(job: Job) -> None:
     assert present_round(launcher.store) == 1
 
 
-@pytest.mark.parametrize('fork', [False, True])
-def test_children_of_a_dead_worker_die_with_it(job: Job, fork: bool) -> None:
+@pytest.mark.parametrize('spares', [0, 1])
+def test_children_of_a_dead_worker_die_with_it(job: Job, spares: int) -> None:
     job.finish_when = lambda: len(job.started(0)) == 2
-    assert job.run('0.0=child', '0.0=kill', fork=fork) == 0
+    assert job.run('0.0=child', '0.0=kill', spares=spares) == 0
     assert dies(job.attempt(0)['child'])
 
 
