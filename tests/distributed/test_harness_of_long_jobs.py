@@ -12,7 +12,7 @@ import pytest
 
 from tests.distributed.harness import references as places
 from tests.distributed.harness.cluster import Cluster
-from tests.distributed.harness.faults import NOTHING, Fault, fault_all, struck
+from tests.distributed.harness.faults import NOTHING, Fault, struck
 from tests.distributed.harness.references import References
 
 FIRST, SECOND = Fault('the first', '0:8:step'), Fault('the second', '1:12:p2p,0:12:load')
@@ -94,24 +94,6 @@ def whole_job(events: list[dict], digest: dict) -> None:
 )
 def test_wrong_results_are_found(spoil: Break | None, said: list[str], tmp_path: Path) -> None:
     assert struck(Recorded(tmp_path, spoil), [FIRST, SECOND], DIGEST) == said
-
-
-def test_faults_are_repeated_one_by_one_after_a_failure(tmp_path: Path) -> None:
-    made: list[Recorded] = []
-
-    def make() -> Recorded:
-        spoil = {0: one_differs, 2: nothing_verified}.get(len(made))
-        made.append(Recorded(tmp_path / str(len(made)), spoil))
-        return made[-1]
-
-    with pytest.raises(pytest.fail.Exception) as failure:
-        fault_all(make, [FIRST, SECOND], DIGEST)
-    assert str(failure.value).splitlines() == [
-        'of all faults in one job:',
-        "1 differ: ['rank 1: weight']",
-        'alone, the first: nothing is wrong',
-        f'alone, the second: the second: {NOTHING}',
-    ]
 
 
 # ---- references

@@ -174,19 +174,12 @@ def test_no_struct_is_decoded_without_a_decoder_of_its_module() -> None:
 
 # ---- types
 
-MOST_ANY = 10
-"""Per thousand lines; what is only passed on is an `object`."""
 READS_ARGUMENTS = {
     *('arguments.py', 'checking.py', 'facts.py', 'job/layout_choice.py', 'pretrain_gpt.py'),
     'program.py',
 }
 """Make facts, settings and counters of upstream's arguments; besides these only `seams` has them,
 where upstream hands them over or gives them away; and `offline`, a program that never trains."""
-
-
-def test_few_types_are_left_open() -> None:
-    whole = ''.join(map(text, sources(ADAPTER)))
-    assert len(re.findall(r'\bAny\b', whole)) * 1000 <= MOST_ANY * whole.count('\n')
 
 
 def takes_arguments(tree: ast.Module) -> Iterator[str]:

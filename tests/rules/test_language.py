@@ -75,22 +75,6 @@ def persons(source: str, is_python: bool = True) -> list[str]:
     ]
 
 
-def private_strings(source: str) -> list[str]:
-    """String literals after an assignment to a private name: no tool checks or shows them."""
-    return [
-        f'{text.lineno}: {ast.unparse(target)}'
-        for block in blocks(ast.parse(source))
-        for constant, text in zip(block, block[1:], strict=False)
-        if is_text(text) and isinstance(constant, ast.Assign | ast.AnnAssign | ast.TypeAlias)
-        for target in (
-            constant.targets
-            if isinstance(constant, ast.Assign)
-            else [constant.name if isinstance(constant, ast.TypeAlias) else constant.target]
-        )
-        if ast.unparse(target).startswith('_')
-    ]
-
-
 def without_code(page: str) -> str:
     """A page with spaces for code (fenced, indented or in backticks) and for targets of links."""
     fences = re.compile(r'^```.*?^```', re.M | re.S)
@@ -115,9 +99,6 @@ def test_offences_are_found() -> None:
     for source in ('"""Whoever calls."""', 'x = 1  # who knows', 'def f():\n "Nobody."'):
         assert persons(source)
     assert not persons("x = 'who'") and not persons('# The whole of it.')
-    for source in ("_X: int = 1\n'''Text.'''", "class C:\n    _x: int\n    '''Text.'''"):
-        assert private_strings(source)
-    assert not private_strings("X = 1\n'''Text.'''")
     assert len(dialect('- A list\n  comes\n  back in\n    its third line, as ever.\n')) == 2
     assert not dialect('```text\nanew\n```\n`we` [this](anew.md#what-of)\n\n    in vain\n')
 
@@ -139,15 +120,5 @@ def test_processes_are_no_persons() -> None:
         for page in PAGES
         for number, line in enumerate(text(page).splitlines(), 1)
         if PERSONS.search(line)
-    ]
-    assert not offenders
-
-
-def test_private_constants_have_comments() -> None:
-    """A comment in front of the constant; docstrings are for public names."""
-    offenders = [
-        f'{name_of(path)}:{found}'
-        for path in python_files(*SOURCES)
-        for found in private_strings(text(path))
     ]
     assert not offenders

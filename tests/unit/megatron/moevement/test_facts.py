@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The adapter's facts of a job equal upstream's arguments."""
+"""Facts of a job that are worked out of upstream's arguments."""
 
-import dataclasses
 from argparse import Namespace
-from datetime import timedelta
 
 import pytest
 import torch
 
-from megatron.moevement.facts import JobFacts, facts_of
+from megatron.moevement.facts import facts_of
 from tests.unit.megatron.moevement.job.test_identity import parsed
 
 
@@ -26,15 +24,6 @@ def args() -> Namespace:
         save_interval=10,
     )
     return args
-
-
-def test_facts_equal_the_arguments(args: Namespace) -> None:
-    facts = facts_of(args)
-    assert facts.timeout == timedelta(minutes=5)
-    own = {'timeout', 'copies_from_peers'}
-    names = [field.name for field in dataclasses.fields(JobFacts) if field.name not in own]
-    assert [getattr(facts, name) for name in names] == [getattr(args, name) for name in names]
-    assert (facts.rank, facts.save, facts.save_interval) == (1, 'checkpoints', 10)
 
 
 def test_largest_batch_of_a_growing_schedule_counts(args: Namespace) -> None:

@@ -94,20 +94,6 @@ def test_gpu_sum_is_split_equally_for_any_number_of_rows(columns: int) -> None:
     assert few == many and len(few) == 1
 
 
-def test_deterministic_mode_uses_eager_random_numbers() -> None:
-    with repeatable(deterministic=True):
-        assert inductor_config.fallback_random
-    with repeatable(deterministic=False):
-        assert not inductor_config.fallback_random
-
-
-def test_settings_are_unchanged_without_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv('TORCHDYNAMO_DISABLE', '1')
-    before = dynamo_config.recompile_limit
-    make_repeatable(deterministic=True, warns=False)
-    assert dynamo_config.recompile_limit == before
-
-
 @pytest.mark.parametrize('deterministic', [True, False])
 def test_missing_deterministic_mode_causes_a_warning(
     deterministic: bool, caplog: pytest.LogCaptureFixture

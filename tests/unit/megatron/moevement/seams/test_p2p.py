@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Upstream's exchange between stages, and its waits for the device."""
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
 import torch
 from megatron.core.model_parallel_config import ModelParallelConfig
-from torch.distributed import HashStore
 
 from megatron.moevement.seams.p2p import (
     BoundaryCommunicator,
@@ -34,28 +32,20 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return waits
 
 
-@pytest.fixture(scope='module')
-def stage() -> Iterator[torch.distributed.ProcessGroup]:
-    """The pipeline group of the only stage."""
-    torch.distributed.init_process_group('gloo', store=HashStore(), rank=0, world_size=1)
-    yield torch.distributed.group.WORLD
-    torch.distributed.destroy_process_group()
-
-
 @pytest.mark.parametrize(
     ('batched', 'waiting', 'expected'),
     [(True, True, ['stream']), (True, False, []), (False, True, [])],
 )
 def test_exchange_waits_for_its_stream_instead_of_the_device(
     waits: list[str],
-    stage: torch.distributed.ProcessGroup,
+    one_rank: torch.distributed.ProcessGroup,
     batched: bool,
     waiting: bool,
     expected: list[str],
 ) -> None:
     config = ModelParallelConfig(batch_p2p_comm=batched, batch_p2p_sync=waiting)
     before = vars(config).copy()
-    communicator = BoundaryCommunicator(stage, config, None)
+    communicator = BoundaryCommunicator(one_rank, config, None)
     communicator._communicate(**NOTHING)
     assert waits == expected
     assert vars(config) == before, 'others share it'
@@ -64,7 +54,7 @@ def test_exchange_waits_for_its_stream_instead_of_the_device(
 
 
 def test_replayed_tensor_is_awaited_on_the_stream_that_uses_it(
-    monkeypatch: pytest.MonkeyPatch, stage: torch.distributed.ProcessGroup
+    monkeypatch: pytest.MonkeyPatch, one_rank: torch.distributed.ProcessGroup
 ) -> None:
     """A schedule may receive on another stream than it computes on."""
     done: list[str] = []
@@ -77,7 +67,7 @@ def test_replayed_tensor_is_awaited_on_the_stream_that_uses_it(
             done.append('waited')
 
     monkeypatch.setattr(torch.cuda, 'Event', Event)
-    communicator = BoundaryCommunicator(stage, ModelParallelConfig(), None)
+    communicator = BoundaryCommunicator(one_rank, ModelParallelConfig(), None)
     communicator.at_iteration(1)
     logged = SimpleNamespace(take=lambda iteration, sequence: torch.ones(2))
     with communicator.replaying({Direction.DOWN: logged}):

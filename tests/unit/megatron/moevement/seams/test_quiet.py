@@ -21,7 +21,6 @@ STARTS = {
     'again': {'TORCHELASTIC_RESTART_COUNT': '1'},
     'all of it': {'TORCHELASTIC_RESTART_COUNT': '1', 'MOEVEMENT_UPSTREAM_LOG': 'all'},
 }
-Said = dict[str, list[str]]
 WITHOUT, OVER = 'from here on without protection', 'that was all'
 
 
@@ -54,12 +53,10 @@ def start() -> None:
         print(WITHOUT, flush=True)
 
 
-@pytest.fixture(scope='module')
-def said() -> Said:
-    """Output of each start: with protection, and the arguments without it."""
-    program = f'from {__name__} import start_all; start_all()'
+def test_repeated_lines_are_left_out_unless_asked_for() -> None:
+    """Of a first start, of a worker that starts again, and of one with the variable."""
     result = subprocess.run(
-        [sys.executable, '-c', program],
+        [sys.executable, '-c', f'from {__name__} import start_all; start_all()'],
         cwd=ROOT,
         text=True,
         check=True,
@@ -67,33 +64,14 @@ def said() -> Said:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )
-    found = result.stdout.split(OVER)
-    return {name: found[number].split(WITHOUT) for number, name in enumerate(STARTS)}
-
-
-def test_first_start_prints_missing_packages_once_and_all_arguments(
-    said: Said,
-) -> None:
-    found = said['first'][0]
-    assert found.count('Apex are not installed') == 1
-    assert 'CPU RNG state changed' not in found and 'of another kind' in found
-    assert '  lr ...' in found
-
-
-def test_restarted_worker_prints_neither(said: Said) -> None:
-    found = said['again'][0]
-    assert 'not installed' not in found and 'lr ...' not in found
-    assert 'arguments: as at the first start, where they were printed' in found
-
-
-def test_arguments_are_printed_at_every_start_without_protection(said: Said) -> None:
-    assert '  lr ...' in said['again'][1]
-
-
-def test_variable_enables_the_full_log(said: Said) -> None:
-    found = said['all of it'][0]
-    assert found.count('not installed') > 2 and 'CPU RNG state changed' in found
-    assert '  lr ...' in found
+    first, again, everything = (one.split(WITHOUT) for one in result.stdout.split(OVER)[:3])
+    assert first[0].count('Apex are not installed') == 1 and '  lr ...' in first[0]
+    assert 'CPU RNG state changed' not in first[0] and 'of another kind' in first[0]
+    assert 'not installed' not in again[0] and 'lr ...' not in again[0]
+    assert 'arguments: as at the first start, where they were printed' in again[0]
+    assert '  lr ...' in again[1], 'without protection nothing is left out'
+    assert everything[0].count('not installed') > 2 and '  lr ...' in everything[0]
+    assert 'CPU RNG state changed' in everything[0]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 """Queries of the adapter to upstream's trainer, and groups of a process that joins a job."""
 
 from argparse import Namespace
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import megatron.core.optimizer as optimizers
@@ -69,14 +68,6 @@ def test_consumed_samples_of_a_phase_match_upstream(
     assert upstream.consumed_of_the_phase() == opened[0]
 
 
-@pytest.fixture
-def alone() -> Iterator[None]:
-    """A world of one rank."""
-    torch.distributed.init_process_group('gloo', store=HashStore(), rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
 def _kinds(exchange: Exchange, experts: bool) -> list[tuple[bool, float, int]]:
     """For each group: expert flag, weight decay factor and number of parameters."""
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2, bias=False))
@@ -91,7 +82,7 @@ def _kinds(exchange: Exchange, experts: bool) -> list[tuple[bool, float, int]]:
     )
 
 
-@pytest.mark.usefixtures('alone')
+@pytest.mark.usefixtures('one_rank')
 def test_groups_of_other_ranks_exist_and_are_empty() -> None:
     archive = HashStore()
     assert _kinds(Exchange(archive), experts=True) == [

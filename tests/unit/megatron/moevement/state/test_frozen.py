@@ -132,13 +132,11 @@ def test_clipping_skips_a_fully_frozen_optimizer(
 
 
 @pytest.fixture
-def initialized() -> Iterator[None]:
-    """Model parallelism with one rank; upstream needs a process group for its groups."""
-    torch.distributed.init_process_group('gloo', store=HashStore(), rank=0, world_size=1)
+def initialized(one_rank: object) -> Iterator[None]:
+    """Model parallelism with one rank."""
     parallel_state.initialize_model_parallel()
     yield
     parallel_state.destroy_model_parallel()
-    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.usefixtures('initialized')

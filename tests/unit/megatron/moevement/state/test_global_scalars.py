@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Overflow flags, loss scales and gradient norms of several optimizers."""
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +10,6 @@ from megatron.core.optimizer import optimizer as upstreams
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler
 from megatron.core.optimizer.optimizer import ChainedOptimizer, FP32Optimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from torch.distributed import HashStore
 
 from megatron.moevement.job.megatron_trainer import MegatronTrainer
 from megatron.moevement.job.session import Session
@@ -82,14 +80,6 @@ def chain(optimizers: int, stubs: int = 0) -> ChainedOptimizer:
         made[-1].grad_stats_parallel_group = object()
         made[-1].tp_group = torch.distributed.group.WORLD
     return ChainedOptimizer(made)
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    """A process group, which upstream needs to find ranks without parameters."""
-    torch.distributed.init_process_group('gloo', store=HashStore(), rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
 
 
 def model_config(detached: bool) -> Any:
