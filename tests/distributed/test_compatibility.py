@@ -17,6 +17,7 @@ pytestmark = ON_BOTH_BACKENDS
 UNTIED = '--untie-embeddings-and-output-weights'
 PP2 = '--pipeline-model-parallel-size 2'
 TP2 = '--tensor-model-parallel-size 2 --sequence-parallel'
+NO_EXPERTS_FIRST = f'--bf16 {PP_EP} {UNTIED} --moe-layer-freq [0,0,1,1]'
 
 # Where a worker dies; flags.
 CASES = {
@@ -117,6 +118,14 @@ CASES = {
         '1:8:forward,0:11:backward',
         f'{BF16} --pipeline-model-parallel-size 4 {UNTIED} --mtp-num-layers 2 '
         '--mtp-loss-scaling-factor 0.3 --mtp-detach-heads',
+    ),
+    # Stages hold different kinds of parameters, so that their optimizers differ.
+    'stage-without-experts': ('0:9:forward,1:9:forward', NO_EXPERTS_FIRST),
+    'stage-with-experts': ('2:9:backward,3:9:backward', NO_EXPERTS_FIRST),
+    'stage-without-embedding': (
+        '1:9:forward',
+        f'{BF16} --pipeline-model-parallel-size 4 {UNTIED} --decoupled-lr 1e-3 '
+        '--decoupled-min-lr 1e-4',
     ),
     'expert-tensor-parallel': (
         '1:8:forward',

@@ -7,6 +7,7 @@ the rules of Transformer Engine's layers and Adam do it (`tests/stand_ins`).
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -20,9 +21,9 @@ from tools.lab import precisions
 VARIANT = 'mutations.masters'
 STAND_INS = f'{VARIANT}:masters'
 HISTORY = '--fp8-amax-history-len 4 --fp8-amax-compute-algo max --fp8-margin 1'
+UNTIED = '--untie-embeddings-and-output-weights'
 C2, C3, C4, C5 = (
-    f'{precisions.FLAGS[name]} {HISTORY} --untie-embeddings-and-output-weights'
-    for name in ('c2', 'c3', 'c4', 'c5')
+    f'{precisions.FLAGS[name]} {HISTORY} {UNTIED}' for name in ('c2', 'c3', 'c4', 'c5')
 )
 # A rank for each stage: upstream leaves the scale of a weight alone on ranks without a part of it.
 ALONE = '--pipeline-model-parallel-size 4'
@@ -94,6 +95,26 @@ def test_state_changed_by_evaluations_is_recovered(
     job.finish(mutation=STAND_INS)
     assert job.events_of(Recovered)[0].replayed >= 2
     assert differences(undisturbed(case), read_digest(job)) == []
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize('case', ('c2', 'c4', 'c5'))
+def test_windows_after_a_dense_restart_match_that_restart_bit_for_bit(
+    case: str, cluster: Make, tmp_path: Path
+) -> None:
+    """A dense checkpoint holds what the state stands for: a restart from it rounds all again.
+
+    So does one of plain Megatron, which has the bits to compare with.
+    """
+    flags = f'{precisions.FLAGS[case]} {UNTIED} {ALONE} --train-iters 12'.split()
+    saving = ['--save', str(tmp_path / 'dense'), '--save-interval', '4', '--exit-interval', '4']
+    load = ['--load', str(tmp_path / 'dense')]
+    cluster(*flags, *saving, sparse=False).finish(mutation=STAND_INS)
+    plain = cluster(*flags, *load, sparse=False)
+    plain.finish(mutation=STAND_INS)
+    assert 'successfully loaded checkpoint' in plain.output(attempt=0)
+    lost_at = '1:9:backward', '1:11:forward'
+    check_both_ways(cluster, [*flags, *load], read_digest(plain), STAND_INS, lost_at)
 
 
 @pytest.mark.mutation

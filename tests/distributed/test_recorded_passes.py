@@ -16,7 +16,13 @@ REPLAYED_WITH_FROZEN = WINDOW - 1
 RECORDED = re.compile(r'recorded after iterations: (\d+) \| frozen: (\d+)')
 
 
-def recorded_after(cluster: Make, reference: Reference, iterations: int, recording: str) -> None:
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ('recording', 'iterations'), [('layers_are_recorded', 1), ('whole_iterations_are_recorded', 2)]
+)
+def test_passes_are_recorded_after_the_replay(
+    recording: str, iterations: int, cluster: Make, reference: Reference
+) -> None:
     """A job that is lost and started again records after so many iterations of its own."""
     job = cluster(*BASE, '--sparse-ckpt-window', str(WINDOW))
     mutation = f'mutations.recorded:{recording}'
@@ -26,13 +32,3 @@ def recorded_after(cluster: Make, reference: Reference, iterations: int, recordi
     again = str(REPLAYED_WITH_FROZEN + iterations)
     assert RECORDED.findall(job.output(1)) == [(again, '0')] * job.ranks
     assert differences(reference(*BASE), read_digest(job)) == []
-
-
-@pytest.mark.thorough
-def test_layers_are_recorded_between_iterations(cluster: Make, reference: Reference) -> None:
-    recorded_after(cluster, reference, 1, 'layers_are_recorded')
-
-
-@pytest.mark.thorough
-def test_whole_iteration_is_recorded_after_the_warm_up(cluster: Make, reference: Reference) -> None:
-    recorded_after(cluster, reference, 2, 'whole_iterations_are_recorded')

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -15,7 +16,9 @@ import pytest
 from moevement_ext.events import Recovered, WindowPersisted, WorkerStarted
 from tests.distributed.conftest import Make, Reference, differences, read_digest
 from tests.distributed.harness.cluster import Cluster, free_port, tails
+from tests.distributed.harness.faults import SETTLED
 from tests.distributed.harness.torchrun import agent
+from tests.distributed.test_whole_job_recovery import BASE
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -65,6 +68,62 @@ def test_stopped_worker_is_killed_and_replaced(cluster: Make, reference: Referen
     for rank in range(2):
         (recovered,) = job.events_of(Recovered, rank)
         assert recovered.localized and recovered.stages == [1]
+
+
+TWO_REPLICAS = '--bf16 --clip-grad 0.5 --train-iters 40'.split()
+"""Two ranks that hold the same: a new process would copy all it needs from the other."""
+STATIC = (
+    '--nnodes 2 --nproc-per-node 1 --max-restarts 0 --rdzv-backend static --master-addr 127.0.0.1'
+).split()
+
+
+@pytest.mark.launcher
+@pytest.mark.thorough
+def test_replacement_with_other_flags_is_refused_before_it_copies_state(
+    cluster: Make, reference: Reference
+) -> None:
+    """A node's agent is restarted with another flag by mistake."""
+    job = prepared(cluster, TWO_REPLICAS, ranks=2)
+    launch = [*STATIC, '--master-port', str(free_port()), '--node-rank']
+    log = {name: job.directory / f'{name}.log' for name in ('first', 'lost', 'other', 'right')}
+
+    def start(stack: ExitStack, node: int, name: str, *more: str) -> subprocess.Popen[bytes]:
+        flags = [*job.flags, *more]
+        started = agent([*launch, str(node)], flags, log[name], MOEVEMENT_NODE=f'node{node}')
+        return stack.enter_context(started)
+
+    logs = list(log.values())[:2]
+    with ExitStack() as stack:
+        first, lost = start(stack, 0, 'first'), start(stack, 1, 'lost')
+        wait_until(lambda: all(job.events_of(WindowPersisted, rank) for rank in range(2)), logs)
+        lost.kill()
+        os.kill(job.events_of(WorkerStarted, 1)[-1].pid, signal.SIGKILL)
+
+        assert start(stack, 1, 'other', '--clip-grad', '0.05').wait(START_S) != 0
+        said = 'rank 1 has other settings than the job it joins: --clip-grad: the job 0.5, rank 1'
+        assert f'{said} 0.05. Launch it' in log['other'].read_text(errors='replace'), tails(logs)
+        assert f'recovering: {said}' in log['first'].read_text(errors='replace'), tails(logs)
+        assert not job.events_of(Recovered, 0)
+
+        right = start(stack, 1, 'right')
+        for process in (right, first):
+            assert process.wait(START_S) == 0, tails(list(log.values()))
+    (recovered,) = job.events_of(Recovered, 0)
+    assert (recovered.scope, recovered.copied) == ('localized', [1])
+    assert differences(reference(*TWO_REPLICAS, ranks=2), read_digest(job)) == []
+
+
+def test_nodes_without_a_secret_recover_the_whole_job_from_their_own_memory(
+    cluster: Make, reference: Reference
+) -> None:
+    """A launcher gives the workers no secret, as torchrun."""
+    job = cluster(*BASE, '--sparse-ckpt-window', '3', *SETTLED)
+    job.gives_secret = False
+    assert set(job.survive(fail_at='2:8:forward')) == {0, 1, 2, 3}
+    assert differences(reference(*BASE), read_digest(job)) == []
+    said = job.output(0)
+    assert 'MOEVEMENT_SECRET is not set' in said and 'replicas: 0' in said
+    assert not job.memory.exists(), 'host memory is given back at a clean exit'
 
 
 def prepared(cluster: Make, flags: list[str], ranks: int) -> Cluster:
