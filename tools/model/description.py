@@ -53,7 +53,6 @@ class Cluster(Checked, frozen=True, forbid_unknown_fields=True):
     network_bytes_per_s: Positive
     """Rate out of a node, over all links."""
     host_memory_bytes: Positive
-    """Total memory of a node."""
     peak_flops: Positive
     """Dense bf16 operations per second of a GPU; to derive iteration times from MFU."""
 

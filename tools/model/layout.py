@@ -28,7 +28,6 @@ class Precision(Checked, frozen=True, forbid_unknown_fields=True):
     master: Format = 'fp32'
     first_moment: Format = 'fp32'
     second_moment: Format = 'fp32'
-    """Adam's second moment; `first_moment` is its first."""
     boundary: Format = 'bf16'
     """Activations and gradients between pipeline stages."""
     amax_history: Count = 0
@@ -86,7 +85,6 @@ class Precision(Checked, frozen=True, forbid_unknown_fields=True):
 
     @property
     def boundary_bytes(self) -> int:
-        """Bytes of each element sent between stages."""
         return _BYTES[self.boundary]
 
 
@@ -109,9 +107,7 @@ class Batch(Checked, frozen=True, forbid_unknown_fields=True):
 
     sequence_length: Whole = 4096
     micro_batch_size: Whole = 1
-    """Sequences per micro-batch."""
     global_batch_size: Whole = 512
-    """Sequences per iteration."""
 
     @property
     def tokens(self) -> int:
@@ -133,7 +129,6 @@ class Layout(Checked, frozen=True, forbid_unknown_fields=True):
     """Sizes of the parallel groups."""
 
     ranks: Whole
-    """Number of GPUs of the job."""
     pipeline: Whole = 1
     expert: Whole = 1
     tensor: Whole = 1
@@ -219,7 +214,6 @@ class Layout(Checked, frozen=True, forbid_unknown_fields=True):
         return stage, tensor, dense, expert_tensor, expert, shard
 
     def stage_of(self, rank: int) -> int:
-        """Pipeline stage of a global rank."""
         return rank // self.stage_ranks
 
     def layers_of(self, stage: int, layers: int) -> list[list[int]]:

@@ -45,13 +45,10 @@ class LatentAttention(fields.Checked, frozen=True, forbid_unknown_fields=True):
     """Multi-head latent attention (DeepSeek-V2): keys and values from a low-rank latent."""
 
     kv_rank: Whole
-    """Size of the latent for keys and values."""
     query_key_size: Whole
     """Elements per head of the part of query and key without position."""
     position_size: Whole
-    """Elements per head of the part with rotary position."""
     value_size: Whole
-    """Elements of a value per head."""
     query_rank: fields.Count = 0
     """Size of the latent for queries; 0: queries come directly from the hidden state."""
 
@@ -65,7 +62,6 @@ class Weights:
     matrices: int = 0
     """Number of tensors used in products; in fp8 each has a scale."""
     vectors: int = 0
-    """Number of norms and biases."""
 
     def __add__(self, other: 'Weights') -> 'Weights':
         split, whole = self.split + other.split, self.whole + other.whole
@@ -88,7 +84,6 @@ class ModelShape(fields.Checked, frozen=True, forbid_unknown_fields=True):
     """A decoder-only transformer with experts in some or all layers."""
 
     name: str
-    """Name in reports."""
     layers: Layers
     hidden_size: Dimension
     attention_heads: Dimension
@@ -104,7 +99,6 @@ class ModelShape(fields.Checked, frozen=True, forbid_unknown_fields=True):
     experts: Parts = 0
     """Number of experts per layer; 0: a dense model."""
     top_k: Size = 0
-    """Number of experts per token."""
     expert_hidden_size: Size = 0
     shared_hidden_size: Size = 0
     """Total width of all shared experts; they belong to the rest of the layer."""
@@ -174,12 +168,10 @@ class ModelShape(fields.Checked, frozen=True, forbid_unknown_fields=True):
 
     @property
     def positions(self) -> Weights:
-        """The learned position embedding, if any."""
         size = self.learned_positions * self.hidden_size
         return Weights(whole=size, vectors=1) if size else Weights()
 
     def expert(self) -> Weights:
-        """One routed expert of one layer."""
         return self._feed_forward(self.expert_hidden_size)
 
     def router(self) -> Weights:
@@ -194,7 +186,6 @@ class ModelShape(fields.Checked, frozen=True, forbid_unknown_fields=True):
 
     @property
     def norm(self) -> Weights:
-        """One norm over the hidden state."""
         parts = 2 if self.norm_bias else 1
         return Weights(whole=self.hidden_size * parts, vectors=parts)
 

@@ -60,9 +60,7 @@ class Dense(Checked, frozen=True):
     """The whole state is saved every `interval` iterations; a failure rolls back all stages."""
 
     iteration_s: Positive
-    """T, seconds of an iteration without fault tolerance; above 0."""
     interval: Whole
-    """I, iterations from one checkpoint to the next; 1 or more."""
     overhead_s: NotNegative = 0.0
     """o, seconds that checkpointing adds to each iteration on average."""
     stall_s: NotNegative = 0.0
@@ -74,7 +72,6 @@ class Dense(Checked, frozen=True):
 
     @property
     def step_s(self) -> float:
-        """T + o, seconds of an iteration while checkpointing."""
         return self.iteration_s + self.overhead_s
 
     @property
@@ -118,9 +115,7 @@ class Sparse(Checked, frozen=True):
     """
 
     iteration_s: Positive
-    """T, seconds of an iteration without fault tolerance; above 0."""
     window: Window
-    """W, iterations of a window; 1 or more."""
     overhead_s: NotNegative = 0.0
     """o, seconds that checkpointing adds to each iteration, except to replayed ones."""
     restart_s: NotNegative = 0.0

@@ -73,7 +73,6 @@ class PartialExperts(Checked, frozen=True):
     """Which experts a checkpoint saves, and the limit of lost tokens."""
 
     experts: Whole
-    """E, experts per layer."""
     saved: Whole
     """K, experts in each checkpoint, at the start."""
     selection: Selection = 'sequential'
@@ -90,7 +89,6 @@ class PartialExperts(Checked, frozen=True):
         fields.require(self.saved <= self.experts, 'saved', self.saved, rule)
 
     def levels(self) -> list[int]:
-        """Values of K: doubled until E."""
         levels = [self.saved]
         while self.lost_budget is not None and levels[-1] < self.experts:
             levels.append(min(2 * levels[-1], self.experts))
@@ -157,7 +155,6 @@ class PartialRun(DenseRun):
         """Number of checkpoints so far, which determines the next turn."""
         self.lost_at_level = np.zeros(histories)
         self.lost = np.zeros(histories)
-        """Lost tokens, in iterations' worth."""
         self.rollbacks = 0
         self._set_costs()
 
@@ -184,7 +181,6 @@ class PartialRun(DenseRun):
         return kept
 
     def plt(self) -> float:
-        """Share of the job's tokens that were lost, mean over histories."""
         return float(self.lost.mean() / self.job_iterations)
 
     def plt_of_unlucky(self) -> float:
@@ -192,11 +188,9 @@ class PartialRun(DenseRun):
         return float(np.quantile(self.lost, 0.95) / self.job_iterations)
 
     def mlt(self) -> float:
-        """Mean loss of a failure, in iterations' worth of tokens."""
         return float(self.lost.sum() / max(1, self.rollbacks))
 
     def saved(self) -> float:
-        """Final K, mean over histories."""
         return float(self.levels[self.level].mean())
 
     def _set_costs(self) -> None:

@@ -84,7 +84,6 @@ class Renewal(Checked, frozen=True):
     def first(
         self, rng: np.random.Generator, histories: int, count: int, nodes: int
     ) -> FailureTimes:
-        """The first `count` failures of each history."""
         times = self.gaps(rng, histories, count).cumsum(axis=1)
         return FailureTimes(times, rng.integers(nodes, size=times.shape))
 
@@ -188,9 +187,7 @@ class Trace(Checked, frozen=True):
     repair_s: np.ndarray
     """Seconds until the repair; inf without a repair in the trace, [failures]."""
     length_s: Positive
-    """Length of the trace in seconds; above the time of the last failure."""
     names: tuple[str, ...] = ()
-    """Names of the nodes."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -199,7 +196,6 @@ class Trace(Checked, frozen=True):
 
     @property
     def mtbf_s(self) -> float:
-        """Mean seconds between failures; inf without failures."""
         return self.length_s / len(self.times) if len(self.times) else math.inf
 
     def until(

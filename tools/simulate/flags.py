@@ -43,7 +43,6 @@ class Times(NamedTuple):
 
 
 def mtbf(text: str) -> float | Times:
-    """Parse seconds, or a multiple such as `0.5x`."""
     value = float(text.removesuffix('x'))
     return Times(value) if text.endswith('x') else value
 
@@ -79,7 +78,6 @@ class Scenario(NamedTuple):
     seed: int
 
     def system(self, name: str) -> System:
-        """Build a system. Raises FieldError, InfeasiblePlan."""
         return build(name, self.options, self.profile)
 
     def simulate(self, system: System) -> Estimate:

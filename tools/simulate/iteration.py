@@ -80,7 +80,6 @@ class StageProfile(Checked, frozen=True):
     sync_s: NotNegative = 0.0
     """Seconds of gradient synchronisation per iteration, in addition to `collectives`."""
     update_s: NotNegative = 0.0
-    """Seconds of an optimizer step."""
     collectives: dict[str, Collective] = {}
 
     def __post_init__(self) -> None:

@@ -24,7 +24,6 @@ from .runs import DenseRun, Run, RunFactory, SparseRun
 
 HISTORIES = 512
 FAILURES_PER_HISTORY = 400
-"""Default number of failures in each of the HISTORIES."""
 MOST_FIGURES = 200_000_000
 """Limit of histories times nodes, or spares, given by memory."""
 
@@ -50,20 +49,15 @@ class Estimate(NamedTuple):
 
     ettr: float
     ci95: tuple[float, float]
-    """95 % confidence interval of `ettr`."""
     failures: int
-    """Number of failures over all histories."""
     hours: float
-    """Simulated hours over all histories."""
     lost_s: float
     """Wall seconds lost per failure: waiting, restart, replay and repeated work; nan without
     failures."""
     struck_again: float
-    """Share of the failures that hit a recovery."""
     waited_s: float
     """Mean seconds that a failure waited for a spare."""
     ettr_of_first: float
-    """ETTR of the first history."""
     run: Run
     """The simulated run, which has further counts for some systems."""
 
@@ -148,7 +142,6 @@ def _run(system: Dense | Sparse | RunFactory, histories: int, rng: np.random.Gen
 
 
 def _horizon_s(process: Process, run: Run, hours: float | None, job_hours: float | None) -> float:
-    """Seconds of each history."""
     if job_hours is not None:
         return job_hours * 3600
     if hours is not None:

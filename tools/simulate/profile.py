@@ -34,9 +34,7 @@ class OperatorProfile(Checked, frozen=True):
 
     name: str
     full_bytes: Count
-    """Bytes of master weights and optimizer moments."""
     weight_bytes: Count
-    """Bytes of compute weights."""
     tokens: NotNegative | None = None
     """Tokens of an expert, in any unit; None for operators that every token passes."""
 
@@ -54,19 +52,16 @@ class Profile(Checked, frozen=True):
     format: Literal['moevement-profile/1']
     name: str
     source: str
-    """Origin of the figures."""
     iteration_s: Positive
     """T, seconds without fault tolerance."""
     operators: tuple[OperatorProfile, ...]
     """Operators in the order of capture."""
     copy_bytes_per_s: Positive
-    """Rate of copies to host memory during training."""
     network_bytes_per_s: Positive
     """This rank's share of its node's links."""
     disk_bytes_per_s: Positive | None = None
     """This rank's share of the storage; None: unknown (only some systems need it)."""
     replicas: Count = 1
-    """Copies of captured state on other nodes."""
     hidden_fraction: Part = DEFAULT_HIDDEN_FRACTION
     """Part of an iteration that hides copies."""
     restart_s: NotNegative = 0.0
@@ -111,7 +106,6 @@ class Profile(Checked, frozen=True):
 
     @property
     def hidden_s(self) -> float:
-        """Seconds of copying that an iteration hides."""
         return self.iteration_s * self.hidden_fraction
 
     def token_shares(self) -> np.ndarray | None:

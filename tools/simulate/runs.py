@@ -93,7 +93,6 @@ class Run(ABC):
 
 
 RunFactory = Callable[[int, np.random.Generator], Run]
-"""Creates the Run of a number of histories."""
 
 
 class DenseRun(Run):
@@ -107,7 +106,6 @@ class DenseRun(Run):
         self.restart_s = np.full(histories, system.restart_s)
 
     def advance(self, running: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-        """Keep whole periods."""
         kept: np.ndarray = np.where(running, seconds, 0.0) // self.unit_s * self.useful_s
         return kept
 
@@ -148,14 +146,12 @@ class SparseRun(Run):
         return rng.choice(system.window, size=self.histories, p=share / share.sum())
 
     def advance(self, running: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-        """Keep whole iterations."""
         done = np.where(running, seconds, 0.0) // self.unit_s
         self.position = (self.position + done.astype(np.int64)) % self.window
         kept: np.ndarray = done * self.iteration_s
         return kept
 
     def recovery_s(self, lost: np.ndarray) -> np.ndarray:
-        """Seconds of restart, conversion and replay."""
         saving: float | np.ndarray = self.local_saving
         if self.pipeline is not None:
             saving = self.pipeline.local_saving(self.pipeline.longest_run(lost))
@@ -191,6 +187,5 @@ class CopyRun(SparseRun):
         return rng.integers(system.window, size=self.histories)
 
     def recovery_s(self, lost: np.ndarray) -> np.ndarray:
-        """Seconds of restart and copy, or of restart, conversion and replay."""
         converted = super().recovery_s(lost)
         return np.where(self.copies.state_lost(lost), converted, self.copied_s)

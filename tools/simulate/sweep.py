@@ -42,9 +42,7 @@ WHOLE = ('gpus', 'window', 'interval')
 _WORDS = tomllib.loads(files(__package__).joinpath('sweep.toml').read_text('utf-8'))
 SHOWN: dict[str, str] = _WORDS['shown']
 AXIS: dict[str, str] = _WORDS['axis']
-"""Flags that can be varied."""
 NAMES: dict[str, str] = _WORDS['names']
-"""Names of the systems in pictures."""
 # Share of an axis that a label takes.
 _CROWDED = 0.06
 
@@ -58,11 +56,9 @@ class Point(NamedTuple):
     ettr_simulated: float
     ettr_simulated_ci95: tuple[float, float]
     overhead: float
-    """Share of an iteration, stalls included."""
     window: int
     """Window, or interval of a dense system, in iterations."""
     recovery: float
-    """Expected recovery in seconds."""
     lost: float | None
     """PLT that 1 job in 20 exceeds; None for systems that lose no tokens."""
 
@@ -131,7 +127,6 @@ def draw(points: Sequence[Point], over: str, what: str, target: Path) -> None:
 
 
 def _ticks(axes: Any, values: Sequence[float], *, logarithmic: bool, seconds: bool) -> None:
-    """Label the values themselves, as far as space allows."""
     place = math.log if logarithmic else float
     axes.set_xscale('log' if logarithmic else 'linear')
     length = place(values[-1]) - place(values[0])

@@ -75,7 +75,6 @@ class Options(Checked, frozen=True):
     overhead_s: NotNegative | None = None
     stall_s: NotNegative | None = None
     restart_s: NotNegative | None = None
-    """Whole restart, including loading."""
     mtbf_s: PositiveOrInfinite = math.inf
     local_saving: Share = 0.0
     frozen_saving: Share = 0.0
@@ -98,7 +97,6 @@ class Options(Checked, frozen=True):
     selection: Selection = 'sequential'
     lost_budget: Positive | None = None
     job_s: Positive | None = None
-    """Length of the job."""
     copy_s: NotNegative | None = None
     """Seconds to copy the state of a rank from a data-parallel copy."""
 
@@ -135,7 +133,6 @@ def build(name: str, options: Options, profile: Profile | None = None) -> System
 
 
 def _dense(options: Options, **priced: float | None) -> Dense:
-    """Dense costs: given options, else computed prices."""
     interval = options.interval if options.interval is not None else priced.get('interval')
     if interval is None:
         raise FieldError('interval', 'is missing; give it, or a profile to price it from')
@@ -151,7 +148,6 @@ def _dense(options: Options, **priced: float | None) -> Dense:
 
 
 def _lag_s(iterations: float, profile: Profile) -> float:
-    """Seconds of the iterations that pass while a checkpoint is copied."""
     return math.ceil(iterations) * profile.iteration_s
 
 
@@ -215,7 +211,6 @@ def _finite(interval: float) -> float:
 
 
 def _known_shares(options: Options, profile: Profile | None) -> np.ndarray | None:
-    """Token shares of the experts, if given or measured."""
     if options.shares is not None or profile is None:
         return options.shares
     return profile.token_shares()
@@ -294,7 +289,6 @@ def _moetion(name: str, options: Options, profile: Profile | None) -> System:
 
 
 def _slot_bytes(name: str, options: Options, profile: Profile) -> np.ndarray:
-    """Bytes of each slot of the window, [window]."""
     sizes = OperatorTable(
         [op.name for op in profile.operators],
         np.array([[op.full_bytes] for op in profile.operators]),

@@ -4,8 +4,8 @@
     moevement simulate paper
     moevement simulate paper --json
 
-Nothing is fitted to a single cell; fits to a row or a
-table are marked. docs/paper.md summarises which numbers follow and which do not.
+Nothing is fitted to a single cell; fits to a row or a table are marked. docs/paper.md summarises
+which numbers follow and which do not.
 
 Exit status: 0 if the computation ran; a difference from the paper is not an error.
 """
@@ -45,17 +45,6 @@ FOLLOWS = {
 STYLES = {Verdict.FOLLOWS: 'green', Verdict.DIFFERS: 'red'}
 
 
-class Count(msgspec.Struct, frozen=True):
-    """Cells of one system and quantity, over all tables."""
-
-    system: str
-    quantity: str
-    cells: int
-    follow: int
-    fitted_follow: int | None
-    """Number with the fitted constants; None without a fit."""
-
-
 class Report(msgspec.Struct, frozen=True):
     """All recomputed results."""
 
@@ -65,13 +54,8 @@ class Report(msgspec.Struct, frozen=True):
     constants: list[Constants]
     """All fitted constants, per setting and system."""
     claims: list[Claim]
-    counts: list[Count]
     notes: list[tuple[str, str, str]]
     """Table, cell, and the unreadable or corrected value."""
-
-    def count(self, system: str, quantity: str) -> Count:
-        """The count of one system and quantity."""
-        return next(one for one in self.counts if (one.system, one.quantity) == (system, quantity))
 
 
 def recompute() -> Report:
@@ -84,21 +68,7 @@ def recompute() -> Report:
         for name, table in TABLES.items()
     }
     notes = [(name, *note) for name, table in TABLES.items() for note in table.notes]
-    return Report(times, cells, constants, all_claims(fits), count(cells), notes)
-
-
-def count(cells: Iterable[Cell]) -> list[Count]:
-    """Number of judged cells that follow, by system and quantity."""
-    kinds: dict[tuple[str, str], list[Cell]] = {}
-    for cell in cells:
-        if cell.verdict in STYLES:
-            kinds.setdefault((cell.system, cell.quantity), []).append(cell)
-    counts = []
-    for kind, found in kinds.items():
-        plain = sum(one.verdict == Verdict.FOLLOWS for one in found)
-        fitted = sum(one.fitted_verdict == Verdict.FOLLOWS for one in found)
-        counts.append(Count(*kind, len(found), plain, fitted if found[0].fitted_verdict else None))
-    return counts
+    return Report(times, cells, constants, all_claims(fits), notes)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -130,30 +100,26 @@ def print_report(report: Report, console: Console) -> None:
     kind = attrgetter('table', 'quantity')
     for (name, quantity), found in groupby(sorted(report.cells, key=kind), key=kind):
         title, digits = PAPER.quantities[quantity]
-        cells = list(found)
+        cells, form = list(found), f'.{digits}f'
         show(
             f'{name}: {title}',
-            '!setting|!system|!MTBF|>!paper|>!ours|>!differs by|>!exact|>!fitted|!follows',
-            ((cell.setting, cell.system, cell.mtbf or 'all', _number(cell.theirs, f'.{digits}f'),
-              _number(cell.ours, f'.{digits}f'), _difference(cell, f'+.{digits}f'),
-              _number(cell.exact, f'.{digits}f'), _number(cell.fitted, f'.{digits}f'),
-              FOLLOWS[cell.verdict]) for cell in cells),
+            '!setting|!system|!MTBF|>!paper|>!ours|>!differs by|!follows|>!exact|>!fitted',
+            ((one.setting, one.system, one.mtbf or 'all', *_compared(one, form, f'+{form}'),
+              _number(one.exact, form), _number(one.fitted, form)) for one in cells),
             cells,
         )  # fmt: skip
     show(
         'Figures and text',
         'where|what|>!paper|>!ours|>!differs by|!follows|ours from',
-        ((claim.source, claim.statement, _number(claim.theirs, '.4g'), _number(claim.ours, '.4g'),
-          _difference(claim, '.4g'), FOLLOWS[claim.verdict], claim.how)
-         for claim in report.claims),
+        ((one.source, one.statement, *_compared(one, '.4g', '.4g'), one.how)
+         for one in report.claims),
         report.claims,
     )  # fmt: skip
     show(
         'Fitted to the ETTRs of a setting and system, one pair for all MTBFs',
         '!table|!setting|!system|>s more per iteration|>s per restart|>cells|>within 1.5 points',
-        ((one.table, one.setting, one.system, f'{one.extra_s:.3f}', f'{one.restart_s:.0f}',
-          str(one.cells), str(one.within)) for one in report.constants),
-    )  # fmt: skip
+        (tuple(map(str, msgspec.structs.astuple(one))) for one in report.constants),
+    )
     console.print('Iteration times, never printed: seconds over percent of the overhead of MoC.')
     for name, times in report.iteration_s.items():
         values = ', '.join(f'{setting} {seconds:.2f} s' for setting, seconds in times.items())
@@ -166,26 +132,32 @@ def print_report(report: Report, console: Console) -> None:
 
 
 def summary(report: Report) -> str:
-    systems = (*DENSE, MOC, MOEVEMENT)
-    ettr, recovery = (
-        ', '.join(
-            f'{one.system} {one.follow} of {one.cells}'
-            for one in (report.count(system, quantity) for system in systems)
+    def follow(quantity: str) -> str:
+        cells = [one for one in report.cells if one.quantity == quantity]
+        return ', '.join(
+            f'{system} {_following([one for one in cells if one.system == system])}'
+            for system in (*DENSE, MOC, MOEVEMENT)
         )
-        for quantity in ('ettr', 'recovery_s')
-    )
-    within = sum(one.within for one in report.constants)
-    cells = sum(one.cells for one in report.constants)
-    verdicts = [claim.verdict for claim in report.claims if claim.verdict in STYLES]
+
+    within, cells = (sum(getattr(one, name) for one in report.constants)
+                     for name in ('within', 'cells'))  # fmt: skip
     return (
-        f'ETTRs within 1.5 points with nothing fitted: {ettr}; with two constants fitted per row: '
-        f'dense systems {within} of {cells}. Recoveries within 10 %: {recovery}. Figures and text: '
-        f'{verdicts.count(Verdict.FOLLOWS)} of {len(verdicts)}.'
+        f'ETTRs within 1.5 points with nothing fitted: {follow("ettr")}; with two constants fitted '
+        f'per row: dense systems {within} of {cells}. Recoveries within 10 %: '
+        f'{follow("recovery_s")}. Figures and text: {_following(report.claims)}.'
     )
 
 
-def _difference(one: Cell | Claim, form: str) -> str:
-    return '' if one.ours is None or one.theirs is None else format(one.ours - one.theirs, form)
+def _following(judged: Iterable[Cell | Claim]) -> str:
+    verdicts = [one.verdict for one in judged if one.verdict in STYLES]
+    return f'{verdicts.count(Verdict.FOLLOWS)} of {len(verdicts)}'
+
+
+def _compared(one: Cell | Claim, form: str, change: str) -> tuple[str, ...]:
+    """Their number, ours, the difference, and whether it follows."""
+    difference = None if one.ours is None or one.theirs is None else one.ours - one.theirs
+    return (_number(one.theirs, form), _number(one.ours, form), _number(difference, change),
+            FOLLOWS[one.verdict])  # fmt: skip
 
 
 def _number(value: float | None, form: str) -> str:

@@ -28,7 +28,12 @@ T3, T7 = 'Table 3', 'Table 7'
 
 
 class Setting(msgspec.Struct, frozen=True):
-    """A model, or a choice of precisions."""
+    """A model, or a choice of precisions.
+
+    By system and quantity it has a value per MTBF, or one for all: iterations between checkpoints
+    (`interval`), seconds and percent added to each iteration (`overhead_s`, `overhead_percent`),
+    seconds of all recoveries of a run (`recovery_s`), `ettr`.
+    """
 
     name: str
     params_e9: float
@@ -38,13 +43,7 @@ class Setting(msgspec.Struct, frozen=True):
     full_bytes: int
     """Bytes of master weight and optimizer moments per parameter."""
     weight_bytes: int
-    """Bytes of a compute weight."""
     systems: dict[str, dict[str, list[float | None]]]
-    """By system and quantity: a value per MTBF, or one value for all MTBFs.
-
-    Iterations between checkpoints (`interval`), seconds and percent added to each iteration
-    (`overhead_s`, `overhead_percent`), seconds of all recoveries of a run (`recovery_s`), `ettr`.
-    """
 
 
 class Table(msgspec.Struct, frozen=True):
@@ -104,10 +103,9 @@ Row = tuple[str, str, str]
 
 
 def _rows(table: Table, setting: Setting, system: str) -> list[Condition]:
-    columns = setting.systems[system]
-
     def at(name: str, index: int) -> Any:
-        return columns[name][index] if len(columns[name]) > 1 else columns[name][0]
+        values = setting.systems[system][name]
+        return values[index] if len(values) > 1 else values[0]
 
     return [
         Condition(setting, system, mtbf, mtbf_s, table.run_s / mtbf_s, *(
@@ -130,16 +128,11 @@ ROWS: dict[Row, list[Condition]] = {
 
 ETTR_TOLERANCE = 0.015
 """1.5 points: the largest difference that the paper reports for its own simulator (Table 4)."""
-SCALED_TOLERANCE = 0.1
-"""Relative: seconds of recovery and intervals scale with their inputs."""
-MEMORY_TOLERANCE = 0.02
-"""Relative."""
-EXTRA_S = np.arange(0.0, 0.5, 0.002)
-RESTART_S = np.arange(0.0, 800.0, 2.0)
-DENSE_BYTES = 12
-"""fp32 master weight and two moments."""
-WEIGHT_BYTES = 2
-"""bf16 compute weight."""
+# Relative; seconds of recovery and intervals scale with their inputs.
+_SCALED, _MEMORY = 0.1, 0.02
+EXTRA_S, RESTART_S = np.arange(0.0, 0.5, 0.002), np.arange(0.0, 800.0, 2.0)
+DENSE_BYTES, WEIGHT_BYTES = 12, 2
+"""fp32 master weight and two moments; bf16 compute weight."""
 GENERATIONS = 2
 """One kept window, one under way."""
 FITTED_GEMINI_BYTES = 26
@@ -147,16 +140,17 @@ FITTED_GEMINI_BYTES = 26
 
 
 class Verdict(StrEnum):
-    """Result of the comparison with the paper."""
+    """Result of the comparison with the paper.
+
+    INPUT: an input of the others, which cannot be recomputed. NO_INPUTS: the paper does not give
+    the inputs of the number. FINDING: only computed, the paper does not print it.
+    """
 
     FOLLOWS = 'follows'
     DIFFERS = 'differs'
     INPUT = 'input'
-    """The number is an input of the others; it cannot be recomputed."""
     NO_INPUTS = 'no inputs'
-    """The paper does not give the inputs of the number."""
     FINDING = 'finding'
-    """Only computed: the paper does not print the number."""
 
 
 class Cell(msgspec.Struct, frozen=True):
@@ -169,15 +163,13 @@ class Cell(msgspec.Struct, frozen=True):
     mtbf: str
     """Column; empty if the cell is for all columns."""
     theirs: float
-    ours: float | None
-    """Computed from the paper's own inputs, without a fit."""
-    tolerance: float
     verdict: Verdict
+    ours: float | None = None
+    """Computed from the paper's own inputs, without a fit."""
     exact: float | None = None
     """Result of the exact renewal form instead of the first-order form."""
     fitted: float | None = None
     """Result with the constants fitted to this setting and system (see `Constants`)."""
-    fitted_verdict: Verdict | None = None
 
 
 class Constants(msgspec.Struct, frozen=True):
@@ -227,9 +219,6 @@ def priced(condition: Condition, fitted: Constants | None = None) -> Dense | Spa
     return Dense(setting.iteration_s, interval, overhead_s, 0.0, restart_s, mtbf_s)
 
 
-Names = tuple[str, str, str, str, str]
-
-
 def all_cells(fits: Fits) -> Iterator[Cell]:
     """Cells of Tables 3 and 7."""
     for row, conditions in ROWS.items():
@@ -240,41 +229,36 @@ def all_cells(fits: Fits) -> Iterator[Cell]:
                     yield _cell((*row, quantity, mtbf), theirs, one, fits.get(row))
 
 
-def _cell(names: Names, theirs: float, one: Condition, fitted: Constants | None) -> Cell:
+Names = tuple[str, str, str, str, str]
+
+
+def _cell(names: Names, theirs: float, one: Condition, constants: Constants | None) -> Cell:
     iteration_s, system, quantity = one.setting.iteration_s, one.system, names[3]
-    with_fit = priced(one, fitted) if fitted else None
+    costs, with_fit = priced(one), priced(one, constants) if constants else None
+    exact: float | None = None
+    fitted: float | None = None
+    tolerance = _SCALED * theirs
     if quantity == 'interval' and system == GEMINI:
         # The optimum for its costs against Young's, sqrt(2 c M) / T iterations (Young 1974), a
         # checkpoint costing its interval's overhead c.
         ours = young_s(one.overhead_s * one.interval, one.mtbf_s) / iteration_s
-        return _judged(names, theirs, ours, SCALED_TOLERANCE * theirs)
-    if quantity == 'overhead_percent':
+    elif quantity == 'overhead_percent':
+        ours = 100 * one.overhead_s / iteration_s
         tolerance = 0.5 + 100 * 0.005 / iteration_s  # both numbers are rounded
-        cell = _judged(names, theirs, 100 * one.overhead_s / iteration_s, tolerance)
-        # The iteration times are derived from this cell of MoC.
-        derived = system == MOC
-        return msgspec.structs.replace(cell, verdict=Verdict.INPUT) if derived else cell
-    if quantity == 'recovery_s':
-        seconds = iteration_s if system == MOC else priced(one).expected_recovery_s()
-        fit_s = one.failures * with_fit.expected_recovery_s() if with_fit else None
-        tolerance = SCALED_TOLERANCE * theirs
-        return _judged(names, theirs, one.failures * seconds, tolerance, None, fit_s)
-    if quantity == 'ettr':
-        ours, exact = priced(one).ettr_first_order(), priced(one).ettr_exact()
-        fit_ettr = with_fit.ettr_first_order() if with_fit else None
-        return _judged(names, theirs, ours, ETTR_TOLERANCE, exact, fit_ettr)
-    # CheckFreq's interval needs a disk bandwidth that is not given; 1 is a definition.
-    missing = quantity == 'interval' and system == CHECKFREQ
-    return Cell(*names, theirs, None, 0.0, Verdict.NO_INPUTS if missing else Verdict.INPUT)
-
-
-def _judged(
-    names: Names, theirs: float, ours: float, tolerance: float,
-    exact: float | None = None, fitted: float | None = None,
-) -> Cell:  # fmt: skip
-    with_fit = None if fitted is None else judge(fitted, theirs, tolerance)
-    verdict = judge(ours, theirs, tolerance)
-    return Cell(*names, theirs, ours, tolerance, verdict, exact, fitted, with_fit)
+    elif quantity == 'recovery_s':
+        ours = one.failures * (iteration_s if system == MOC else costs.expected_recovery_s())
+        fitted = one.failures * with_fit.expected_recovery_s() if with_fit else None
+    elif quantity == 'ettr':
+        ours, exact, tolerance = costs.ettr_first_order(), costs.ettr_exact(), ETTR_TOLERANCE
+        fitted = with_fit.ettr_first_order() if with_fit else None
+    else:
+        # CheckFreq's interval needs a disk bandwidth that is not given; 1 is a definition.
+        missing = quantity == 'interval' and system == CHECKFREQ
+        return Cell(*names, theirs, Verdict.NO_INPUTS if missing else Verdict.INPUT)
+    # The iteration times are derived from MoC's overhead.
+    derived = quantity == 'overhead_percent' and system == MOC
+    verdict = Verdict.INPUT if derived else judge(ours, theirs, tolerance)
+    return Cell(*names, theirs, verdict, ours, exact, fitted)
 
 
 def slot_bytes(window: int) -> np.ndarray:
@@ -293,17 +277,15 @@ def table6_cells() -> Iterator[Cell]:
     for row in PAPER.memory:
         params, gemini_gb, windows_gb = row['params_e9'], row['gemini_gb'], row['windows_gb']
         window_bytes = GENERATIONS * float(slot_bytes(row['window']).sum())
-        names = 'Table 6', row['name'], GEMINI, 'host_gb', ''
+        names = 'Table 6', row['name']
         ours, fitted = GENERATIONS * DENSE_BYTES * params, FITTED_GEMINI_BYTES * params
-        yield _judged(names, gemini_gb, ours, MEMORY_TOLERANCE * gemini_gb, None, fitted)
+        verdict = judge(ours, gemini_gb, _MEMORY * gemini_gb)
+        yield Cell(*names, GEMINI, 'host_gb', '', gemini_gb, verdict, ours, fitted=fitted)
+        yield Cell(*names, MOEVEMENT, 'logs_gb', '', row['logs_gb'], Verdict.NO_INPUTS)
         for quantity, ours, tolerance in (
-            ('windows_gb', window_bytes * params, MEMORY_TOLERANCE * windows_gb),
-            ('logs_gb', None, 0.0),
+            ('windows_gb', window_bytes * params, _MEMORY * windows_gb),
             ('total_gb', windows_gb + row['logs_gb'], 0.1),
             ('more_percent', 100 * (row['total_gb'] / gemini_gb - 1), 0.15),
         ):
-            names = 'Table 6', row['name'], MOEVEMENT, quantity, ''
-            if ours is None:
-                yield Cell(*names, row[quantity], None, 0.0, Verdict.NO_INPUTS)
-            else:
-                yield _judged(names, row[quantity], ours, tolerance)
+            verdict = judge(ours, row[quantity], tolerance)
+            yield Cell(*names, MOEVEMENT, quantity, '', row[quantity], verdict, ours)
