@@ -2,16 +2,7 @@
 """The paper's Algorithm 1 as printed: a baseline for comparison, not for training.
 
 Algorithm 1 starts with every operator active (captured in full) in slot 0 and freezes one more
-until slot 0 fits, then puts that many operators in each slot. Its faults:
-
-- It prices only slot 0, with mean sizes: one large operator, or one rank that holds more than the
-  others, exceeds the budget of a slot unnoticed.
-- The loop ends at two active operators, whether they fit or not, and never tries one: it cannot
-  detect an infeasible budget and misses plans with one operator per slot.
-- Each slot has the same number of operators, although the tail of compute weights shrinks from slot
-  to slot and leaves room. With equal operators of A bytes in full and F of weights per parameter
-  and a budget of b, W is (A - F) / (b - F) instead of ln(b / (b - F)) / ln(A / (A - F)), both
-  rounded up: for A = 12 and F = 2, 6 instead of 5 at b = 11/3 and 20 instead of 9 at b = 2.5.
+until slot 0 fits, then puts that many operators in each slot. Its faults: docs/planning.md.
 """
 
 from itertools import batched

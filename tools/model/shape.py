@@ -60,7 +60,6 @@ class Weights:
     split: int = 0
     whole: int = 0
     matrices: int = 0
-    """Number of tensors used in products; in fp8 each has a scale."""
     vectors: int = 0
 
     def __add__(self, other: 'Weights') -> 'Weights':
@@ -91,11 +90,9 @@ class ModelShape(fields.Checked, frozen=True, forbid_unknown_fields=True):
     ffn_hidden_size: Size = 0
     """Width of the layers without experts; 0 if all layers have experts."""
     query_groups: Whole | None = None
-    """Number of key and value heads; None: equal to the number of query heads."""
     head_size: Whole | None = None
     """None: hidden_size / attention_heads."""
     latent: LatentAttention | None = None
-    """Latent attention; None: grouped-query attention."""
     experts: Parts = 0
     """Number of experts per layer; 0: a dense model."""
     top_k: Size = 0
@@ -103,13 +100,10 @@ class ModelShape(fields.Checked, frozen=True, forbid_unknown_fields=True):
     shared_hidden_size: Size = 0
     """Total width of all shared experts; they belong to the rest of the layer."""
     moe_layers: tuple[int, ...] | None = None
-    """1 for each layer with experts, 0 for others; None: all layers are equal."""
     gated: bool = True
-    """SwiGLU: a third matrix in each feed-forward part."""
     tied_embeddings: bool = False
     """The head uses the weights of the embedding."""
     learned_positions: Size = 0
-    """Length of a learned position embedding; 0: rotary."""
     norm_bias: bool = False
     """LayerNorm instead of RMSNorm."""
     linear_bias: bool = False

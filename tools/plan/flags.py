@@ -88,7 +88,6 @@ class MegatronFlags:
         return Training(model, layout, self._batch(base, layout), self._precision(base))
 
     def protection(self) -> dict[str, Any]:
-        """Given settings of sparse checkpointing, by field."""
         return self._renamed(_PROTECTION)
 
     def named(self, field: str) -> str | None:

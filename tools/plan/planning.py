@@ -75,7 +75,6 @@ class ProtectionSettings(Checked, frozen=True):
     log_lag: NotNegative = SparseCheckpointConfig.log_lag
     """Iterations until a window is persisted, which the log has space for."""
     disk: bool = False
-    """Windows are also copied to disk, which takes one more window file per rank."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -96,13 +95,10 @@ class FailureRate(Checked, frozen=True):
     """Failures of the job, and the duration of a recovery without its replay."""
 
     mtbf_s: PositiveOrInfinite = math.inf
-    """Mean seconds between failures of the job."""
     restart_s: NotNegative = 30.0
-    """Seconds from a failure until the replay begins."""
     local_saving: Share = 0.0
     """Share of a replayed iteration that is saved because only the lost stage computes."""
     frozen_saving: Share = 0.0
-    """Share of an operator's work that is saved while it is frozen."""
 
 
 class Job(Checked, frozen=True):
@@ -113,7 +109,6 @@ class Job(Checked, frozen=True):
     batch: Batch
     cluster: Cluster
     iteration_s: Positive
-    """Seconds of an iteration without checkpointing."""
     precision: Precision = Precision()
     protection: ProtectionSettings = ProtectionSettings()
     failures: FailureRate = FailureRate()
@@ -126,7 +121,6 @@ class Job(Checked, frozen=True):
 
     @property
     def ranks_per_node(self) -> int:
-        """Ranks on a full node."""
         return min(self.cluster.gpus_per_node, self.layout.ranks)
 
     @property
@@ -141,7 +135,6 @@ class Job(Checked, frozen=True):
 
     @property
     def copies(self) -> int:
-        """Number of replicas, limited by the number of other nodes."""
         return min(self.protection.replicas, self.nodes - 1)
 
 
@@ -154,7 +147,6 @@ class StageKind(msgspec.Struct, frozen=True):
     held_parameters: int
     """Number of parameters that a rank computes with."""
     logged: Logged
-    """Log of each rank per iteration."""
     always: int = 0
     """Bytes of each rank in every slot, independent of the captured operators."""
 
@@ -168,7 +160,6 @@ class PaperPlan(msgspec.Struct, frozen=True):
 
     window: int
     bytes_over_budget: int
-    """Bytes by which the worst slot on the worst rank exceeds the budget."""
 
 
 class JobPlan(msgspec.Struct, frozen=True):
@@ -180,10 +171,8 @@ class JobPlan(msgspec.Struct, frozen=True):
     fewest: int | None
     """Shortest window that the links can carry; None: none, or an extremely long one."""
     fewest_by_copy: int | None
-    """Shortest window with an unlimited network."""
     paper: PaperPlan
     longest: int
-    """Longest W that host memory is reserved for."""
 
     @property
     def limited_by(self) -> str:
@@ -230,11 +219,9 @@ class JobPlan(msgspec.Struct, frozen=True):
         return max(int(self.queued(kind).max()) for kind in self.kinds)
 
     def network_bytes(self) -> float:
-        """Bytes per iteration that a node's network can carry for replication."""
         return self.job.send_bytes_per_s * self.job.ranks_per_node * self.job.iteration_s
 
     def log_bytes_of_node(self) -> int:
-        """Bytes per iteration that the busiest node logs."""
         return int(self._busiest_node([np.array(one.logged.iteration_bytes) for one in self.kinds]))
 
     def host_memory(

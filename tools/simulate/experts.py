@@ -10,8 +10,7 @@ unsaved tokens ('load-aware'). After a failure every other expert restarts from 
 the tokens that it learned from since are lost: PLT (proportion of lost tokens) is the share of the
 job's tokens lost in this way, summed over the failures. Once the PLT at the present K exceeds its
 limit, K doubles, up to E. Losses are counted per expert: a popular expert with an old copy loses
-many tokens. With turns, skew increases the variance of single losses and leaves their mean
-unchanged; with selection by unsaved tokens, skew decreases the mean.
+many tokens.
 
 The first version of MoEvement (MoEtion, arXiv 2412.15411v1) saves in every iteration as many
 experts as the iteration hides, selected by their tokens; MLT is the mean number of tokens lost per
@@ -152,7 +151,6 @@ class PartialRun(DenseRun):
         """Iterations' worth of tokens that a failure after each checkpoint loses, by level."""
         self.level = np.zeros(histories, dtype=int)
         self.checkpoints = np.zeros(histories, dtype=np.int64)
-        """Number of checkpoints so far, which determines the next turn."""
         self.lost_at_level = np.zeros(histories)
         self.lost = np.zeros(histories)
         self.rollbacks = 0

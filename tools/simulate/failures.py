@@ -4,13 +4,7 @@
 A process draws many independent histories at once. Renewal processes (independent gaps) can draw a
 given number of failures; all processes can draw up to a horizon.
 
-A trace is a CSV file with the columns time, node, event:
-
-    time,node,event
-    0,node3,failure
-    5400,node3,repair
-    7260,node1,failure
-
+A trace is a CSV file with the columns time, node, event, as docs/assets/simulate-trace.csv.
 Times are seconds from the start or from a clock, in any order; names of nodes are free; events are
 `failure` and `repair`. A failure of a node that is already down counts, too; a repair ends all
 failures of its node, which can then serve as a spare.
@@ -183,9 +177,7 @@ class Trace(Checked, frozen=True):
     times: np.ndarray
     """Seconds since the start of the trace, ascending, [failures]."""
     nodes: np.ndarray
-    """Index of the failed node, in order of the nodes' names, [failures]."""
     repair_s: np.ndarray
-    """Seconds until the repair; inf without a repair in the trace, [failures]."""
     length_s: Positive
     names: tuple[str, ...] = ()
 

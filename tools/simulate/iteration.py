@@ -61,7 +61,6 @@ class Collective(Checked, frozen=True):
     """One kind of collective: its measurements, and its calls in an iteration."""
 
     measured: tuple[tuple[float, float], ...]
-    """Bytes and seconds of calls."""
     calls: tuple[float, ...] = ()
     """Bytes of each call of an iteration that is not overlapped."""
 
@@ -111,7 +110,6 @@ class Iteration(NamedTuple):
     """Parts of an iteration's time."""
 
     stage_s: tuple[float, ...]
-    """Seconds of a micro-batch, by stage."""
     micro_batches: int
     bubble: float
     """Share of the pipeline's time in which a stage waits: (S - 1) / (M + S - 1); with chunks S - 1

@@ -16,10 +16,7 @@ by their number of replicas and divided into groups of as many experts as a node
 first of a group, its representative, has the fewest replicas. Each group gets as many nodes as its
 representative has replicas, with all of the group's experts on each node. Experts that fail
 together count once, so few sets of failed nodes lose an expert. The placement is optimal if the
-nodes of all representatives exist. Only the last group can get too few nodes, and only if it has
-fewer experts than a node has slots; then its experts are squeezed onto the remaining nodes, and
-distributing them over other nodes can be better: replicas (2, 3, 3) on 4 nodes of 2 slots survive
-2 failures with 4/6, while 5/6 is possible.
+nodes of all representatives exist (docs/paper.md).
 
 Exit status: 0 done, 2 the input is impossible.
 """

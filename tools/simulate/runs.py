@@ -26,7 +26,6 @@ class Pipeline(Checked, frozen=True):
     stages: Whole = 1
     """S; a multiple of `nodes`, or `nodes` a multiple of it."""
     micro_batches: Whole = 1
-    """m, per iteration."""
     copies: Whole = 1
     """Number of nodes of a stage with the same state (data-parallel redundancy); 1: none."""
 

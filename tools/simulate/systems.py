@@ -2,25 +2,10 @@
 """The compared systems, and their costs for a profile.
 
 Every system is a Dense or Sparse of `closed_form`, by itself or inside a Run. Given options are
-used; other costs come from the profile by one rule per system, without constants. The restart is
-that of the profile, plus loading, plus the lag: a dense checkpoint counts once it is complete, so a
-failure also loses, on average, as many iterations as a copy takes.
-
-- none: nothing is saved; a failure loses the job, so its period is the job.
-- dense: any dense system with given interval and costs.
-- checkfreq: snapshot to host memory, then to disk in the background (Mohan et al., FAST'21). The
-  exposed part of the snapshot is a stall; the interval is the shortest that keeps the stall below
-  `overhead_bound` of an iteration on average and lets one write end before the next begins.
-- gemini: dense in host memory of peers (Wang et al., SOSP'23). The copy to own memory has one
-  iteration, as the next update overwrites the state; the traffic to peers has the interval. Copy
-  and traffic time beyond that is a stall. Interval by oracle (exact optimum), or by Young or Daly
-  for the stall of a checkpoint with a single iteration to hide behind.
-- moc: partial checkpoints (see `experts`) in host memory, then on disk, if its rate is known;
-  global rollback. One iteration hides a copy, at any interval.
-- moetion: the same in every iteration, with as many experts as the iteration hides; at least one.
-- moevement: window of the printed Algorithm 1; the slots' exposed parts are the overhead.
-- ours: the byte planner; within the budget by construction, so without overhead.
-- copy: ours, with state copied over the network where a data-parallel replica remains.
+used; other costs come from the profile by one rule per system, without constants: the table in
+docs/simulator.md. The restart is that of the profile, plus loading, plus the lag: a dense
+checkpoint counts once it is complete, so a failure also loses, on average, as many iterations as a
+copy takes.
 """
 
 import math
@@ -86,19 +71,15 @@ class Options(Checked, frozen=True):
     shares: np.ndarray | None = None
     """Token shares of the experts; None: the profile's, or equal shares."""
     by_popularity: bool = True
-    """Popular experts are captured last."""
     interval_rule: IntervalRule = 'oracle'
     overhead_bound: Positive = 0.03
-    """Share of an iteration that checkpoints may cost (CheckFreq)."""
     experts: Whole | None = None
-    """Experts of a layer; None: as many as the profile has."""
     saved: Whole | None = None
     """Experts of a layer in a checkpoint; with a profile it needs `experts`."""
     selection: Selection = 'sequential'
     lost_budget: Positive | None = None
     job_s: Positive | None = None
     copy_s: NotNegative | None = None
-    """Seconds to copy the state of a rank from a data-parallel copy."""
 
 
 class System(Struct, frozen=True):
@@ -106,7 +87,6 @@ class System(Struct, frozen=True):
 
     name: str
     costs: Dense | Sparse
-    """Costs in the closed formulas."""
     run: RunFactory | None = None
     """The simulated Run; None: simulate `costs`."""
     found: dict[str, float] = {}

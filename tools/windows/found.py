@@ -37,11 +37,9 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
     """A file with a window of one rank."""
 
     run: str
-    """Name of the directory of the run."""
     tier: str
     """`MEMORY` or `DISK`."""
     rank: int
-    """Owner of the state."""
     holder: int | None
     """Rank with the file in its memory: the owner, or a peer."""
     node: str | None
@@ -60,7 +58,6 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
     digests: tuple[str, str] | None = None
     """Digests of run and layout; equal for windows that belong together."""
     verified: bool = False
-    """All checksums were compared."""
     problem: str | None = None
     foreign: bool = False
     """The file has a problem: this user cannot read it now, or other users may write to it."""
@@ -77,7 +74,6 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def held_by(self) -> str:
-        """Holder of the file, for people."""
         return DISK if self.tier == DISK else f'rank {self.holder} on {self.node}'
 
 
