@@ -7,7 +7,10 @@ Megatron's defaults. Checked against megatron-core 0.19.2.
 
 import argparse
 import dataclasses
+import tomllib
 from collections.abc import Sequence
+from importlib.resources import files
+from itertools import chain
 from typing import Any
 
 from msgspec.structs import replace
@@ -19,55 +22,18 @@ from ..model.description import DescriptionError, Training
 from ..model.layout import Batch, Layout, Precision, spread
 from ..model.shape import LatentAttention, ModelShape, layers_with_experts
 
-_LAYOUT = {
-    'tensor_model_parallel_size': 'tensor',
-    'pipeline_model_parallel_size': 'pipeline',
-    'context_parallel_size': 'context',
-    'expert_model_parallel_size': 'expert',
-    'expert_tensor_parallel_size': 'expert_tensor',
-    'use_distributed_optimizer': 'distributed_optimizer',
-    'num_distributed_optimizer_instances': 'instances',
-    'overlap_grad_reduce': 'overlap_grad_reduce',
-    'sequence_parallel': 'sequence_parallel',
-}
-_BATCH = {
-    'seq_length': 'sequence_length',
-    'micro_batch_size': 'micro_batch_size',
-    'global_batch_size': 'global_batch_size',
-}
-_PRECISION = {
-    'main_params_dtype': 'master',
-    'exp_avg_dtype': 'first_moment',
-    'exp_avg_sq_dtype': 'second_moment',
-}
+_NAMES: dict[str, Any] = tomllib.loads(
+    files(__package__).joinpath('megatron.toml').read_text('utf-8')
+)
+_LAYOUT, _BATCH, _PRECISION, _PROTECTION = (
+    _NAMES[section] for section in ('layout', 'batch', 'precision', 'protection')
+)
+_MODEL: dict[str, list[str]] = _NAMES['model']
+_CHUNKS = ('num_layers_per_virtual_pipeline_stage', 'num_virtual_stages_per_pipeline_rank')
+_UNEVEN = ('decoder_first_pipeline_num_layers', 'decoder_last_pipeline_num_layers')
 _FP8_MASTERS = 'sparse_ckpt_fp8_masters'
 _DELAYED = 'delayed'
 RECOVERIES = ('localized', 'global', 'whole-job')
-_PROTECTION = {
-    'sparse_ckpt_window': 'window',
-    'sparse_ckpt_replicas': 'replicas',
-    'sparse_ckpt_recovery': 'recovery',
-    'sparse_ckpt_network_gb_per_s': 'network_gb_per_s',
-    'sparse_ckpt_log_lag': 'log_lag',
-    'sparse_ckpt_disk': 'disk',
-}
-_CHUNKS = ('num_layers_per_virtual_pipeline_stage', 'num_virtual_stages_per_pipeline_rank')
-_UNEVEN = ('decoder_first_pipeline_num_layers', 'decoder_last_pipeline_num_layers')
-_MODEL_SIZES = (
-    'num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels '
-    'max_position_embeddings vocab_size num_experts moe_router_topk moe_ffn_hidden_size '
-    'moe_shared_expert_intermediate_size q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim '
-    'v_head_dim'
-).split()
-_MODEL_SWITCHES = (
-    'group_query_attention swiglu untie_embeddings_and_output_weights disable_bias_linear '
-    'add_qkv_bias qk_layernorm multi_latent_attention'
-).split()
-_PRECISION_SWITCHES = (
-    'bf16 fp16 fp32_residual_connection use_precision_aware_optimizer fp8_param_gather '
-    f'{_FP8_MASTERS}'
-).split()
-_MODEL_TEXTS = ('position_embedding_type', 'normalization', 'moe_layer_freq')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +66,7 @@ class MegatronFlags:
         return {new: self.given[old] for old, new in names.items() if old in self.given}
 
     def _model(self, base: Training | None) -> ModelShape:
-        names = {*_MODEL_SIZES, *_MODEL_SWITCHES, *_MODEL_TEXTS} & set(self.given)
+        names = {*chain.from_iterable(_MODEL.values())} & set(self.given)
         if base is None:
             return _model_of_flags(self.given)
         if names:
@@ -183,14 +149,12 @@ def parse_megatron_flags(argv: Sequence[str]) -> MegatronFlags:
         add_help=False,
     )
     switches = {name for name in _LAYOUT if not name.endswith(('_size', '_instances'))}
-    whole = 'fp8_amax_history_len', 'sparse_ckpt_replicas'
-    sizes = (*_MODEL_SIZES, *(set(_LAYOUT) - switches), *_BATCH, *_CHUNKS, *_UNEVEN)
-    for name in (*sizes, *whole):
+    sizes = *(set(_LAYOUT) - switches), *_BATCH, *_CHUNKS, *_UNEVEN, *_NAMES['others']['sizes']
+    for name in (*_MODEL['sizes'], *sizes):
         parser.add_argument(_flag(name), type=int)
-    for name in (*_MODEL_SWITCHES, *switches, *_PRECISION_SWITCHES):
+    for name in (*_MODEL['switches'], *switches, *_NAMES['others']['switches'], _FP8_MASTERS):
         parser.add_argument(_flag(name), action='store_true')
-    texts = 'fp8_format', 'fp8_recipe', 'sparse_ckpt_window', 'sparse_ckpt_disk'
-    for name in (*_MODEL_TEXTS, *_PRECISION, *texts):
+    for name in (*_MODEL['texts'], *_PRECISION, *_NAMES['others']['texts']):
         parser.add_argument(_flag(name))
     parser.add_argument('--sparse-ckpt-network-gb-per-s', type=network_rate)
     parser.add_argument('--sparse-ckpt-log-lag', type=float)

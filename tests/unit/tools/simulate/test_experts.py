@@ -14,7 +14,7 @@ from tools.simulate.experts import (
     lost_by_checkpoint,
 )
 from tools.simulate.failures import Trace
-from tools.simulate.monte_carlo import Estimate, simulate
+from tools.simulate.monte_carlo import simulate
 
 EVEN = np.full(64, 1 / 64)
 
@@ -69,27 +69,14 @@ def test_run_counts_the_loss_of_each_failure(
     assert (run.checkpoints[0], run.rollbacks) == (checkpoints, 2 * count)
 
 
-def run_of(
-    budget: float | None,
-    mtbf_s: float,
-    interval: int = 1,
-    shares: np.ndarray = EVEN,
-    jobs: int = 100,
-) -> tuple[PartialRun, Estimate]:
-    full = Dense(3.0, interval, 1.0, 0.0, 10.0, mtbf_s)
-    partial = PartialExperts(64, 8, lost_budget=budget)
-
-    def make(histories: int, rng: np.random.Generator) -> PartialRun:
-        return PartialRun(full, partial, shares, histories, 12 * 3600)
-
-    found = simulate(make, job_hours=12, histories=jobs)
-    assert isinstance(found.run, PartialRun)
-    return found.run, found
-
-
 def test_k_never_doubles_in_12_hours_under_the_published_rule() -> None:
-    run, _ = run_of(0.0375, 600.0)
-    assert run.saved() == 8
+    full, partial = Dense(3.0, 1, 1.0, 0.0, 10.0, 600.0), PartialExperts(64, 8, lost_budget=0.0375)
+    run = simulate(
+        lambda histories, rng: PartialRun(full, partial, EVEN, histories, 12 * 3600),
+        job_hours=12,
+        histories=100,
+    ).run
+    assert isinstance(run, PartialRun) and run.saved() == 8
     # 3.5 iterations for each of the 72 failures that did not strike a restart.
     expected = 72 * math.exp(-10 / 600) * 3.5 / 14400
     assert run.plt() == pytest.approx(expected, rel=0.05)

@@ -102,6 +102,3 @@ def test_claims_have_these_verdicts(
     found = claim(report, statement)
     assert found.ours == pytest.approx(ours, abs=0.001)
     assert found.verdict == verdict
-
-
-# ---- the command
