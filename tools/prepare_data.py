@@ -165,12 +165,12 @@ def json_text(line: bytes, key: str, where: str) -> bytes:
         record = json.loads(line)
     except ValueError as error:
         raise LabError(f'{where}: not a JSON object on one line ({error})') from error
-    text = record.get(key) if isinstance(record, dict) else None
-    if not isinstance(text, str):
-        keys = ', '.join(record) if isinstance(record, dict) else type(record).__name__
+    known = isinstance(record, dict)
+    if not known or not isinstance(record.get(key), str):
+        keys = ', '.join(record) if known else type(record).__name__
         raise LabError(f'{where}: no text under {key!r} (found: {keys}); name it with --json-key')
     # A lone surrogate (valid JSON) has no UTF-8 form.
-    return text.encode('utf-8', errors='replace')
+    return str(record[key]).encode('utf-8', errors='replace')
 
 
 # ---- output
@@ -180,7 +180,6 @@ class Writer:
     """Builds a dataset in a separate folder; `publish` moves it into place."""
 
     def __init__(self, folder: Path, tokenizer: Tokenizer, append_eod: bool) -> None:
-        """Creates folder/new.bin."""
         # Imported here, as it takes seconds: --help and wrong flags should be fast.
         from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
@@ -271,33 +270,28 @@ def write_dataset(files: Sequence[Path], args: argparse.Namespace, tokenizer: To
             f'--output-prefix {prefix}: cannot write in {prefix.parent} ({reason}); '
             'choose another folder'
         ) from error
-    with workplace as folder:
+    limit = math.inf if args.limit_mb is None else int(args.limit_mb * MIB)
+    total = min(limit, sum(path.stat().st_size for path in files))
+    bar = tqdm(total=total, unit='B', unit_scale=True, desc='tokenizing', disable=None)
+    with workplace as folder, bar as progress:
         writer = Writer(Path(folder), tokenizer, args.append_eod)
-        write_documents(writer, files, args)
+
+        def counted(pieces: Iterator[bytes]) -> Iterator[bytes]:
+            """Ends after the piece that reaches the limit."""
+            while writer.bytes_read < limit and (piece := next(pieces, None)) is not None:
+                progress.update(len(piece))
+                yield piece
+
+        documents = ((path, pieces) for path in files
+                     for pieces in read_documents(path, args.json_key))  # fmt: skip
+        for path, pieces in documents:
+            writer.add(str(path), counted(pieces))
+            if writer.bytes_read >= limit:
+                break
         if not writer.documents:
             raise LabError('the inputs hold no text: every file or record is empty')
         writer.publish(prefix)
     return writer
-
-
-def write_documents(writer: Writer, files: Sequence[Path], args: argparse.Namespace) -> None:
-    """Writes files in order and shows progress; ends after the piece that reaches the limit."""
-    limit = math.inf if args.limit_mb is None else int(args.limit_mb * MIB)
-    total = min(limit, sum(path.stat().st_size for path in files))
-    with tqdm(total=total, unit='B', unit_scale=True, desc='tokenizing', disable=None) as progress:
-
-        def counted(pieces: Iterator[bytes]) -> Iterator[bytes]:
-            for piece in pieces:
-                if writer.bytes_read >= limit:
-                    return
-                progress.update(len(piece))
-                yield piece
-
-        for path in files:
-            for pieces in read_documents(path, args.json_key):
-                if writer.bytes_read >= limit:
-                    return
-                writer.add(str(path), counted(pieces))
 
 
 # ---- command line
@@ -307,19 +301,22 @@ def parse_arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, lis
     """This tool's arguments, and flags for the tokenizer."""
     parser = Parser('moevement prepare-data', description=__doc__, allow_abbrev=False)
     add = parser.add_argument
-    add('--input', nargs='+', default=[STDLIB], metavar='PATH', help='text files, JSON lines files '
-        'or folders of them; "stdlib" (default) stands for the sources of this Python\'s standard '
-        'library')  # fmt: skip
+    add('--input', nargs='+', default=[STDLIB], metavar='PATH',
+        help='text files, JSON lines files or folders of them; "stdlib" (default) stands for the '
+        "sources of this Python's standard library")  # fmt: skip
     add('--output-prefix', required=True, metavar='P', help='writes P.bin and P.idx')
-    add('--tokenizer', default=BYTES, metavar='TYPE', help=f'"{BYTES}" (default) or a '
-        '--tokenizer-type of Megatron, followed by its own flags (--tokenizer-model, --vocab-file, '
-        '--merge-file, ...)')  # fmt: skip
-    add(
-        '--append-eod', action='store_true', help='end each document with the end-of-document token'
-    )
+    add('--tokenizer', default=BYTES, metavar='TYPE',
+        help=f'"{BYTES}" (default) or a --tokenizer-type of Megatron, followed by its own flags '
+        '(--tokenizer-model, --vocab-file, --merge-file, ...)')  # fmt: skip
+    ends = 'end each document with the end-of-document token'
+    add('--append-eod', action='store_true', help=ends)
     add('--json-key', default='text', metavar='KEY', help='key of the text in a JSON line')
-    add('--limit-mb', type=float, metavar='N', help='stop once N MiB of text are read (the piece '
-        'of up to 1 MiB that reaches it is kept)')  # fmt: skip
+    add(
+        '--limit-mb',
+        type=float,
+        metavar='N',
+        help='stop once N MiB of text are read (the piece of up to 1 MiB that reaches it is kept)',
+    )
     args, tokenizer_flags = parser.parse_known_args(argv)
     if args.tokenizer == BYTES and tokenizer_flags:
         parser.error(f'--tokenizer {BYTES} takes no flags: {" ".join(tokenizer_flags)}')
@@ -330,31 +327,27 @@ def parse_arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, lis
     return args, tokenizer_flags
 
 
-def run(args: argparse.Namespace, tokenizer_flags: Sequence[str]) -> None:
-    files = find_files(args.input)
-    tokenizer: Tokenizer = ByteTokenizer()
-    if args.tokenizer != BYTES:
-        tokenizer = UpstreamTokenizer(args.tokenizer, tokenizer_flags)
-    writer = write_dataset(files, args, tokenizer)
-    prefix = Path(args.output_prefix)
-    print(
-        f'{prefix}.bin, {prefix}.idx: {writer.documents:,} documents, {writer.tokens:,} tokens '
-        f'from {writer.bytes_read / MIB:,.1f} MiB of text'
-    )
-    data = shlex.quote(str(prefix))
-    print(f'flags for the trainer: --data-path {data} {tokenizer.trainer_flags}')
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     exit_on_sigterm()  # the unfinished dataset is removed
+    args, flags = parse_arguments(argv)
     try:
-        run(*parse_arguments(argv))
+        files = find_files(args.input)
+        known = args.tokenizer == BYTES
+        tokenizer = ByteTokenizer() if known else UpstreamTokenizer(args.tokenizer, flags)
+        writer = write_dataset(files, args, tokenizer)
     except LabError as error:
         print(f'prepare_data: {error}', file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print('prepare_data: interrupted, nothing written', file=sys.stderr)
         return 130
+    prefix = Path(args.output_prefix)
+    print(
+        f'{prefix}.bin, {prefix}.idx: {writer.documents:,} documents, {writer.tokens:,} tokens '
+        f'from {writer.bytes_read / MIB:,.1f} MiB of text'
+    )
+    data = f'--data-path {shlex.quote(str(prefix))}'
+    print(f'flags for the trainer: {data} {tokenizer.trainer_flags}')
     return 0
 
 
