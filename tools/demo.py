@@ -25,7 +25,7 @@ from moevement_ext.events import Recovered, RecoveryStarted
 
 from .chaos import verdict
 from .lab.activity import together
-from .lab.arguments import Parser
+from .lab.arguments import Parser, at_least
 from .lab.benchmark import exit_on_sigterm, print_failure
 from .lab.digests import difference_table, differences
 from .lab.errors import LabError
@@ -206,17 +206,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(prog='moevement demo', description=__doc__)
     add = parser.add_argument
     add('--iterations', type=int, default=40, help='to train (default: 40)')
-    add(
-        '--kill-after',
-        type=int,
-        default=28,
-        help='iteration after which the node is lost (default: 28)',
-    )
-    add('--window', type=int, default=6, help='iterations a window (default: 6)')
+    add('--kill-after', type=int, default=28, help='the node is lost after it (default: 28)')
+    add('--window', type=at_least(1), default=6, help='iterations a window (default: 6)')
     add('--output', type=Path, default=Path('runs/demo'), help='folder for data, logs and the plot')
     add_share_gpu(parser)
     args = parser.parse_args(argv)
-    parser.require_at_least_1(args, 'window')
     if args.kill_after < 2 * args.window:
         parser.error(
             f'--kill-after {args.kill_after}: must be at least twice --window {args.window}, so '

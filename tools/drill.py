@@ -29,7 +29,7 @@ from typing import NamedTuple
 from rich.console import Console
 
 from .chaos.verdict import devices, problems, recoveries, table
-from .lab.arguments import Parser, split_at_end
+from .lab.arguments import Parser, at_least, split_at_end
 from .lab.benchmark import exit_on_sigterm, print_failure
 from .lab.digests import kinds_of_difference, read_digest
 from .lab.errors import LabError
@@ -88,8 +88,6 @@ def _hold(args: argparse.Namespace, flags: Sequence[str], console: Console) -> i
             f'--first {args.first} --second {args.second} --iterations {args.iterations}: each '
             'must be above the one before'
         )
-    if args.nodes < 1 or args.workers_per_node < 1:
-        raise LabError('--nodes and --workers-per-node: give numbers of 1 or more')
     job_flags = parse_trainer_flags(flags)  # exits if a flag is wrong
     memory = [root for root in (job_flags.sparse_ckpt_dir, job_flags.sparse_ckpt_disk) if root]
     run_id = f'drill-{uuid.uuid4().hex[:8]}'
@@ -211,15 +209,18 @@ def remove_memory(roots: Sequence[str], run_id: str) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog='moevement drill',
-        description=__doc__,
-        allow_abbrev=False,
-    )
+    parser = Parser(prog='moevement drill', description=__doc__, allow_abbrev=False)
     add = parser.add_argument
-    add('--nodes', type=int, default=2, metavar='N', help='emulated nodes, without Slurm (2)')
+    add(
+        '--nodes',
+        type=at_least(1),
+        default=2,
+        metavar='N',
+        help='emulated nodes, without Slurm (2)',
+    )
     add('--spare-nodes', type=int, default=1, metavar='N', help='spare nodes of the allocation (1)')
-    add('--workers-per-node', type=int, default=1, metavar='N', help='ranks on each node (1)')
+    add('--workers-per-node', type=at_least(1), default=1, metavar='N',
+        help='ranks on each node (1)')  # fmt: skip
     add('--first', type=int, default=20, metavar='N', help='iteration to kill a worker at (20)')
     add('--second', type=int, default=40, metavar='N', help='iteration to kill a node at (40)')
     add('--iterations', type=int, default=60, metavar='N', help='iterations to train (60)')

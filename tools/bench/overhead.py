@@ -34,7 +34,7 @@ from rich.console import Console
 from moevement_ext.events import Event, WindowCommitted, WindowOnDisk
 
 from ..lab import models, precisions
-from ..lab.arguments import Parser
+from ..lab.arguments import Parser, at_least
 from ..lab.benchmark import add_output_flags, exit_on_sigterm, prepare, run_benchmark
 from ..lab.cpu_clock import CpuClock
 from ..lab.errors import LabError
@@ -238,18 +238,18 @@ class Bench(NamedTuple):
 
     def protection(self, variant: str, memory: Path, checkpoints: Path) -> list[str]:
         """Flags of a way to protect a run, except the folder of events."""
-        match variant:
-            case 'sparse' | 'sparse-against':
-                return sparse_flags(memory, model.RUN_ID, self.window)
-            case 'sparse-disk':
-                # The next window is copied as soon as all ranks have copied the one before.
-                disk = ['--sparse-ckpt-disk', str(checkpoints), '--sparse-ckpt-disk-every', '1']
-                return [*sparse_flags(memory, model.RUN_ID, self.window), *disk]
-            case 'dense-in-memory':
-                return sparse_flags(memory, model.RUN_ID, 1)
-            case 'torch-dist-sync' | 'torch-dist-async':
-                return dense_flags(checkpoints, 1, asynchronous=variant == ASYNC)
-        return []
+        disk = ['--sparse-ckpt-disk', str(checkpoints), '--sparse-ckpt-disk-every', '1']
+        sparse = sparse_flags(memory, model.RUN_ID, self.window)
+        flags = {
+            SPARSE: sparse,
+            AGAINST: sparse,
+            # The next window is copied as soon as all ranks have copied the one before.
+            DISK: [*sparse, *disk],
+            DENSE_IN_MEMORY: sparse_flags(memory, model.RUN_ID, 1),
+            SYNC: dense_flags(checkpoints, 1, asynchronous=False),
+            ASYNC: dense_flags(checkpoints, 1, asynchronous=True),
+        }
+        return flags.get(variant, [])
 
 
 def helpers_s(events: Iterable[Event], warm_up: int) -> float:
@@ -294,9 +294,9 @@ def summarize(bench: Bench, hardware: Hardware, rounds: dict[str, list[dict[str,
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(prog='moevement bench overhead', description=__doc__)
     add = parser.add_argument
-    add('--rounds', type=int, default=3, help='rounds over all variants (default: 3)')
+    add('--rounds', type=at_least(1), default=3, help='rounds over all variants (default: 3)')
     add('--iterations', type=int, default=12, help='iterations per run (default: 12)')
-    add('--warm-up', type=int, default=4, help='iterations to drop (default: 4)')
+    add('--warm-up', type=at_least(1), default=4, help='iterations to drop (default: 4)')
     add('--ranks', type=int, choices=model.RANKS, default=2)
     add('--only', choices=TITLES, nargs='+', default=list(TITLES),
         help='ways to protect a run, besides plain Megatron (default: all)')  # fmt: skip
@@ -308,11 +308,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add('--stand-ins', action='store_true', help='on a CPU, with stand-ins for Transformer Engine '
         'of the tests (default: on the first GPU, with Transformer Engine)')  # fmt: skip
     args = parser.parse_args(argv)
-    parser.require_at_least_1(args, 'rounds', 'warm_up')
     if args.iterations < args.warm_up + 3:
         parser.error(f'--iterations {args.iterations}: must be at least --warm-up + 3')
-    if args.window != AUTO and not (args.window.isdecimal() and int(args.window)):
-        parser.error(f'--window {args.window}: must be a whole number above 0, or auto')
     if args.against is not None:
         args.against = args.against.resolve()
         if not (args.against / PROGRAM).is_file():

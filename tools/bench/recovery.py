@@ -34,7 +34,7 @@ from rich.console import Console
 from moevement_ext.config import LOCALIZED, RESTART, WHOLE_JOB
 from moevement_ext.events import Event, NextTier, Recovered, WorkerStarted
 
-from ..lab.arguments import Parser
+from ..lab.arguments import Parser, at_least
 from ..lab.benchmark import add_output_flags, exit_on_sigterm, prepare, run_benchmark
 from ..lab.errors import LabError
 from ..lab.evidence import Tier, kind_of
@@ -265,14 +265,13 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add('--lose', choices=(WORKER, ALL), default=WORKER, help='workers to kill (default: worker)')
     add('--only', choices=TITLES, nargs='+', default=list(USUAL), help='ways to recover (default: '
         'all but the last)')  # fmt: skip
-    add('--rounds', type=int, default=2, help='rounds over all ways (default: 2)')
-    add('--window', type=int, default=4, help='iterations per window (default: 4)')
-    add('--dense-interval', type=int, default=10, help='iterations between torch_dist checkpoints '
-        '(default: 10)')  # fmt: skip
+    add('--rounds', type=at_least(1), default=2, help='rounds over all ways (default: 2)')
+    add('--window', type=at_least(1), default=4, help='iterations per window (default: 4)')
+    add('--dense-interval', type=at_least(1), default=10, help='iterations between torch_dist '
+        'checkpoints (default: 10)')  # fmt: skip
     add_output_flags(parser)
     add_share_gpu(parser)
     args = parser.parse_args(argv)
-    parser.require_at_least_1(args, 'rounds', 'window', 'dense_interval')
     if args.lose == ALL and not {WHOLE, DISK, ELASTIC} & set(args.only):
         parser.error(f'--only {" ".join(args.only)}: not with --lose {ALL}')
     return args

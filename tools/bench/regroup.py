@@ -31,7 +31,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 from moevement_ext.regroup.interruptible_store import InterruptibleStore
 from moevement_ext.regroup.process_groups import ProcessGroups
 
-from ..lab.arguments import Parser
+from ..lab.arguments import Parser, at_least
 from ..lab.benchmark import exit_on_sigterm, run_benchmark
 from ..lab.errors import LabError
 from ..lab.figures import Spread
@@ -207,13 +207,14 @@ def print_report(report: Report, console: Console) -> None:
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(prog='moevement bench regroup', description=__doc__)
     parser.add_argument('--processes', type=int, default=4, help='even (default: 4)')
-    parser.add_argument('--cycles', type=int, default=1000, help='(default: 1000)')
-    parser.add_argument('--warm-up', type=int, default=50, help='cycles before (default: 50)')
+    parser.add_argument('--cycles', type=at_least(1), default=1000, help='(default: 1000)')
+    parser.add_argument(
+        '--warm-up', type=at_least(1), default=50, help='cycles before (default: 50)'
+    )
     parser.add_argument('--json', type=Path, metavar='FILE', help='write the report here')
     args = parser.parse_args(argv)
     if args.processes < 2 or args.processes % 2:
         parser.error(f'--processes {args.processes}: must be even and at least 2')
-    parser.require_at_least_1(args, 'cycles', 'warm_up')
     return args
 
 

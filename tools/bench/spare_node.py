@@ -34,7 +34,7 @@ from moevement_ext.launch.supervisor import Supervisor
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.reservation import ReservedPages
 
-from ..lab.arguments import Parser
+from ..lab.arguments import Parser, above_0, at_least
 from ..lab.benchmark import add_output_flags, exit_on_sigterm, prepare, run_benchmark
 from ..lab.digests import StateDigest, kinds_of_difference, read_digest
 from ..lab.errors import LabError
@@ -203,14 +203,10 @@ def show(report: Report, console: Console) -> None:
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(prog='moevement bench spare-node', description=__doc__)
     add = parser.add_argument
-    add('--rounds', type=int, default=3, help='rounds over both variants (default: 3)')
-    add('--gib', type=float, default=0.8, help='GiB of the log of a rank (default: 0.8)')
+    add('--rounds', type=at_least(1), default=3, help='rounds over both variants (default: 3)')
+    add('--gib', type=above_0, default=0.8, help='GiB of the log of a rank (default: 0.8)')
     add_output_flags(parser)
-    args = parser.parse_args(argv)
-    parser.require_at_least_1(args, 'rounds')
-    if not 0 < args.gib < 1024:
-        parser.error(f'--gib {args.gib}: must be above 0')
-    return args
+    return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

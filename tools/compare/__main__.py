@@ -32,7 +32,7 @@ from pathlib import Path
 from rich.console import Console
 
 from ..lab.arguments import Parser, above_0, at_least
-from ..lab.benchmark import add_output_flags, exit_on_sigterm, prepare, run_benchmark, write_table
+from ..lab.benchmark import add_output_flags, exit_on_sigterm, prepare, run_benchmark
 from ..lab.errors import LabError
 from ..lab.hardware import Hardware
 from . import measuring
@@ -161,17 +161,12 @@ def _limited(course: Course, args: argparse.Namespace, plain: Lived) -> Course:
 
 
 def show(args: argparse.Namespace, report: Comparison, console: Console) -> None:
-    """Print the report, and write the requested files.
-
-    Raises LabError: a file cannot be written.
-    """
+    """Print the report, and write the requested files."""
     print_report(report, console)
-    try:
-        if args.plot:
-            draw(report, args.plot / PICTURE)
-    except OSError as error:
-        raise LabError(f'{error.filename}: {error.strerror}') from error
-    write_table(args.table, markdown(report))
+    if args.plot:
+        draw(report, args.plot / PICTURE)
+    if args.table:
+        args.table.write_text(markdown(report), 'utf-8')
 
 
 def main(argv: Sequence[str] | None = None) -> int:

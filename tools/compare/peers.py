@@ -30,7 +30,7 @@ from rich.console import Console
 
 from ..lab import four_ranks, tables
 from ..lab.arguments import Parser, at_least
-from ..lab.benchmark import add_output_flags, prepare, run_benchmark, write_table
+from ..lab.benchmark import add_output_flags, prepare, run_benchmark
 from ..lab.cpu_clock import Spent, memory_bytes, spent
 from ..lab.errors import LabError
 from ..lab.figures import Spread
@@ -291,7 +291,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def show(report: PeerReport, console: Console) -> None:
         print_report(report, console)
-        write_table(args.table, markdown(report))
+        if args.table:
+            args.table.write_text(markdown(report), 'utf-8')
 
     return run_benchmark('compare peers', args, measure, show)
 

@@ -17,12 +17,6 @@ class Parser(argparse.ArgumentParser):
         formatter = argparse.RawDescriptionHelpFormatter
         super().__init__(prog=prog, **{'formatter_class': formatter, **others})
 
-    def require_at_least_1(self, args: argparse.Namespace, *names: str) -> None:
-        """Exit with a message if one of the attributes `names` is below 1."""
-        for name in names:
-            if (value := getattr(args, name)) < 1:
-                self.error(f'--{name.replace("_", "-")} {value}: must be at least 1')
-
     def error(self, message: str) -> NoReturn:
         self.exit(EXIT_USER_ERROR, usage_error(self, message))
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from .errors import LabError
-from .figures import replacing, require_replaceable, write_json
+from .figures import write_json
 from .models import prepare_text
 
 
@@ -41,51 +41,29 @@ def run_benchmark[R](
         args: parsed arguments; `json`, and `table` if there is one, are files for the report, or
             None. Unless they can be written, nothing is measured.
         measure: returns the report, which may have `exact`; raises `LabError` if there is none.
-        show: prints the report for people; raises `LabError` if it cannot write one of its own
-            files.
+        show: prints the report for people.
     """
     console = Console()
     try:
-        _require_writable(args, 'json', 'table')
+        for flag in ('json', 'table'):
+            _require_writable(flag, getattr(args, flag, None))
         report = measure(args, console)
     except LabError as error:
         print_failure(console, name, error)
         return 2
-    failures = []  # a failed output does not prevent the others: the report may have taken hours
-    try:
-        if args.json:
-            write_json(args.json, report)
-    except OSError as error:
-        failures.append(LabError(f'--json {args.json}: {error.strerror}'))
-    try:
-        show(report, console)
-    except LabError as error:
-        failures.append(error)
-    for failure in failures:
-        print_failure(console, name, failure)
-    if failures:
-        return 2
+    if args.json:
+        write_json(args.json, report)
+    show(report, console)
     return 0 if getattr(report, 'exact', True) else 1
 
 
-def _require_writable(args: argparse.Namespace, *flags: str) -> None:
-    for flag in flags:
-        target = getattr(args, flag, None)
-        try:
-            if target:
-                require_replaceable(target)
-        except OSError as error:
-            raise LabError(f'--{flag} {target}: {error.strerror}') from error
-
-
-def write_table(target: Path | None, table: str) -> None:
-    """Write the table of `--table`, if it is given, atomically; raises `LabError`."""
+def _require_writable(flag: str, target: Path | None) -> None:
     try:
         if target:
-            with replacing(target) as partial:
-                partial.write_text(table, 'utf-8')
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.open('ab').close()
     except OSError as error:
-        raise LabError(f'--table {target}: {error.strerror}') from error
+        raise LabError(f'--{flag} {target}: {error.strerror}') from error
 
 
 def exit_on_sigterm() -> None:

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Simple statistics, and output files."""
 
-import errno
 import itertools
 import os
 import statistics
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -49,18 +47,6 @@ def replacing(target: Path) -> Iterator[Path]:
         partial.replace(target)
     finally:
         partial.unlink(missing_ok=True)
-
-
-def require_replaceable(target: Path) -> None:
-    """Raise `OSError` if `replacing` cannot write `target`; the folder is created."""
-    if target.is_dir():
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(target))
-    if target.exists() and not target.is_file():
-        return
-    folder = target.resolve().parent
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=folder):
-        pass
 
 
 def write_json(target: Path, report: Any) -> None:

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from tools.lab import benchmark
-from tools.lab.benchmark import run_benchmark, write_table
+from tools.lab.benchmark import run_benchmark
 from tools.lab.cpu_clock import CpuClock, Spent
 from tools.lab.errors import LabError
 from tools.lab.figures import replacing, write_json
@@ -42,24 +42,6 @@ def test_nothing_is_measured_for_a_file_that_cannot_be_written(
         args = Namespace(**{'json': None, flag: target})
         assert run_benchmark('bench', args, lambda *_: pytest.fail('runs'), lambda *_: None) == 2
         assert f'bench: --{flag} {target}: ' in capsys.readouterr().out.replace('\n', '')
-
-
-def test_report_that_can_no_longer_be_written_is_an_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The other file is written, and none in part."""
-    args = Namespace(json=tmp_path / 'json', table=tmp_path / 'table')
-
-    def measure(*_: object) -> int:
-        args.json.mkdir()
-        args.table.mkdir()
-        return 1
-
-    assert run_benchmark('bench', args, measure, lambda *_: write_table(args.table, '|')) == 2
-    said = capsys.readouterr().out.replace('\n', '')
-    assert all(f'bench: --{flag} {tmp_path / flag}: ' in said for flag in ('json', 'table'))
-    write_table(tmp_path / 'new' / 'table', '|')
-    assert [path.name for path in (tmp_path / 'new').iterdir()] == ['table']
 
 
 def test_failed_benchmark_prints_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
