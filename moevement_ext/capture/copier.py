@@ -13,11 +13,11 @@ import torch
 
 from moevement_ext import faults
 from moevement_ext.capture.layout import Piece
-from moevement_ext.cpu_cost import CpuCost
 from moevement_ext.faults import Phase
 from moevement_ext.logger import logger_of
 from moevement_ext.memory.device import bind_thread, side_stream, with_index
 from moevement_ext.memory.tensors import copy_all
+from moevement_ext.rates import CpuCost
 
 logger = logger_of(__name__)
 

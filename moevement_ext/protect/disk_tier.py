@@ -33,8 +33,8 @@ from moevement_ext.memory.window.name import (
 from moevement_ext.memory.window.refusal import UNKNOWN, UnreadableWindow
 from moevement_ext.protect.persistence import PersistenceTracker
 from moevement_ext.protect.statistics import CaptureStatistics
+from moevement_ext.rates import TokenBucket
 from moevement_ext.replicate.host_memory import HostMemory
-from moevement_ext.token_bucket import TokenBucket
 
 GIGA = 1e9
 _ROLL_BACK_SECONDS = 10.0

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterable
 
 from moevement_ext import faults
-from moevement_ext.cpu_cost import helper_cpu_s
 from moevement_ext.events import WindowCommitted, WindowPersisted
 from moevement_ext.faults import Phase
 from moevement_ext.memory.window.file import WindowFile
@@ -24,6 +23,7 @@ from moevement_ext.memory.window.name import Agreed, WindowName
 from moevement_ext.memory.window.slot import SlotHeader
 from moevement_ext.protect.persistence import PersistenceTracker
 from moevement_ext.protect.statistics import CaptureStatistics
+from moevement_ext.rates import helper_cpu_s
 from moevement_ext.replicate.client import ReplicaClient
 from moevement_ext.replicate.replicator import Replicator
 

@@ -15,7 +15,6 @@ import torch
 
 from moevement_ext.capture.layout import Operators
 from moevement_ext.config import AUTO, OFF, SOFT, STOP, node_name
-from moevement_ext.cpu_cost import OtherWork
 from moevement_ext.events import Protected
 from moevement_ext.membership.rank import Rank
 from moevement_ext.memory.budget import Logged, window_lengths
@@ -24,10 +23,10 @@ from moevement_ext.memory.disk import DiskWindows
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.name import WindowName
 from moevement_ext.memory.window.slot import SlotHeader
-from moevement_ext.plan.auto_window import Measured
 from moevement_ext.plan.popularity import sampled
 from moevement_ext.plan.replanning import Cycle, TokenCounter, WindowLoad
 from moevement_ext.plan.strategy.choice import strategy_of
+from moevement_ext.plan.strategy.moevement import Measured
 from moevement_ext.plan.windows import budgets, checkpoint_s
 from moevement_ext.protect.checkpointer import SparseCheckpointer
 from moevement_ext.protect.disk_tier import DiskTier, disk_tier
@@ -38,6 +37,7 @@ from moevement_ext.protect.replanner import Replanner, event
 from moevement_ext.protect.reserving import longest_window, reserve
 from moevement_ext.protect.room import WindowRoom
 from moevement_ext.protect.statistics import CaptureStatistics, Figures
+from moevement_ext.rates import OtherWork
 from moevement_ext.replicate.node_plan import Share
 
 if TYPE_CHECKING:  # jobs of other strategies do not import it
@@ -84,7 +84,22 @@ class Reserved:
             context_bytes += self.experts.context_bytes
         capacity = partial(planner.capacity, context_bytes=context_bytes)
         stub = partial(planner.stub_capacity, context_bytes=context_bytes)
-        longest = longest_window(rank, capacity, stub, planner.family, logged)
+
+        def sized(longest: int) -> Share:
+            lengths = window_lengths(longest) if rank.config.window == AUTO else []
+            return Share(
+                rank.identity,
+                capacity(longest),
+                logged,
+                disk=disk,
+                longest_window=longest,
+                shorter=[(capacity(length), stub(length)) for length in lengths],
+                family=planner.family,
+                stub_bytes=stub(longest),
+                own_parts=planner.own_parts,
+            )
+
+        longest = longest_window(rank, sized(rank.config.longest_window))
         cores_train = operators.device.type == 'cpu' and rank.config.cpu_share > 0
         self.strategy = strategy_of(rank.config, longest, self._shortest_window, cores_train)
         if rank.config.window == AUTO:
@@ -92,20 +107,7 @@ class Reserved:
         self._first_plan = planner.first_plan(self.strategy.first())
         window = self._first_plan.plan.window
         self._longest = longest
-        lengths = window_lengths(longest) if rank.config.window == AUTO else []
-        share = Share(
-            rank.identity,
-            capacity(longest),
-            logged,
-            disk=disk,
-            longest_window=longest,
-            window=window,
-            shorter=[(capacity(length), stub(length)) for length in lengths],
-            family=planner.family,
-            stub_bytes=stub(longest),
-            slot_bytes=planner.slot_bytes(window),
-            own_parts=planner.own_parts,
-        )
+        share = sized(longest)._replace(window=window, slot_bytes=planner.slot_bytes(window))
         self.memory = reserve(rank, share, operators.device, self.statistics.degraded)
         self.memory.connect(partial(rank.exchange, 'addresses'))
 

@@ -12,56 +12,33 @@ import torch
 from moevement_ext.config import AUTO, node_name
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.membership.rank import Rank
-from moevement_ext.memory.budget import Logged, window_lengths
-from moevement_ext.memory.file_system import file_system_of
+from moevement_ext.memory.budget import window_lengths
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.replicate.host_memory import HostMemory
-from moevement_ext.replicate.node_plan import Member, Share, copies_of, node_plan
-from moevement_ext.replicate.own_address import host_identity
-from moevement_ext.replicate.placement import own_domain
+from moevement_ext.replicate.node_plan import Member, Share, copies_of, described, node_plan
 from moevement_ext.replicate.secret import agree
 
 _MEMBER = msgspec.msgpack.Decoder(Member)
 
 
-def longest_window(
-    rank: Rank,
-    capacity: Callable[[int], int],
-    stub: Callable[[int], int],
-    family: int,
-    logged: Logged,
-) -> int:
+def longest_window(rank: Rank, share: Share) -> int:
     """The longest allowed W that fits in the host memory of all nodes; 1 if none fits.
 
-    Collective. Returns a fixed window unchanged. `capacity` and `stub` are sizes of this rank's
-    files as functions of W, `family` is the lowest rank with the same captures.
+    Collective. Returns a fixed window unchanged. `share` has the sizes of this rank's files for
+    each of `window_lengths` of the longest allowed W.
     """
     config, exchange = rank.config, rank.exchange
     if config.window != AUTO:
         return config.longest_window
     lengths = window_lengths(config.max_window)
-    node = node_name()
-    domain = own_domain(node, config.topology)
-    sizes = [(capacity(length), stub(length)) for length in lengths]
-    directory = Path(config.dir) / rank.run_id / node
-    memory = f'{host_identity()}/{file_system_of(directory)}'
-    own = Member(
-        node=node,
-        capacity_bytes=capacity(lengths[-1]),
-        logged=logged,
-        host='',
-        salt=b'',
-        domain=domain,
-        family=family,
-        shorter=sizes,
-        memory=memory,
-    )
+    directory = Path(config.dir) / rank.run_id / node_name()
+    own = described(share, config.topology, directory)
     members = [_MEMBER.decode(item) for item in exchange('room', msgspec.msgpack.encode(own))]
     copies = copies_of(members, config.topology, config.replicas)
 
     def fits(length: int) -> bool:
         sized = [member.sized_for(length, lengths[-1]) for member in members]
-        needed = (node, sized, copies, length, config.log_lag, config.disk is not None)
+        needed = (own.node, sized, copies, length, config.log_lag, config.disk is not None)
         try:
             node_plan(*needed).check(config.host_memory_gb, directory)
             node_plan(*needed, shared=True).check(None, directory)

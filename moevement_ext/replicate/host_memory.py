@@ -16,7 +16,6 @@ import msgspec
 import torch
 
 from moevement_ext.config import SparseCheckpointConfig, node_name
-from moevement_ext.cpu_cost import CpuCost
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.logger import logger_of
 from moevement_ext.memory.budget import LEDGER_RECORDS, HostMemoryPlan, RankMemory, rank_memory
@@ -33,6 +32,7 @@ from moevement_ext.memory.window.name import Window
 from moevement_ext.memory.window.refusal import RefusedWindow, UnreadableWindow
 from moevement_ext.memory.window.slot import SlotHeader
 from moevement_ext.plan.strategy.choice import disk_only
+from moevement_ext.rates import CpuCost
 from moevement_ext.replicate.client import PeerLost, PeerRefused, ReplicaClient, TwinClient
 from moevement_ext.replicate.inbox import Inbox
 from moevement_ext.replicate.node_plan import (

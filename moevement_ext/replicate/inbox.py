@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from moevement_ext.cpu_cost import CpuCost
 from moevement_ext.logger import logger_of
 from moevement_ext.memory.mapped_file import Bytes
 from moevement_ext.memory.window.file import WindowFile
@@ -16,6 +15,7 @@ from moevement_ext.memory.window.name import WindowName
 from moevement_ext.memory.window.refusal import OtherBytes, RefusedWindow
 from moevement_ext.memory.window.slot import SlotHeader, frame_checksum
 from moevement_ext.memory.window.twin import TwinWindow
+from moevement_ext.rates import CpuCost
 from moevement_ext.replicate.connection import Connection
 from moevement_ext.replicate.protocol import (
     Ack,

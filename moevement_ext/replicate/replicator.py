@@ -12,15 +12,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
-from moevement_ext.cpu_cost import CpuCost
 from moevement_ext.logger import logger_of
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.name import Agreed, WindowName
 from moevement_ext.memory.window.refusal import OtherBytes
 from moevement_ext.plan.windows import spread
+from moevement_ext.rates import CpuCost, TokenBucket
 from moevement_ext.replicate.client import CHUNK_BYTES, ReplicaClient
 from moevement_ext.replicate.protocol import MIN_BYTES_PER_SECOND
-from moevement_ext.token_bucket import TokenBucket
 
 logger = logger_of(__name__)
 

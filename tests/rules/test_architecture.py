@@ -18,7 +18,7 @@ ENGINE_FLOORS = (
     {'command', 'errors', 'logger'},
     {'event_file'},
     {'config', 'events'},
-    {'faults', 'token_bucket', 'cpu_cost'},
+    {'faults', 'rates'},
     {'system', 'memory', 'regroup'},
     {'plan', 'store'},
     {'replicate'},

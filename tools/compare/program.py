@@ -30,7 +30,7 @@ if __name__ != '__mp_main__':  # a subprocess, e.g. one that writes a checkpoint
     from megatron.moevement import pretrain_gpt
     from moevement_ext.capture.copier import Copier
     from moevement_ext.capture.layout import Piece
-    from moevement_ext.token_bucket import TokenBucket
+    from moevement_ext.rates import TokenBucket
 
 
 def limit_copies(bytes_per_s: float) -> None:

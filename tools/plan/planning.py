@@ -19,7 +19,6 @@ from moevement_ext.config import (
     SparseCheckpointConfig,
 )
 from moevement_ext.memory.budget import NOTHING_LOGGED, HostMemoryPlan, Logged, window_lengths
-from moevement_ext.plan.auto_window import FIRST_WINDOW
 from moevement_ext.plan.byte_planner import (
     DEFAULT_HIDDEN_FRACTION,
     InfeasiblePlan,
@@ -29,6 +28,7 @@ from moevement_ext.plan.byte_planner import (
     bytes_over_budget,
     fewest_slots,
 )
+from moevement_ext.plan.strategy.moevement import FIRST_WINDOW
 from moevement_ext.plan.windows import (
     DEFAULT_NETWORK_SHARE,
     Budgets,

@@ -13,9 +13,8 @@ from typing import Protocol
 
 from moevement_ext.config import AUTO, CHECKFREQ, GEMINI, MOETION, SparseCheckpointConfig
 from moevement_ext.memory.disk import directory_of
-from moevement_ext.plan.auto_window import FIRST_WINDOW, AutoWindow, Measured
 from moevement_ext.plan.replanning import Cycle, PlanParameters, WindowLoad
-from moevement_ext.plan.strategy.moevement import MoEvement
+from moevement_ext.plan.strategy.moevement import FIRST_WINDOW, AutoWindow, Measured, MoEvement
 
 
 class Strategy(Protocol):

@@ -13,19 +13,19 @@ import torch
 from moevement_ext.capture.copier import Copier
 from moevement_ext.capture.layout import _Copy, in_pieces
 from moevement_ext.config import SparseCheckpointConfig
-from moevement_ext.cpu_cost import OtherWork
 from moevement_ext.events import EventLog
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.generations import OwnerWindows
-from moevement_ext.plan.auto_window import Measured
+from moevement_ext.plan.strategy.moevement import Measured
 from moevement_ext.plan.windows import Cores
 from moevement_ext.protect.protection import Protection, Reserved
 from moevement_ext.protect.statistics import CaptureStatistics
+from moevement_ext.rates import OtherWork
 from moevement_ext.replicate.client import ReplicaClient
 from moevement_ext.replicate.replicator import Replicator
 from tests.unit.memory.samples import SECRET, capacity, commit, named, tmpfs_directory
 from tests.unit.replicate.peers import DEADLINE_S, OWNER, serving
-from tests.unit.test_cpu_cost import burn
+from tests.unit.test_rates import burn
 
 pytestmark = pytest.mark.timed
 

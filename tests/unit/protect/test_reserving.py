@@ -17,9 +17,10 @@ from moevement_ext.memory.file_system import GIB, reserved_bytes
 from moevement_ext.memory.holder_lock import StoreInUseError
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.generations import OwnerWindows
+from moevement_ext.memory.window.name import RankIdentity
 from moevement_ext.protect.reserving import longest_window, reserve
 from moevement_ext.replicate import secret
-from moevement_ext.replicate.node_plan import ALONE, Member, node_plan
+from moevement_ext.replicate.node_plan import ALONE, Member, Share, node_plan
 from moevement_ext.replicate.placement import Copies
 from tests.unit.memory.samples import commit, tmpfs_directory
 
@@ -71,7 +72,15 @@ def find(shm: Path) -> Callable[..., int]:
             **{'dir': str(shm), 'replicas': 1, 'max_window': MOST, **settings}
         )
         rank: Any = SimpleNamespace(config=config, exchange=exchange, run_id='run1')
-        return longest_window(rank, capacity, stub, family, LOGGED)
+        lengths = window_lengths(MOST)
+        share = Share(
+            RankIdentity('run', 'topology', 0),
+            capacity(MOST),
+            LOGGED,
+            shorter=[(capacity(length), stub(length)) for length in lengths],
+            family=family,
+        )
+        return longest_window(rank, share)
 
     return find
 

@@ -15,13 +15,13 @@ import pytest
 import torch
 
 from moevement_ext.config import SparseCheckpointConfig
-from moevement_ext.cpu_cost import CpuCost
 from moevement_ext.memory.budget import NOTHING_LOGGED
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.upstream_log.log import UpstreamLog
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.memory.window.name import Agreed, WindowName
+from moevement_ext.rates import CpuCost
 from moevement_ext.replicate import greeting
 from moevement_ext.replicate.client import ReplicaClient
 from moevement_ext.replicate.connection import Connection

@@ -13,11 +13,11 @@ from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.memory.window.name import Agreed, WindowName
 from moevement_ext.plan.windows import spread
+from moevement_ext.rates import TokenBucket
 from moevement_ext.replicate import client, replicator
 from moevement_ext.replicate.client import ReplicaClient
 from moevement_ext.replicate.replica_server import ReplicaServer
 from moevement_ext.replicate.replicator import Replicator
-from moevement_ext.token_bucket import TokenBucket
 from tests.distributed.harness.ports import free_port
 from tests.unit.memory.samples import (
     SECRET,
@@ -43,7 +43,7 @@ from tests.unit.replicate.peers import (
     stored,
     wait_for,
 )
-from tests.unit.test_token_bucket import Time
+from tests.unit.test_rates import Time
 
 pytestmark = pytest.mark.timed
 

@@ -11,8 +11,8 @@ from msgspec.structs import replace
 
 from moevement_ext.config import SparseCheckpointConfig
 from moevement_ext.events import EventLog
-from moevement_ext.plan.auto_window import Measured
 from moevement_ext.plan.byte_planner import InfeasiblePlan, bytes_over_budget, fewest_slots
+from moevement_ext.plan.strategy.moevement import Measured
 from moevement_ext.protect.protection import Reserved
 from moevement_ext.protect.statistics import CaptureStatistics
 from tests.unit.plan.test_byte_planner import one_size, table

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures the CPU time of helper threads, and of moving bytes on the threads that move them."""
+"""What helper threads may take from training: CPU time per byte, measured, and limited rates."""
 
 import operator
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 # Number of newest measurements in the average: several windows, to smooth noise yet follow changes.
@@ -82,3 +82,36 @@ def _cpu_s(thread: int | None) -> float:
     with suppress(OSError):  # the thread has just ended
         return time.clock_gettime(~thread << 3 | _OF_A_THREAD)
     return 0.0
+
+
+class TokenBucket:
+    """Delays a thread to limit its rate. One thread uses it.
+
+    After any idle time, at most `burst` bytes exceed the rate. `wait` waits the given seconds
+    (0 or more) and returns True to end the wait; `clock` returns seconds of a monotonic clock.
+    """
+
+    def __init__(
+        self,
+        wait: Callable[[float], object],
+        burst: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._wait = wait
+        self._burst = burst
+        self._clock = clock
+        # Time at which all bytes taken so far are within the rate.
+        self._paid_at = -float('inf')
+        self.held_up = 0
+        """Number of waits."""
+
+    def take(self, nbytes: int, bytes_per_s: float | None) -> bool:
+        """Wait until the rate (None: no limit) allows `nbytes`; True if `wait` ended the wait."""
+        seconds = 0.0
+        if bytes_per_s is not None:
+            now = self._clock()
+            earliest = now - self._burst / bytes_per_s
+            self._paid_at = max(self._paid_at, earliest) + nbytes / bytes_per_s
+            seconds = max(self._paid_at - now, 0.0)
+        self.held_up += seconds > 0
+        return bool(self._wait(seconds))

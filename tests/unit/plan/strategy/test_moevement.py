@@ -11,10 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moevement_ext.config import FIXED, SparseCheckpointConfig
-from moevement_ext.plan.auto_window import CONFIRMED, AutoWindow, Measured
 from moevement_ext.plan.replanning import PlanParameters, WindowLoad
 from moevement_ext.plan.strategy.choice import strategy_of
-from moevement_ext.plan.strategy.moevement import MoEvement
+from moevement_ext.plan.strategy.moevement import CONFIRMED, AutoWindow, Measured, MoEvement
 from moevement_ext.plan.windows import budgets, needs, shortest
 from tests.unit.plan.test_byte_planner import one_size
 
