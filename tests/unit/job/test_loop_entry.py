@@ -58,15 +58,3 @@ def test_loop_that_fails_before_its_first_step_is_told_that_no_rank_is_connected
             entry.enter(lambda: interrupted(entry, KeyError('in a step')))
         assert len(caplog.messages) == said
     assert 'raised RuntimeError' in caplog.text and 'use torch.distributed only' in caplog.text
-
-
-def test_loop_can_be_entered_again_after_an_error() -> None:
-    entry = LoopEntry()
-    with pytest.raises(KeyError):
-        entry.enter(lambda: interrupted(entry, KeyError('lost')))
-
-    def loop() -> int:
-        with entry.step():
-            return 3
-
-    assert entry.enter(loop) == 3

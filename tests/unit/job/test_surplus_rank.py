@@ -126,14 +126,3 @@ def test_surplus_rank_fails_when_its_launcher_is_gone(
     asked()
     monkeypatch.setattr('os.getppid', lambda: 1)
     assert code() == 1
-
-
-def test_no_message_is_sent_without_surplus_ranks(
-    store: TCPStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv('MOEVEMENT_SURPLUS_RANKS')
-    surplus.let_go()
-    surplus.dismiss(0, freed=True)
-    surplus.set_aside(2)  # the world size
-    assert not surplus.is_surplus()
-    assert surplus.meeting_place(HOUR).add(surplus.MESSAGES, 0) == 0

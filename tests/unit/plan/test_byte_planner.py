@@ -109,11 +109,6 @@ def test_balanced_has_the_smallest_largest_slot(operators, window):
     assert largest(operators, balanced(operators, window).slots) == least(operators, window)
 
 
-def test_a_plan_over_budget_exceeds_it_by_its_largest_slot():
-    stage = one_size(2)
-    assert bytes_over_budget(balanced(stage, 1), stage, 20) == 4
-
-
 @given(operators_lists(), st.integers(1, 6), st.randoms(use_true_random=False))
 def test_window_bytes_bound_holds_for_every_order(operators, window, random):
     bound = window_bytes_bound(operators, window)

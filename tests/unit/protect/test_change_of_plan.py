@@ -41,14 +41,6 @@ def windows(training: Training) -> list[tuple[int, str]]:
 IN_STEP = [(start, 'later') for start in range(TARGET, TARGET + 8, 2)]
 
 
-def test_rank_that_has_the_plan_in_time_restarts_by_the_later_plan(training: Training) -> None:
-    training.checkpointer.schedule_next(LATER)
-    training.run_until(TARGET)
-    begin_window(training)
-    training.run_until(TARGET + 8)
-    assert windows(training) == IN_STEP
-
-
 def test_rank_that_receives_the_plan_late_aligns_with_the_others(
     training: Training,
 ) -> None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import queue
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
@@ -8,6 +9,8 @@ from types import SimpleNamespace as Namespace
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.distributed import TCPStore
 
 from moevement_ext.memory.window.name import MAX_GIVEN_UP, Agreed, WindowName
@@ -49,6 +52,14 @@ class Job:
         self.trackers[rank].stop()
         self.trackers[rank] = self._tracker(rank)
 
+    def settle(self, expected: Agreed) -> None:
+        """All have done what they were told, and have heard of what all agree on."""
+        wait_for(lambda: not any(tracker._tasks for tracker in self.trackers))
+        for tracker in self.trackers:
+            tracker.look()
+        wait_for(lambda: not any(tracker._tasks for tracker in self.trackers))
+        assert self.agreed == [expected] * WORLD
+
     def wait_until_counted(self, window: WindowName, ranks: int) -> None:
         """Wait until as many ranks have reported a window that is not persisted yet."""
         key = f'complete/{window.start}/{window.plan}'
@@ -87,93 +98,64 @@ def test_persisted_on_every_rank_once_all_have_reported(job: Job) -> None:
     assert job.next_persisted() == [window(4)] * WORLD
 
 
-def test_one_missing_report_delays_only_its_window(job: Job) -> None:
-    """Rank 2 skipped window 0; had the two reports counted, it would be heard of first."""
-    job.report(window(0), 0, 1)
-    job.report(window(4), 0, 1, 2)
-    assert job.next_persisted() == [window(4)] * WORLD
-    assert all(heard.empty() for heard in job.persisted)
+class Model:
+    """Which ranks have which windows, and what they agree on by that."""
+
+    def __init__(self) -> None:
+        self.held: dict[WindowName, set[int]] = defaultdict(set)
+        self.agreed = Agreed()
+
+    def report(self, rank: int, name: WindowName) -> None:
+        if not (self.agreed.is_persisted(name.start) or self.agreed.is_given_up(name.start)):
+            self.held[name].add(rank)
+            if len(self.held[name]) == WORLD:
+                self.agreed = self.agreed.with_persisted(name)
+
+    def withdraw_after(self, rank: int, kept: WindowName | None) -> None:
+        for name, ranks in self.held.items():
+            if kept is None or name.start > kept.start:
+                ranks.discard(rank)
+
+    def give_up(self, start: int) -> None:
+        self.agreed = self.agreed.with_given_up([start])
 
 
-def test_window_counts_again_once_its_new_holder_has_it(job: Job) -> None:
-    job.report(window(0), 0, 1, 2)
-    assert job.next_persisted() == [window(0)] * WORLD
-    job.report(window(4), 0, 1)
-    job.wait_until_counted(window(4), 2)
-    job.trackers[0].withdraw_unpersisted()
-    assert job.store.add('complete/4/a', 0) == 1
-    job.report(window(4), 2)
-    job.wait_until_counted(window(4), 2)
-    assert all(heard.empty() for heard in job.persisted)
-    job.report(window(4), 0)
-    assert job.next_persisted() == [window(4)] * WORLD
+STEPS = st.tuples(
+    st.sampled_from('report report report withdraw unpersisted give_up replace'.split()),
+    st.integers(0, WORLD - 1),
+    st.sampled_from([4, 4, 8]),
+    st.sampled_from('aaab'),
+)
 
 
-def test_windows_of_different_plans_do_not_count_together(job: Job) -> None:
-    job.report(window(4, 'a'), 0, 1)
-    job.report(window(4, 'b'), 2)
-    job.report(window(8), 0, 1, 2)
-    assert job.next_persisted() == [window(8)] * WORLD
-
-
-def test_a_rank_that_reports_a_window_twice_counts_once(job: Job) -> None:
-    """As after a recovery, when it is captured again; rank 2 has not got it."""
-    job.report(window(0), 0, 0, 1, 1)
-    job.report(window(2), 0, 1)
-    job.wait_until_counted(window(2), 2)
-    assert not job.store.check(['persisted'])
-    job.report(window(4), 0, 1, 2)
-    assert job.next_persisted() == [window(4)] * WORLD
-    assert all(heard.empty() for heard in job.persisted)
-
-
-def test_replacement_does_not_count_again(job: Job) -> None:
-    job.report(window(0), 0, 1)
-    job.wait_until_counted(window(0), 2)
-    job.replace(1)
-    job.report(window(0), 1)
-    job.report(window(2), 1)
-    job.wait_until_counted(window(2), 1)
-    assert not job.store.check(['persisted'])
-    job.report(window(4), 0, 1, 2)
-    assert job.next_persisted() == [window(4)] * WORLD
-    assert all(heard.empty() for heard in job.persisted)
-
-
-def test_reports_of_a_process_count_for_its_replacement(job: Job) -> None:
-    job.report(window(0), 0, 1)
-    job.wait_until_counted(window(0), 2)
-    job.replace(1)
-    job.report(window(0), 1, 2)
-    assert job.next_persisted() == [window(0)] * WORLD
-
-
-# After a rollback
-
-
-def test_lost_window_does_not_count_before_it_is_recaptured(job: Job) -> None:
-    """Ranks 1 and 2 replay; rank 1 is done with window 4 first, and rank 2 has lost its own."""
-    job.report(window(0), 0, 1, 2)
-    job.next_persisted()
-    job.report(window(4), 0, 2)
-    job.wait_until_counted(window(4), 2)
-    for rank in (1, 2):
-        job.trackers[rank].withdraw_after(window(0))
-    assert job.store.add('complete/4/a', 0) == 1
-    job.report(window(4), 1)
-    job.wait_until_counted(window(4), 2)
-    assert all(heard.empty() for heard in job.persisted)
-    job.report(window(4), 2)
-    assert job.next_persisted() == [window(4)] * WORLD
-
-
-def test_surviving_window_still_counts(job: Job) -> None:
-    job.report(window(0), 0, 1)
-    job.report(window(4), 0, 1)
-    job.wait_until_counted(window(4), 2)
-    job.trackers[0].withdraw_after(window(0))
-    job.report(window(0), 2)
-    assert job.next_persisted() == [window(0)] * WORLD
+@settings(max_examples=25, deadline=None)
+@given(st.lists(STEPS, min_size=30, max_size=40))
+def test_a_window_counts_once_for_each_rank_that_has_it(steps: list[Any]) -> None:
+    """Whatever was reported twice, by a predecessor, withdrawn, captured again or given up."""
+    job, model = Job(), Model()
+    try:
+        for step, rank, later, plan in steps:
+            persisted, tracker = model.agreed.persisted, job.trackers[rank]
+            start = later + (0 if persisted is None else persisted.start)
+            name = window(start, plan)
+            if step == 'report':
+                tracker.report(name)
+                model.report(rank, name)
+            elif step == 'withdraw':  # a recovery starts from the persisted window, or a later one
+                kept = name if later > 4 else persisted or window(0)
+                tracker.withdraw_after(kept)
+                model.withdraw_after(rank, kept)
+            elif step == 'unpersisted':
+                tracker.withdraw_unpersisted()
+                model.withdraw_after(rank, persisted)
+            elif step == 'give_up':
+                tracker.give_up([start])
+                model.give_up(start)
+            else:
+                job.replace(rank)
+            job.settle(model.agreed)
+    finally:
+        job.stop()
 
 
 def test_withdrawn_persisted_window_is_withdrawn_for_new_processes(job: Job) -> None:
@@ -250,36 +232,6 @@ def test_a_window_about_to_be_published_can_still_be_withdrawn(
         assert heard.empty()
     first.stop()
     last.stop()
-
-
-# Giving up
-
-
-def test_a_window_that_one_rank_gives_up_is_given_up_by_all(job: Job) -> None:
-    """Rank 2 has failed to capture it; the others need not wait for it any longer."""
-    job.report(window(0), 0, 1, 2)
-    job.next_persisted()
-    job.report(window(4), 0, 1)
-    job.trackers[2].give_up([4])
-    wait_for(lambda: all(agreed == Agreed(window(0), (4,)) for agreed in job.agreed))
-    job.report(window(4), 2)  # as by mistake
-    job.report(window(8), 0, 1, 2)
-    assert job.next_persisted() == [window(8)] * WORLD
-    assert job.agreed == [Agreed(window(8))] * WORLD
-
-
-def test_persisted_window_cannot_be_given_up(job: Job) -> None:
-    job.report(window(0), 0, 1, 2)
-    job.next_persisted()
-    for rank in range(WORLD):
-        job.trackers[rank].give_up([0])
-    for _ in range(2):  # then all have looked at what all have done
-        wait_for(lambda: not any(tracker._tasks for tracker in job.trackers))
-        for tracker in job.trackers:
-            tracker.look()
-    assert job.agreed == [Agreed(window(0))] * WORLD
-    job.report(window(4), 0, 1, 2)
-    assert job.next_persisted() == [window(4)] * WORLD
 
 
 def test_a_window_about_to_be_published_can_still_be_given_up() -> None:

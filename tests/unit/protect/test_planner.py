@@ -274,10 +274,3 @@ def test_the_window_is_as_long_as_the_largest_stage_needs(planners: list[Planner
         assert planner.shortest_window(copied(3 * BYTES), 4) == 1
         assert planner.shortest_window(copied(2 * BYTES + 64), 4) == 2
         assert planner.shortest_window(copied(BYTES - 1), 4) is None
-
-
-def test_the_network_of_the_largest_stage_decides_too(planners: list[Planner]) -> None:
-    sent = Budgets(3 * BYTES, BYTES, 2 * BYTES)
-    for planner in planners:
-        assert planner.shortest_window(sent, 4) == 4
-        assert planner.shortest_window(sent, 3) is None

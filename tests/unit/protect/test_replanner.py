@@ -176,13 +176,3 @@ def test_plan_not_handed_out_yet_is_requested_after_the_next_window(
     rank.observe(0)
     assert rank.adopted().version == 1
     assert asked == [1, 1]
-
-
-def test_a_plan_that_cannot_be_read_does_not_end_the_thread(
-    start: Start, master: TCPStore, caplog: pytest.LogCaptureFixture
-) -> None:
-    master.set('plan/newest', 'no number')
-    rank = start(0, 1)
-    rank.observe(0)
-    assert rank.adopted().version == 1
-    assert 'cannot re-plan' in caplog.text
