@@ -76,9 +76,13 @@ def _run(name: str, arguments: Sequence[str]) -> int:
 
 
 def _module(name: str) -> str:
+    if not name.startswith('tools.'):
+        return name
     installed = f'{__package__}.programs'
-    if name.startswith('tools.') and find_spec(installed):
+    if find_spec(installed):
         return f'{installed}{name.removeprefix("tools")}'
+    if str(ROOT) not in sys.path[:1]:  # before another package of that name
+        sys.path.insert(0, str(ROOT))
     return name
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command `moevement`: every program that documents name is one of it, and says so."""
 
+import os
 import re
 import subprocess
 import sys
@@ -51,6 +52,16 @@ def test_flags_of_a_light_program_are_read_without_torch(flag: str, status: int)
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert re.findall(r'^[a-z]+ (\d)$', done.stdout, re.M) == [str(status)] * 5
+
+
+def test_another_package_of_the_name_hides_no_program(tmp_path: Path) -> None:
+    (tmp_path / 'tools').mkdir()
+    (tmp_path / 'tools' / '__init__.py').touch()
+    code = 'import moevement_ext.command as command; command.main(["windows", "--help"])'
+    environment = {**os.environ, 'PYTHONPATH': f'{tmp_path}:{ROOT}'}
+    command = [sys.executable, '-c', code]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.stdout.startswith('usage: moevement windows '), done.stderr
 
 
 def test_all_programs_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
