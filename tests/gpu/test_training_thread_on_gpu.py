@@ -37,7 +37,7 @@ def test_thread_with_queued_work_waits_for_other_ranks(
         thread = TrainingThread()
 
         def waits() -> bool:
-            return watching.submit(thread.look).result(DEADLINE_S).waits_for_others
+            return watching.submit(thread.probe).result(DEADLINE_S).waits_for_others
 
         stream.synchronize()
         assert not waits()
@@ -47,7 +47,7 @@ def test_thread_with_queued_work_waits_for_other_ranks(
         assert not waits()
 
 
-def test_recording_survives_a_look(watching: ThreadPoolExecutor) -> None:
+def test_recording_survives_a_probe(watching: ThreadPoolExecutor) -> None:
     factor = torch.ones(8, device='cuda')
     thread = TrainingThread()
     factor * 2  # what is recorded has run before
@@ -55,7 +55,7 @@ def test_recording_survives_a_look(watching: ThreadPoolExecutor) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         doubled = factor * 2
-        watching.submit(thread.look).result(DEADLINE_S)
+        watching.submit(thread.probe).result(DEADLINE_S)
     graph.replay()
     assert torch.equal(doubled.cpu(), torch.full((8,), 2.0))
 
