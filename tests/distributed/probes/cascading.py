@@ -107,6 +107,6 @@ def _carry_out(kill: Kill, membership: Membership) -> None:
     except FileExistsError:
         return
     round = membership._joined.result.round
-    os.kill(membership._reports[kill.victim].process, signal.SIGKILL)
+    os.kill(membership._joined.reports[kill.victim].process, signal.SIGKILL)
     while membership._joined.result.round == round and not membership.broken:
         time.sleep(_POLL_S)
