@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Host memory that training reserves, by kind, and the log of a stage per iteration.
 
-Sizes come from `memory.sizing`, as in training. This module computes its arguments.
+Sizes come from `memory.budget`, as in training. This module computes its arguments.
 """
 
 import math
