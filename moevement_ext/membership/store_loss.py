@@ -18,7 +18,8 @@ from torch.distributed import DistError, DistStoreError, Store
 
 from moevement_ext.errors import SparseCheckpointError
 from moevement_ext.logger import logger_of
-from moevement_ext.store.answers import AnswerWatch, in_time, peek
+from moevement_ext.regroup.waits import in_time
+from moevement_ext.store.answers import AnswerWatch, peek
 
 logger = logger_of(__name__)
 

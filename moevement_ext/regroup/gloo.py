@@ -12,7 +12,6 @@ import torch
 from torch.distributed import ProcessGroupGloo, Store
 
 from moevement_ext.regroup import waits
-from moevement_ext.regroup.interruptible_store import in_time
 
 NAME = 'gloo'
 PARTS: dict[str, tuple[str, ...]] = {
@@ -51,17 +50,20 @@ class Gloo:
         options: timedelta,
         device: torch.device | None,
         timeout: timedelta,
-        interrupted: Callable[[], bool],
+        check: Callable[[], None],
         at_once: bool,
     ) -> ProcessGroupGloo:
         """Connect a backend with all others that connect through `store`.
 
         `options` is the timeout of later operations, `timeout` that for the other members.
         `device` and `at_once` are unused: gloo always connects at once. Raises
-        `RuntimeError` if a member did not connect, or left, or the wait was interrupted.
+        `RuntimeError` if a member did not connect, or left, or as `check`, called meanwhile.
         """
-        backend = in_time(
-            lambda: ProcessGroupGloo(store, rank, size, timeout=timeout), timeout, interrupted
+        backend = waits.in_time(
+            lambda: ProcessGroupGloo(store, rank, size, timeout=timeout),
+            timeout.total_seconds(),
+            check,
+            *waits.CONNECTING,
         )
         backend._set_default_timeout(options)
         return backend

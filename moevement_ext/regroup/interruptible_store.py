@@ -2,15 +2,12 @@
 """Waits of connecting process groups, which end when a failure is announced.
 
 Process groups connect through a store, where they wait for the addresses of their peers. A peer
-that dies at this moment would block the others until their timeout. No call can end the connecting
-thread: gloo waits half a minute for a peer that died after publishing its address, and a NCCL
-communicator cannot be aborted before it is complete. So that thread is abandoned.
+that dies at this moment would block the others until their timeout.
 """
 
 import threading
 import time
-from collections.abc import Callable, Collection
-from concurrent.futures import Future, wait
+from collections.abc import Collection
 from datetime import timedelta
 
 from torch.distributed import Store
@@ -23,7 +20,6 @@ _LAST_POLL_S = 0.1
 # Growth of the pause between polls: a wait ends late by at most a quarter of itself, or by the
 # longest pause.
 _GROWTH = 1.25
-_POLL_S = 0.02  # for a backend
 _TOLD = 'in-use'
 _ALL = 'in-use/all'
 
@@ -83,30 +79,6 @@ class InterruptibleStore(Store):
                 raise TimeoutError(f'{keys[:3]} did not come in time')
             time.sleep(pause_s)
             pause_s = min(_GROWTH * pause_s, _LAST_POLL_S)
-
-
-def in_time[B](connect: Callable[[], B], timeout: timedelta, interrupted: Callable[[], bool]) -> B:
-    """Run `connect` with a timeout; returns or raises as `connect`. Training thread.
-
-    `connect` runs on a separate thread. Raises `RuntimeError` if it did not return in time, or
-    the wait was `interrupted`.
-    """
-    connected = Future[B]()
-
-    def run() -> None:
-        try:
-            connected.set_result(connect())
-        except Exception as error:  # raised again on the waiting thread
-            connected.set_exception(error)
-
-    threading.Thread(target=run, name='sparse-ckpt-connect', daemon=True).start()
-    deadline = time.monotonic() + timeout.total_seconds()
-    while not wait([connected], _POLL_S).done:
-        if interrupted():
-            raise RuntimeError('another failure was announced meanwhile')
-        if time.monotonic() > deadline:
-            raise RuntimeError('a backend did not connect in time')
-    return connected.result()
 
 
 def used_by_any(

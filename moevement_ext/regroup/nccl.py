@@ -25,7 +25,7 @@ from torch.distributed import ProcessGroupNCCL, Store
 
 from moevement_ext.logger import logger_of
 from moevement_ext.regroup.internals import UnsupportedTorchError
-from moevement_ext.regroup.interruptible_store import in_time
+from moevement_ext.regroup.waits import CONNECTING, in_time
 
 PARTS: dict[str, tuple[str, ...]] = {
     'distributed.ProcessGroupNCCL': (
@@ -93,7 +93,7 @@ class Nccl:
         options: ProcessGroupNCCL.Options,
         device: torch.device | None,
         timeout: timedelta,
-        interrupted: Callable[[], bool],
+        check: Callable[[], None],
         at_once: bool,
     ) -> ProcessGroupNCCL:
         """Connect a backend, with its communicator, with all other members.
@@ -106,8 +106,7 @@ class Nccl:
         `options` are the predecessor's; their timeout applies to later operations,
         `timeout` to this call. `device` None: that of the calling thread. `at_once`, the same on
         all members: create the communicator now, else at the first operation, as at a
-        start. Raises `RuntimeError` if a member did not connect, or left, or the wait was
-        interrupted.
+        start. Raises `RuntimeError` if a member did not connect, or left, or as `check`.
         """
         own = device or torch.device(torch.cuda.current_device())
 
@@ -118,7 +117,7 @@ class Nccl:
                 backend.eager_connect_single_device(own)
             return backend
 
-        return in_time(connect, timeout, interrupted)
+        return in_time(connect, timeout.total_seconds(), check, *CONNECTING)
 
     def is_connected(self, backend: ProcessGroupNCCL) -> bool:
         """True if an operation or `connect` has created a communicator."""

@@ -269,12 +269,12 @@ class ProcessGroups:
         on_gpu = torch.cuda.is_initialized()
         device = torch.device('cuda', torch.cuda.current_device()) if on_gpu else None
 
-        def given_up() -> bool:
-            return self._unblocked or failed.is_set()
+        def check() -> None:
+            if self._unblocked or failed.is_set():
+                raise _GivenUp('another group could not be connected')
 
         def connect(group: _Group) -> Backend:
-            if given_up():
-                raise _GivenUp('another group could not be connected')
+            check()
             kind, rank = self._kinds[group.kind], group.ranks.index(self._rank)
             store = stores[group.group]
             with self._lock:
@@ -287,7 +287,7 @@ class ProcessGroups:
                     group.options,
                     group.group.bound_device_id or device,
                     timeout,
-                    given_up,
+                    check,
                     group.name in at_once,
                 )
             except BaseException:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Interruptible waits for gloo operations, in any state of the operation.
+"""Interruptible waits: for a call on a thread of its own, and for any gloo operation.
 
 Closing the connections of a backend makes every operation raise that has not moved a byte. A
 connection forgets its half-transferred operation (gloo's `Pair::signalException` handles queued
@@ -8,11 +8,14 @@ module replaces `Work.wait` by a wait that polls for an interruption. An abandon
 its tensors and a thread until the group's timeout.
 """
 
-import queue
+import math
 import threading
+from collections.abc import Callable
+from concurrent.futures import Future, wait
 from datetime import timedelta
 
 from torch._C._distributed_c10d import OpType, Work  # type: ignore[attr-defined]
+from torch.distributed import DistNetworkError
 
 PARTS: dict[str, tuple[str, ...]] = {
     '_C._distributed_c10d': ('OpType', 'Work'),
@@ -20,8 +23,8 @@ PARTS: dict[str, tuple[str, ...]] = {
 }
 """Private parts of torch used here (see `internals.check`). Checked against torch 2.15."""
 
-_LOOK_UP_S = 0.25
-_SLICE = timedelta(seconds=_LOOK_UP_S)
+_POLL_S = 0.1
+_SLICE = timedelta(seconds=0.25)
 # Kinds of work without short waits: a timeout closes the connections (the first three), or the work
 # supports no timeout. Composite works, such as reduce-scatter, have an unknown kind.
 _WITHOUT_SLICES = frozenset(
@@ -30,7 +33,39 @@ _WITHOUT_SLICES = frozenset(
 
 _torch_wait = Work.wait
 _ended = threading.Event()
-_idle: list['_Waiter'] = []
+
+CONNECTING = 'sparse-ckpt-connect', 'a backend has not connected'
+"""Last arguments of `in_time` for a call that connects a backend."""
+
+
+def in_time[T](
+    call: Callable[[], T],
+    limit_s: float,
+    check: Callable[[], None] = lambda: None,
+    name: str = 'sparse-ckpt-ask',
+    late: str = 'the store has not answered',
+) -> T:
+    """Return or raise as `call` does; `DistNetworkError`, with `late`, after `limit_s` seconds.
+
+    Any thread. `call` runs on a thread `name`, which is abandoned if it does not return in time, or
+    `check`, called meanwhile, raises.
+    """
+    returned = Future[T]()
+
+    def run() -> None:
+        try:
+            returned.set_result(call())
+        except Exception as error:  # raised again on the waiting thread
+            returned.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    waited_s = 0.0  # counted, as this process may be stopped meanwhile, too
+    while not wait([returned], _POLL_S).done:
+        waited_s += _POLL_S
+        check()
+        if waited_s > limit_s:
+            raise DistNetworkError(f'{late} for {limit_s:g} s')
+    return returned.result()
 
 
 class _WaitEnded(RuntimeError):
@@ -79,8 +114,7 @@ def _wait(work: Work, timeout: timedelta | None = None) -> bool:
     """Replacement of `Work.wait`; a call with a timeout is left to torch."""
     if timeout is not None:
         return _torch_wait(work, timeout)
-    if _ended.is_set():
-        raise _WaitEnded
+    _raise_if_ended()
     kind: int = work._get_op_type()  # type: ignore[attr-defined]
     if kind in _WITHOUT_SLICES:
         return _wait_by_another(work)
@@ -94,49 +128,13 @@ def _wait_in_slices(work: Work) -> bool:
         except RuntimeError:  # timeout, or the operation failed
             if work.is_completed():
                 return _torch_wait(work)
-        if _ended.is_set():
-            raise _WaitEnded
+        _raise_if_ended()
+
+
+def _raise_if_ended() -> None:
+    if _ended.is_set():
+        raise _WaitEnded
 
 
 def _wait_by_another(work: Work) -> bool:
-    """Wait on another thread, which is abandoned in the worst case."""
-    try:
-        waiter = _idle.pop()
-    except IndexError:
-        waiter = _Waiter()
-    result = waiter.wait(work)
-    _idle.append(waiter)
-    if isinstance(result, Exception):
-        raise result
-    return result
-
-
-class _Waiter:
-    """A thread that waits for works, one after the other."""
-
-    def __init__(self) -> None:
-        self._works: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
-        self._results: queue.SimpleQueue[bool | Exception] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name='sparse-ckpt-wait', daemon=True).start()
-
-    def wait(self, work: Work) -> bool | Exception:
-        """Wait for a work on the thread; returns the result or the exception.
-
-        Raises `_WaitEnded` if the wait was ended; drop this thread.
-        """
-        self._works.put(work)
-        while True:
-            try:
-                return self._results.get(timeout=_LOOK_UP_S)
-            except queue.Empty:
-                if _ended.is_set():
-                    self._works.put(None)
-                    raise _WaitEnded from None
-
-    def _run(self) -> None:
-        while (work := self._works.get()) is not None:
-            try:
-                self._results.put(_torch_wait(work))
-            except Exception as error:  # raised again on the waiting thread
-                self._results.put(error)
-            del work  # and its tensors
+    return in_time(lambda: _torch_wait(work), math.inf, _raise_if_ended, 'sparse-ckpt-wait')

@@ -13,39 +13,18 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
-from torch.distributed import DistError, DistNetworkError, Store, TCPStore
+from torch.distributed import DistError, Store, TCPStore
 
 from moevement_ext.logger import logger_of
+from moevement_ext.regroup.waits import in_time
 
 logger = logger_of(__name__)
 
-_LOOKS = 10
 _ASKED_IN_A_LIMIT = 2
 _TO_END_S = 1.0
-
-
-def in_time[T](ask: Callable[[], T], limit_s: float) -> T:
-    """Return or raise as `ask` does; `DistNetworkError` after `limit_s` seconds.
-
-    Any thread. `ask` runs on a separate thread, which is abandoned if it does not return in time.
-    """
-    answer = Future[T]()
-
-    def run() -> None:
-        try:
-            answer.set_result(ask())
-        except Exception as error:  # raised again on the waiting thread
-            answer.set_exception(error)
-
-    threading.Thread(target=run, name='sparse-ckpt-ask', daemon=True).start()
-    for _ in range(_LOOKS):  # several short waits, as this process may be stopped meanwhile, too
-        if wait([answer], limit_s / _LOOKS).done:
-            return answer.result()
-    raise DistNetworkError(f'the store has not answered for {limit_s:g} s')
 
 
 class AnswerWatch:

@@ -15,7 +15,7 @@ from typing import NoReturn
 from torch.distributed import DistError, TCPStore
 
 from moevement_ext.config import ConfigurationError, SparseCheckpointConfig
-from moevement_ext.store.answers import in_time
+from moevement_ext.regroup.waits import in_time
 
 _TO_CONNECT = timedelta(seconds=60)
 _RUN = 'run'

@@ -18,7 +18,7 @@ from moevement_ext.membership.report import Report
 from moevement_ext.membership.round_watch import Connections, RoundWatch
 from moevement_ext.membership.training_thread import Probe, TrainingThread
 from moevement_ext.regroup.gloo import Gloo
-from moevement_ext.store.answers import in_time
+from moevement_ext.regroup.waits import in_time
 from moevement_ext.system.leaving import leave
 
 LIMIT = timedelta(seconds=120)

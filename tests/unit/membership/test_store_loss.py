@@ -14,7 +14,7 @@ from torch.distributed import DistError, TCPStore
 
 from moevement_ext.membership import store_loss
 from moevement_ext.membership.store_loss import StoreLoss, StoreLost
-from moevement_ext.store.answers import in_time
+from moevement_ext.regroup.waits import in_time
 from tests.distributed.harness.ports import free_port
 from tests.support.forks import Forked
 from tests.unit.membership import ranks

@@ -13,12 +13,12 @@ import pytest
 from torch.distributed import DistError, HashStore, PrefixStore, Store, TCPStore
 
 from moevement_ext.config import ConfigurationError
+from moevement_ext.regroup.waits import in_time
 from moevement_ext.store import answers
 from moevement_ext.store.answers import (
     AnswerWatch,
     addresses_of,
     cut_connections,
-    in_time,
     peek,
     read_in_parts,
 )
