@@ -175,16 +175,7 @@ class SlotLayout:
     ) -> None:
         self.full = plan.slots[slot]
         self.weights = tuple(name for later in plan.slots[slot + 1 :] for name in later)
-        self._slices = [
-            *(item for name in self.full if name in operators for item in operators[name].full),
-            *(
-                item
-                for name in self.weights
-                if name in operators
-                for item in operators[name].weights
-            ),
-            *(item for held in operators.values() for item in held.always),
-        ]
+        self._slices = [*slices_of(self.full, self.weights, operators)]
         self._always = sum(len(held.always) for held in operators.values())
         self.records: list[Record] = []
         offset = 0
@@ -253,7 +244,7 @@ def check_fits(header: SlotHeader, slices: Mapping[str, OperatorSlices]) -> None
     Raises `RefusedWindow` if the slot belongs to another model; the message names a parameter.
     """
     context = decode_context(header.context)
-    needed = {item.record().key for item in _slices_of(context, slices)}
+    needed = {item.record().key for item in slices_of(context.full, context.weights, slices)}
     held = {record.key for record in header.records}
     where = f'slot {header.slot} of window {header.start}'
     for part in sorted(needed - held):
@@ -265,13 +256,18 @@ def check_fits(header: SlotHeader, slices: Mapping[str, OperatorSlices]) -> None
         raise RefusedWindow(f'{where} has no record of {min(absent)}, which the model has')
 
 
-def _slices_of(context: SlotContext, slices: Mapping[str, OperatorSlices]) -> Iterator[TensorSlice]:
-    for name in slices.keys() & context.full:
-        yield from slices[name].full
-    for name in slices.keys() & context.weights:
-        yield from slices[name].weights
-    for operator in slices.values():
-        yield from operator.always
+def slices_of(
+    full: Iterable[str], weights: Iterable[str], slices: Mapping[str, OperatorSlices]
+) -> Iterator[TensorSlice]:
+    """Slices of a slot with these operators, in the order of its payload."""
+    for name in full:
+        if name in slices:
+            yield from slices[name].full
+    for name in weights:
+        if name in slices:
+            yield from slices[name].weights
+    for held in slices.values():
+        yield from held.always
 
 
 def operator_table(

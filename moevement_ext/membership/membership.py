@@ -47,11 +47,12 @@ from moevement_ext.membership.rendezvous import (
 )
 from moevement_ext.membership.rendezvous_runner import RendezvousRunner, waiting_survivor
 from moevement_ext.membership.report import NOWHERE, Report, decode_all
-from moevement_ext.membership.round_groups import RoundGroups
 from moevement_ext.membership.round_watch import HEARTBEAT_S, Connections, RoundWatch
 from moevement_ext.membership.standstill import Standstill, ends_within, replace_this_process
 from moevement_ext.membership.store_loss import StoreLoss, StoreLost
 from moevement_ext.membership.training_thread import TrainingThread
+from moevement_ext.regroup.interruptible_store import InterruptibleStore
+from moevement_ext.regroup.process_groups import ProcessGroups, connect_timeout
 from moevement_ext.system.leaving import end_at_once
 
 logger = logger_of(__name__)
@@ -102,7 +103,7 @@ class Membership:
         self._watching = Connections(self._loss.connect)
         self._timeout = timeout
         self._hang_timeout_s = hang_timeout_s
-        self._groups = RoundGroups(rendezvous.world_size, timeout)
+        self._groups: ProcessGroups | None = None
         self.reports: list[Report] = []
         self.origin = self.committed = NOWHERE
         self.joining = self.ended_round = False
@@ -238,7 +239,8 @@ class Membership:
         self._wake = wake
         self._standstill.thread = TrainingThread()
         self._joined.watch.judge()
-        self._groups.make(distributed_backend)
+        if self._groups is None:
+            self._groups = ProcessGroups(distributed_backend, self._timeout)
         if self.broken:
             self._unblock()
 
@@ -248,7 +250,8 @@ class Membership:
         Ends the process if its GPU is lost: its report would promise a state that is gone. Sets
         `reason`, `detect_s` and `ended_round`.
         """
-        self._groups.end_calls()
+        if self._groups is not None:
+            self._groups.end_calls()
         round_id, self.ended_round = self._joined.result.round, False
         while not self._announced(round_id, reason):
             pass
@@ -347,12 +350,15 @@ class Membership:
     def renew(self, members: Collection[int] | None, kept: Collection[int] = ()) -> None:
         """Reconnect the process groups of `members` (None: all); silence others, except of `kept`.
 
-        Raises:
-            RoundEnded: a failure was announced meanwhile.
+        Raises `RoundEnded` if a failure was announced meanwhile.
         """
+        assert self._groups is not None  # `watch` has made them
         self._raise_if_broken()
+        timeout = min(self._timeout, connect_timeout(self._rendezvous.world_size))
+        prefix = PrefixStore(f'groups/{"all" if members is None else min(members)}', self.store)
+        store = InterruptibleStore(prefix, self._interrupted, timeout)
         try:
-            self._groups.renew(self.store, members, kept, self._interrupted)
+            self._groups.renew(store, members, timeout, kept)
         finally:
             if self.broken:
                 self._groups.unblock()
@@ -360,16 +366,19 @@ class Membership:
 
     def synchronize(self) -> None:
         """Wait for all work queued on the GPU; the caller then checks `broken`."""
-        self._groups.synchronize()
+        if self._groups is not None:
+            self._groups.synchronize()
 
     @property
     def waits_returned(self) -> bool:
         """True if waits of this round may have ended without an error, with undefined results."""
-        return self._groups.waits_returned
+        return self._groups is not None and self._groups.waits_returned
 
     def silence(self) -> None:
         """Let all collectives return at once, without effect, until groups are connected."""
-        self._groups.silence(self.store)
+        if self._groups is not None:  # in a new process they do so from the start
+            store = InterruptibleStore(self.store, threading.Event(), self._timeout)
+            self._groups.renew(store, (), self._timeout)
 
     def stop(self) -> None:
         """Watch no rank any more, as all have trained to the end."""
@@ -442,7 +451,8 @@ class Membership:
         self._standstill.unblocked_at = time.monotonic()
 
     def _unblock(self) -> None:
-        self._groups.unblock()
+        if self._groups is not None:
+            self._groups.unblock()
         self._wake()
 
     def _join_beside(self, after: int | None) -> None:
@@ -508,7 +518,7 @@ class Membership:
     def _check_device(self) -> None:
         """End this process if its GPU is lost."""
         thread, rank = self._standstill.thread, self._rendezvous.rank
-        if thread is None:
+        if thread is None or self._groups is None:
             return
         try:
             self._groups.check_device()

@@ -15,7 +15,7 @@ import numpy as np
 import xxhash
 
 from moevement_ext import faults
-from moevement_ext.capture.layout import OperatorSlices, TensorSlice
+from moevement_ext.capture.layout import OperatorSlices, slices_of
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.faults import Phase
 from moevement_ext.logger import logger_of
@@ -213,7 +213,7 @@ class ReshardedWindow:
     def _header(self, slot: int) -> SlotHeader:
         context = self._context(slot)
         records, offset = [], 0
-        for item in self._wanted(context):
+        for item in slices_of(context.full, context.weights, self._slices):
             records.append(item.record(offset))
             offset += align_up(item.nbytes)
         start = self.window.start
@@ -248,14 +248,6 @@ class ReshardedWindow:
                 {owner: contexts[owner].state for owner in self._states}
             ),
         )
-
-    def _wanted(self, context: SlotContext) -> Iterator[TensorSlice]:
-        for name in context.full:
-            yield from self._slices[name].full
-        for name in context.weights:
-            yield from self._slices[name].weights
-        for held in self._slices.values():
-            yield from held.always
 
     def _fill(self, payload: np.ndarray, header: SlotHeader) -> None:
         index = SlotIndex(self._name_of, self._division_of)

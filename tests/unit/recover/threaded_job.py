@@ -40,7 +40,7 @@ from moevement_ext.events import (
 from moevement_ext.faults import Phase
 from moevement_ext.job import localized_mode
 from moevement_ext.job.job import Job
-from moevement_ext.membership import exchange, round_groups
+from moevement_ext.membership import exchange, membership
 from moevement_ext.membership.exchange import Exchange
 from moevement_ext.membership.membership import Membership
 from moevement_ext.membership.rank import Rank
@@ -512,7 +512,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(faults, 'point', point)
     monkeypatch.setattr(faults, 'at_iteration', at_iteration)
     monkeypatch.setattr(socket, 'gethostname', name)
-    monkeypatch.setattr(round_groups, 'ProcessGroups', groups)
+    monkeypatch.setattr(membership, 'ProcessGroups', groups)
     monkeypatch.setattr(node_plan, 'host_identity', lambda: host)
 
 
