@@ -15,7 +15,6 @@ from moevement_ext.membership import membership, round_watch, standstill, traini
 from moevement_ext.membership.membership import Membership
 from moevement_ext.membership.rendezvous import Rendezvous, end_round
 from moevement_ext.membership.report import Report
-from moevement_ext.membership.round_watch import Connections, RoundWatch
 from moevement_ext.membership.training_thread import Probe, TrainingThread
 from moevement_ext.regroup.gloo import Gloo
 from moevement_ext.regroup.waits import in_time
@@ -56,11 +55,6 @@ def settled(port: int, stuck_timeout_s: float = 0.0) -> tuple[Membership, TCPSto
     member.settle()
     member.watch('gloo', int)
     return member, store
-
-
-def stands_still(port: int) -> None:
-    settled(port, stuck_timeout_s=1.0)
-    threading.Event().wait()
 
 
 def waits_for_a_peer(port: int) -> None:
@@ -190,16 +184,3 @@ def waits_without_a_store(port: int, iterations: int) -> None:
         in_time(others.acquire, NEVER_HUNG_S)
     print('woken up:', member.broken, flush=True)
     leave(0)
-
-
-def meets(port: int, rank: int, world_size: int) -> None:
-    Rendezvous(connect(port), rank, world_size).meet(lambda: b'first attempt', LIMIT)
-
-
-def watches(port: int, pids: list[int]) -> None:
-    """Watch as the last of these processes; print the reason of the wake-up."""
-    woken = threading.Event()
-    opened = Connections(lambda: connect(port))
-    seen = RoundWatch(opened, 0, len(pids) - 1, pids, NEVER_HUNG_S, lambda _: woken.set()).start()
-    woken.wait()
-    print(seen.reason, flush=True)

@@ -8,7 +8,7 @@ import pytest
 
 from moevement_ext.membership.beside import Beside
 from moevement_ext.membership.membership import Membership
-from moevement_ext.membership.rendezvous import RoundEnded, end_round, present_round
+from moevement_ext.membership.rendezvous import RoundEnded, end_round
 from moevement_ext.membership.report import Report
 from tests.unit.membership.test_membership import WORLD, Job, job, survivor, wait_until
 
@@ -39,50 +39,6 @@ class Replay(Beside):
             return goes_on
 
         super().__init__(lambda: survivor(member.origin), hears)
-
-
-def others_meet(job: Job, members: list[Membership]) -> None:
-    end_round(job.store, present_round(job.store), 'another rank died')
-    for future in [job.move_on(member) for member in members[1:]]:
-        assert len(future.result()) == WORLD
-
-
-def test_replaying_rank_takes_over_rendezvous_met_beside(
-    job: Job, members: list[Membership]
-) -> None:
-    first = members[0]
-    beside, before = Replay(first), first.store
-    with first.delegated_to(beside):
-        others_meet(job, members)
-        assert wait_until(lambda: beside.has_met)
-        others_meet(job, members)
-        assert wait_until(lambda: len(beside._met) == 2)
-        assert not first.broken and first.store is before
-        with pytest.raises(RoundEnded):
-            first.barrier('replayed')
-        met = first.take_over(beside, wait=True)
-        assert [found.result.round for found in met] == [1, 2]
-        assert [found.reason for found in met] == 2 * ['another rank died']
-        waiting = [job.threads.submit(member.barrier, 'ready') for member in members[1:]]
-        assert [future.result() for future in waiting] == [None, None], 'it has come there'
-        for future in [job.threads.submit(one.barrier, 'replayed') for one in members]:
-            future.result()
-        assert first.try_detach(beside)
-        end_round(job.store, 2, 'another rank died')
-        assert wait_until(lambda: first.broken), 'it moves on by itself again'
-    assert beside.heard == [WORLD, WORLD]
-
-
-def test_replay_is_interrupted_if_it_cannot_continue(job: Job, members: list[Membership]) -> None:
-    first = members[0]
-    beside = Replay(first, goes_on=False)
-    with pytest.raises(RoundEnded), first.delegated_to(beside):
-        others_meet(job, members)
-        assert wait_until(lambda: first.broken)
-        first.take_over(beside, wait=True)
-    moving = [job.move_on(member) for member in members]
-    assert [len(future.result()) for future in moving] == 3 * [WORLD]
-    assert not first.broken and first.taken.round == 2
 
 
 def test_rank_that_fails_while_meeting_beside_leaves_that_round(

@@ -201,24 +201,6 @@ def wait_for(store: TCPStore, rank: int) -> None:
         time.sleep(0.01)
 
 
-def test_joined_rank_that_does_not_answer_is_evicted(store: TCPStore) -> None:
-    """Rank 2 has stopped while waiting for the last rank; the evicted process is the joined one."""
-    first, second, third = joined(store, range(3))
-    waiting = answer([first, second])
-    wait_for(store, 2)
-    began = time.monotonic()
-    found = MissingRanks(store.clone, 3, HANG_S, lambda: True)
-    store.wait(['evict/2'], TIMEOUT)
-    assert store.get('evict/2') == b'202'
-    assert time.monotonic() - began > HANG_S
-    assert not store.check(['evict/0']) and not store.check(['evict/1'])
-    for thread in [*waiting, *answer([third])]:
-        thread.join()
-    time.sleep(5 * 0.1)
-    assert holding_up(store, 3) == []
-    found.close()
-
-
 def test_rank_that_stops_while_packing_reports_is_evicted(
     store: TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

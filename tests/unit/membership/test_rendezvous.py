@@ -23,7 +23,6 @@ from moevement_ext.membership.rendezvous import (
     present_round,
     why_broken,
 )
-from tests.support.forks import Forked
 from tests.unit.membership.attempts import (
     DEADLINE_S,
     TIMEOUT,
@@ -35,7 +34,6 @@ from tests.unit.membership.attempts import (
     meet_all,
     report_of,
 )
-from tests.unit.membership.ranks import meets
 
 pytestmark = pytest.mark.timed
 
@@ -72,23 +70,6 @@ def test_every_rank_receives_all_reports(connections: list[TCPStore]) -> None:
             attempts_of(connections),
         )
         assert [result.reports for result in results] == [brought] * WORLD
-
-
-def test_new_process_of_one_rank_moves_all_to_a_new_round(
-    launcher: TCPStore, connections: list[TCPStore], threads: ThreadPoolExecutor
-) -> None:
-    """Rank 1 is killed while it waits: all have arrived then, but not all are alive."""
-    victim = Forked(meets, launcher.port, 1, WORLD)
-    launcher.wait(['here/0/0'], TIMEOUT)
-    victim.kill()
-    one, *others = [attempts_of(connections)[rank] for rank in (1, 0, 2, 3)]
-    waiting = [threads.submit(attempt.meet, report_of(attempt.rank), TIMEOUT) for attempt in others]
-    launcher.wait(['full/0'], TIMEOUT)
-    last = one.meet(report_of(1), TIMEOUT)
-    results = [last, *(future.result() for future in waiting)]
-    assert assert_one_new_round(results) == 1
-    assert last.reports == [report_of(rank)() for rank in range(WORLD)]
-    assert why_broken(launcher, 0) == 'rank 1 was started again'
 
 
 def test_report_is_requested_again_in_each_round(

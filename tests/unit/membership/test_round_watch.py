@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import os
 import queue
-import signal
 import socket
 import threading
 import time
@@ -17,9 +16,7 @@ from moevement_ext.membership import round_watch as detect
 from moevement_ext.membership.counters import Heartbeats, read_heartbeats
 from moevement_ext.membership.rendezvous import end_round, present_round, why_broken
 from moevement_ext.membership.round_watch import Connections, RoundWatch
-from tests.support.forks import Forked
 from tests.unit.membership.clock import Clock
-from tests.unit.membership.ranks import watches
 
 pytestmark = pytest.mark.timed
 
@@ -179,23 +176,6 @@ def test_silent_rank_is_not_evicted_before_judging_starts(job: Job, fast_heartbe
         assert not watch.broken.wait(0.01)
     watch.judge()
     assert job.next_woken() == (0, 'rank 1 has sent no heartbeat for 0.3 s')
-
-
-def test_stopped_process_is_evicted_and_informed_on_continue(
-    job: Job, fast_heartbeats: None
-) -> None:
-    neighbour = Forked(watches, job.store.port, [0, 7])
-    try:
-        wait_for_heartbeat(job.store, 1)
-        neighbour.send_signal(signal.SIGSTOP)
-        watch = job.watch(0, [0, 7], hang_timeout_s=0.3)
-        assert watch.broken.wait(DEADLINE_S)
-        assert int(job.store.get('evict/1')) == 7
-        neighbour.send_signal(signal.SIGCONT)
-        _, said, _ = neighbour.end(DEADLINE_S)
-    finally:
-        neighbour.kill()
-    assert said == 'rank 1 has sent no heartbeat for 0.3 s\n'
 
 
 def test_rank_with_slow_heartbeats_is_not_evicted(

@@ -5,7 +5,6 @@ Processes are threads (`threaded_job`), and train a fake; every iteration has th
 fault-free run.
 """
 
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,9 +15,6 @@ import pytest
 
 from moevement_ext.config import AUTO, CHECKFREQ, GEMINI, GLOBAL, SparseCheckpointConfig
 from moevement_ext.faults import Phase
-from moevement_ext.memory.disk import DiskWindows
-from moevement_ext.memory.window.file import WindowFile
-from moevement_ext.memory.window.name import RankIdentity
 from moevement_ext.plan.replanning import Cycle, WindowLoad
 from moevement_ext.plan.strategy import dense
 from moevement_ext.plan.strategy.choice import Strategy
@@ -119,23 +115,3 @@ def test_all_ranks_change_their_interval(launch: Launch, monkeypatch: pytest.Mon
     ((origin, interval),) = set(changes)
     (start,) = starts(job)
     assert interval == 3 and start > origin and (start - origin) % interval == 0
-
-
-@ON_DISK
-def test_death_before_disk_costs_a_checkpoint(
-    launch: Launch, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write, struck = DiskWindows.write, threading.Event()
-
-    def half_way(
-        disk: DiskWindows, file: WindowFile, identity: RankIdentity, *advance: Any
-    ) -> None:
-        if disk.rank == 1 and file.required_name().start == 8 and not struck.is_set():
-            struck.set()
-            raise OSError('the disk is full')
-        write(disk, file, identity, *advance)
-
-    monkeypatch.setattr(DiskWindows, 'write', half_way)
-    job = launch([Fault(1, Phase.FORWARD, STRUCK)], STRUCK + 2)
-    assert struck.is_set()
-    assert starts(job) == {4}

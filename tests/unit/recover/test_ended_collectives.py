@@ -2,19 +2,14 @@
 """Collectives that a failure ends without an error, as NCCL's: no state from them is whole."""
 
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any
 from unittest.mock import MagicMock, Mock
 
 import pytest
-import torch
-from torch.distributed import DistNetworkError
 
 from moevement_ext.config import SparseCheckpointConfig
-from moevement_ext.job import ending
-from moevement_ext.job.job import Job
 from moevement_ext.membership.rendezvous import RoundEnded
 from moevement_ext.membership.report import NOWHERE, Report
 from moevement_ext.memory.window.directory import TRIES
@@ -26,7 +21,6 @@ from moevement_ext.recover.rank_state import RankState
 from moevement_ext.recover.stage_replay import SourceLost
 from moevement_ext.recover.trainer import Start
 from moevement_ext.recover.verdict import Localized
-from moevement_ext.system import leaving
 
 
 class AbortedOnTheDevice:
@@ -104,30 +98,6 @@ def test_state_of_a_stage_with_an_aborted_conversion_is_not_whole() -> None:
         )
     conversion.run.assert_called_once()
     position.reached.assert_not_called()
-
-
-@pytest.mark.parametrize('lost', [RoundEnded('rank 0 was killed'), DistNetworkError('Broken pipe')])
-def test_windows_stay_without_the_last_barrier(
-    lost: Exception, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def turned_away(name: str) -> NoReturn:
-        raise lost
-
-    job: Any = object.__new__(Job)
-    closed: list[bool] = []
-    job.keeps_windows, job.rank = False, SimpleNamespace(number=1)
-    job.membership = SimpleNamespace(barrier=turned_away)
-    job._stop, job.close = lambda: None, lambda remove: closed.append(remove)
-    acts: list[Callable[[int], None]] = []
-    monkeypatch.setattr(leaving, 'last_acts', acts)
-    monkeypatch.setattr(torch.distributed, 'barrier', lambda: None)
-    monkeypatch.setattr(ending, 'LastBarrier', MagicMock())
-    monkeypatch.setattr(ending, 'write_trained', lambda store: None)
-    with pytest.raises(RoundEnded) if isinstance(lost, RoundEnded) else nullcontext():
-        job._finish()
-    for act in acts:
-        act(0)
-    assert not closed and len(acts) == isinstance(lost, DistNetworkError)
 
 
 def test_deaths_of_sources_refuse_no_window(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from moevement_ext.memory.holder_lock import StoreInUseError
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.shelf import Shelf, base_of, directories_of, left_by_elastic, read_any
 from moevement_ext.memory.window import directory
-from moevement_ext.memory.window.file import FileTooSmall, WindowFile
+from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.format import Expected
 from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.memory.window.name import RankIdentity, Window, WindowName
@@ -354,15 +354,6 @@ def test_another_layout_under_another_name_is_noticed(why: str | None, shm: Path
     identity = RankIdentity('new', 'new', 0, placed=stamp)
     own = inventory.take_stock(NodeStore(shm, NEW, 'a'), None, identity, layouts=layouts)
     assert own.traces.renamed == ({'before': START} if why is None else {})
-
-
-def test_a_file_that_is_too_small_is_not_begun(job: Callable[..., Job], tmp_path: Path) -> None:
-    window, _ = job().window()
-    file = WindowFile.create(tmp_path / 'w', 2**16)
-    file.begin(window.window.name)
-    with pytest.raises(FileTooSmall):
-        window.write(file)
-    assert not file.slots()
 
 
 def test_only_other_layouts_of_the_run_are_served(job: Callable[..., Job], shm: Path) -> None:
