@@ -95,13 +95,6 @@ def test_sealing_follows_the_copies_and_delays_no_wait(rig: Rig) -> None:
     assert torch.equal(seen[0], copy.source)
 
 
-def test_wait_without_a_capture_takes_no_time(rig: Rig) -> None:
-    assert rig.copier.wait() == 0
-    rig.capture(copy_of(1))
-    assert rig.copier.wait() >= 0
-    assert rig.copier.wait() == 0
-
-
 def test_failed_copy_is_reported_and_not_sealed(rig: Rig) -> None:
     rig.capture(_Copy(torch.zeros(3), torch.zeros(4)), name='broken')
     rig.copier.wait()

@@ -175,10 +175,3 @@ def test_slot_sizes_equal_the_plan(window: int) -> None:
     for slot, expected in enumerate(plan.slot_bytes(planned)):
         found = [SlotLayout(plan, slot, rank).payload_bytes for rank in ranks]
         assert expected.tolist() == found
-
-
-def test_operator_table_keeps_the_order_of_names() -> None:
-    table = operator_table(['b', 'a'], [{'a': (4, 2)}, {'b': (6, 3)}, {}])
-    assert table.names == ['b', 'a']
-    assert table.full.tolist() == [[0, 6, 0], [4, 0, 0]]
-    assert table.weights.tolist() == [[0, 3, 0], [2, 0, 0]]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A connection to a store that a test can cut or stall."""
+"""A connection to a store that a test can cut."""
 
 import socket
 import threading
@@ -7,19 +7,13 @@ from contextlib import suppress
 
 
 class Way:
-    """Relay from another port of this machine to `port` of the store.
-
-    Attributes:
-        port: where it listens.
-    """
+    """Relay from another port of this machine to `port` of the store."""
 
     def __init__(self, port: int) -> None:
         self._to = port
         self._listening = socket.create_server(('127.0.0.1', 0), backlog=64)
         self.port: int = self._listening.getsockname()[1]
         self._ends: list[socket.socket] = []
-        self._passes = threading.Event()
-        self._passes.set()
         threading.Thread(target=self._accept, daemon=True).start()
 
     def cut(self) -> None:
@@ -29,20 +23,11 @@ class Way:
             with suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
 
-    def stand_still(self) -> None:
-        """Stop relaying, on existing and new connections."""
-        self._passes.clear()
-
-    def go_on(self) -> None:
-        """Continue relaying; data sent meanwhile arrives."""
-        self._passes.set()
-
     def close(self) -> None:
         """Refuse further connections."""
         with suppress(OSError):
             self._listening.shutdown(socket.SHUT_RDWR)
         self._listening.close()
-        self.go_on()
         self.cut()
 
     def _accept(self) -> None:
@@ -57,7 +42,6 @@ class Way:
     def _pass_on(self, source: socket.socket, sink: socket.socket) -> None:
         with suppress(OSError):
             while found := source.recv(1 << 16):
-                self._passes.wait()
                 sink.sendall(found)
         for end in (source, sink):
             with suppress(OSError):

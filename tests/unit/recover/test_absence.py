@@ -235,40 +235,38 @@ def said(
     return caplog.text
 
 
-def test_a_flag_that_was_mistyped_is_named(root: Path, caplog: pytest.LogCaptureFixture) -> None:
-    text = said(root, caplog, **{'--lr': '0.2'})
-    assert 'windows of run-before, from iteration 6 on' in text
-    assert 'differs in --lr: was 0.1, is 0.2. To go on from them launch as that was.' in text
-
-
-def test_same_run_under_another_id_is_named(root: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert 'as that was, with --sparse-ckpt-run-id run-before.' in said(root, caplog)
-
-
-@pytest.mark.parametrize('flags', [{}, {'--lr': '0.2'}])
-def test_a_run_that_differs_in_its_id_alone_stops_a_strict_start(
-    root: Path, caplog: pytest.LogCaptureFixture, flags: dict[str, str]
+@pytest.mark.parametrize(
+    ('flags', 'named'),
+    [
+        (
+            {'--lr': '0.2'},
+            'differs in --lr: was 0.1, is 0.2. To go on from them launch',
+        ),
+        ({}, 'as that was, with --sparse-ckpt-run-id run-before.'),
+        (dict.fromkeys(FLAGS, '2'), ''),  # another job
+    ],
+)
+def test_run_that_was_probably_meant_is_named(
+    flags: dict[str, str], named: str, root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    if flags:
-        assert 'run-before' in said(root, caplog, strict=True, **flags)
-        return
+    (root / 'a file').write_text('')
+    (root / 'run-broken' / 'node0' / '0' / '0').mkdir(parents=True, mode=0o700)
+    text = said(root, caplog, **flags)
+    assert named in text and bool(text) == bool(named)
+    assert not named or 'windows of run-before, from iteration 6 on' in text
+
+
+def test_strict_start_stops_at_a_run_that_differs_in_its_id_alone(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with pytest.raises(UserError, match='-strict: .*with --sparse-ckpt-run-id run-before'):
         said(root, caplog, strict=True)
-    assert said(root, caplog, run_id='run-now', strict=True) == caplog.text
-
-
-def test_other_job_and_named_run_are_ignored(root: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert said(root, caplog, **dict.fromkeys(FLAGS, '2')) == ''
-    assert said(root, caplog, run_id='run-now') == ''
+    caplog.clear()
+    assert said(root, caplog, run_id='run-now', strict=True) == ''
+    assert 'run-before' in said(root, caplog, strict=True, **{'--lr': '0.2'})
 
 
 def test_live_job_is_ignored(root: Path, caplog: pytest.LogCaptureFixture) -> None:
     lock = HolderLock(root / 'run-before' / 'node0' / '0' / 'lock')
     assert said(root, caplog) == ''
     lock.release()
-
-
-def test_foreign_directory_is_skipped(root: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (root / 'a file').write_text('')
-    (root / 'run-broken' / 'node0' / '0' / '0').mkdir(parents=True, mode=0o700)
-    assert 'run-before' in said(root, caplog)

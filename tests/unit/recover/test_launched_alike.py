@@ -3,15 +3,13 @@
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
-from datetime import timedelta
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from torch.distributed import HashStore, TCPStore
+from torch.distributed import HashStore
 
 from moevement_ext.config import SparseCheckpointConfig
 from moevement_ext.errors import UserError
@@ -153,48 +151,30 @@ def test_joining_process_is_refused_without_recorded_settings() -> None:
     assert said == 'rank 1 has other settings than the job'
 
 
-@pytest.fixture
-def running() -> Iterator[tuple[TCPStore, Callable[[], object]]]:
-    """The store of a job of two ranks, launched with `OWN`, and a function that stops it."""
-    server = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
-    stopped = threading.Event()
+@pytest.mark.parametrize('number', [1, 2])
+def test_stranger_is_refused_before_it_takes_a_place(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, stopped = HashStore(), threading.Event()
+    for one in (RankIdentity('run', 'layout', rank, OWN) for rank in range(2)):
+        launched_alike.leave(store, one)
+        report = Report(False, 'a', 1, [], launched=launch_of(one))
+        store.set(place_in(0, one.rank), exchange.packed(encode(report)))  # type: ignore[arg-type]
+    beats, place = Heartbeats(store, 0, 0), Rendezvous(store, number, 3)
 
-    def rank(number: int) -> None:
-        store = TCPStore('127.0.0.1', server.port, is_master=False)
-        identity = RankIdentity('run', 'layout', number, OWN)
-        report = encode(Report(False, 'a', 1, [], launched=launch_of(identity)))
-        met = Rendezvous(store, number, 2).meet(lambda: report, timedelta(seconds=60))
-        launched_alike.leave(store, identity)
-        beats = Heartbeats(store, met.round, number)
-        ready.wait()
+    def live() -> None:
         while not stopped.wait(0.05):
             beats.send()
 
-    ready = threading.Barrier(3)
-    with ThreadPoolExecutor(2) as pool:
-        ends = [pool.submit(rank, number) for number in range(2)]
-        ready.wait()
-
-        def stop() -> None:
-            stopped.set()
-            wait(ends)
-
-        yield server, stop
-        stop()
-
-
-@pytest.mark.parametrize('number', [1, 2])
-def test_stranger_is_refused_before_it_takes_a_place(
-    number: int, running: tuple[TCPStore, Callable[[], object]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server, stop = running
-    place = Rendezvous(server, number, 3)
+    living = threading.Thread(target=live)
+    living.start()
     launched_alike.refuse_stranger(place, RankIdentity('run', 'layout', number, OWN), False)
     stranger = RankIdentity('run', 'layout', number, OTHER_SEED)
     with pytest.raises(UserError, match=f'--seed: the job 1, rank {number} 2. .* --master-port'):
         launched_alike.refuse_stranger(place, stranger, False)
-    assert not is_broken(server, present_round(server))
-    stop()
+    assert not is_broken(store, present_round(store))
+    stopped.set()
+    living.join()
     monkeypatch.setattr(counters, '_SURELY_HEARD_S', 0.0)
     launched_alike.refuse_stranger(place, stranger, False)
 
