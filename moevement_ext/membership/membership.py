@@ -277,10 +277,11 @@ class Membership:
 
     def lose_device(self, what: str) -> NoReturn:
         """End this process, whose GPU is lost, and the round. Any thread."""
-        store, rank = self._store.clone(), self._rendezvous.rank
-        replace_this_process(
-            store, self._joined.result.round, rank, f'its GPU is lost: {what}', None
-        )
+        self._lose_device(self._store.clone(), what, None)
+
+    def _lose_device(self, store: Store, what: str, thread: TrainingThread | None) -> NoReturn:
+        round_id, rank = self._joined.result.round, self._rendezvous.rank
+        replace_this_process(store, round_id, rank, f'its GPU is lost: {what}', thread)
 
     def meet(self, report: Callable[[], Report]) -> list[Report]:
         """Join the round after the present one; returns the reports of all ranks, by rank.
@@ -517,14 +518,12 @@ class Membership:
 
     def _check_device(self) -> None:
         """End this process if its GPU is lost."""
-        thread, rank = self._standstill.thread, self._rendezvous.rank
-        if thread is None or self._groups is None:
+        if self._groups is None:
             return
         try:
             self._groups.check_device()
         except RuntimeError as error:
-            what = f'its GPU is lost: {error}'
-            replace_this_process(self._store, self._joined.result.round, rank, what, thread)
+            self._lose_device(self._store, str(error), self._standstill.thread)
 
     def _without_store(self) -> None:
         """Interrupt this rank if others seem to have left, while the store is lost.

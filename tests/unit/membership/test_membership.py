@@ -245,20 +245,6 @@ def test_job_of_new_processes_starts_together(job: Job, lost_one: list[Membershi
     assert [future.result(LIMIT_S).joining for future in again] == [False] * WORLD
 
 
-def test_new_process_joins_again_after_another_failure(
-    job: Job, lost_one: list[Membership]
-) -> None:
-    job.move_on(lost_one[0]).add_done_callback(lambda done: done.exception())
-    job.waits(0, 1)
-    new = job.start(2).result(LIMIT_S)
-    job.waits(2, 1)
-    end_round(job.store, 1, 'rank 1 died')
-    second = job.move_on(lost_one[1])
-    assert len(second.result(LIMIT_S)) == WORLD
-    new.settle()
-    assert new.taken.round == 2 and [report.midway for report in new.reports][2]
-
-
 def test_new_process_ends_if_all_survivors_are_lost(
     job: Job, lost_one: list[Membership], monkeypatch: pytest.MonkeyPatch
 ) -> None:
