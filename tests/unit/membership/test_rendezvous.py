@@ -3,7 +3,7 @@ import random
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
@@ -17,28 +17,63 @@ from moevement_ext.membership.counters import Heartbeats
 from moevement_ext.membership.rendezvous import (
     FencedOut,
     Rendezvous,
+    RendezvousResult,
     RoundEnded,
     announce_failure,
     end_round,
     present_round,
     why_broken,
 )
-from tests.unit.membership.attempts import (
-    DEADLINE_S,
-    TIMEOUT,
-    WORLD,
-    assert_one_new_round,
-    attempts_of,
-    connect,
-    die_waiting,
-    meet_all,
-    report_of,
-)
 
 pytestmark = pytest.mark.timed
 
+WORLD = 4
+DEADLINE_S = 60.0
+"""Timeout of an event that is due at once."""
+TIMEOUT = timedelta(seconds=DEADLINE_S)
+
 SHORT = timedelta(seconds=1)
 """Timeout of waits that are expected to fail."""
+
+
+def connect(launcher: TCPStore) -> TCPStore:
+    return TCPStore('127.0.0.1', launcher.port, is_master=False, timeout=TIMEOUT)
+
+
+def attempts_of(connections: Sequence[TCPStore]) -> list[Rendezvous]:
+    """A new process of each rank."""
+    return [Rendezvous(store, rank, WORLD) for rank, store in enumerate(connections)]
+
+
+def report_of(rank: int) -> Callable[[], bytes]:
+    return lambda: b'report of %d' % rank
+
+
+def meet_all(attempts: Sequence[Rendezvous], after: int | None = None) -> list[RendezvousResult]:
+    """Start all at the same moment; return the result of each."""
+    together = threading.Barrier(len(attempts))
+
+    def attempt(one: Rendezvous) -> RendezvousResult:
+        together.wait()
+        return one.meet(report_of(one.rank), TIMEOUT, after)
+
+    with ThreadPoolExecutor(len(attempts)) as threads:
+        return list(threads.map(attempt, attempts))
+
+
+def assert_one_new_round(results: Sequence[RendezvousResult]) -> int:
+    """All are in the same round, whose store has no key of an earlier round."""
+    [round] = {result.round for result in results}
+    stores = [result.store for result in results]
+    assert not stores[0].check(['mark'])
+    stores[0].set('mark', str(round))
+    assert {store.get('mark') for store in stores} == {b'%d' % round}
+    return round
+
+
+def die_waiting(launcher: TCPStore, rank: int) -> None:
+    """Leave the keys of a worker that was killed while it waited for the others."""
+    assert Rendezvous(launcher, rank, WORLD)._join(present_round(launcher), b'dead', False)
 
 
 @pytest.fixture

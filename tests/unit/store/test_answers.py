@@ -5,7 +5,8 @@ import fcntl
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
 
@@ -30,6 +31,12 @@ pytestmark = pytest.mark.timed
 
 DUE_S = 20.0
 """Timeout of an event that is due at once."""
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with closing(Server()) as made:
+        yield made
 
 
 class Asking:
