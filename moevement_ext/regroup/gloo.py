@@ -63,7 +63,7 @@ class Gloo:
             lambda: ProcessGroupGloo(store, rank, size, timeout=timeout),
             timeout.total_seconds(),
             check,
-            *waits.CONNECTING,
+            'a backend has not connected',
         )
         backend._set_default_timeout(options)
         return backend

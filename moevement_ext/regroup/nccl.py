@@ -25,7 +25,7 @@ from torch.distributed import ProcessGroupNCCL, Store
 
 from moevement_ext.logger import logger_of
 from moevement_ext.regroup.internals import UnsupportedTorchError
-from moevement_ext.regroup.waits import CONNECTING, in_time
+from moevement_ext.regroup.waits import in_time
 
 PARTS: dict[str, tuple[str, ...]] = {
     'distributed.ProcessGroupNCCL': (
@@ -117,7 +117,7 @@ class Nccl:
                 backend.eager_connect_single_device(own)
             return backend
 
-        return in_time(connect, timeout.total_seconds(), check, *CONNECTING)
+        return in_time(connect, timeout.total_seconds(), check, 'a backend has not connected')
 
     def is_connected(self, backend: ProcessGroupNCCL) -> bool:
         """True if an operation or `connect` has created a communicator."""

@@ -34,20 +34,16 @@ _WITHOUT_SLICES = frozenset(
 _torch_wait = Work.wait
 _ended = threading.Event()
 
-CONNECTING = 'sparse-ckpt-connect', 'a backend has not connected'
-"""Last arguments of `in_time` for a call that connects a backend."""
-
 
 def in_time[T](
     call: Callable[[], T],
     limit_s: float,
     check: Callable[[], None] = lambda: None,
-    name: str = 'sparse-ckpt-ask',
     late: str = 'the store has not answered',
 ) -> T:
     """Return or raise as `call` does; `DistNetworkError`, with `late`, after `limit_s` seconds.
 
-    Any thread. `call` runs on a thread `name`, which is abandoned if it does not return in time, or
+    Any thread. `call` runs on another thread, which is abandoned if it does not return in time, or
     `check`, called meanwhile, raises.
     """
     returned = Future[T]()
@@ -58,7 +54,7 @@ def in_time[T](
         except Exception as error:  # raised again on the waiting thread
             returned.set_exception(error)
 
-    threading.Thread(target=run, name=name, daemon=True).start()
+    threading.Thread(target=run, name='sparse-ckpt-call', daemon=True).start()
     waited_s = 0.0  # counted, as this process may be stopped meanwhile, too
     while not wait([returned], _POLL_S).done:
         waited_s += _POLL_S
@@ -137,4 +133,4 @@ def _raise_if_ended() -> None:
 
 
 def _wait_by_another(work: Work) -> bool:
-    return in_time(lambda: _torch_wait(work), math.inf, _raise_if_ended, 'sparse-ckpt-wait')
+    return in_time(lambda: _torch_wait(work), math.inf, _raise_if_ended)

@@ -171,7 +171,7 @@ def test_peer_that_died_after_publishing_its_address_is_not_awaited() -> None:
         with pytest.raises(RuntimeError):
             Gloo().connect(mine, 0, 2, DEADLINE, None, DEADLINE, partial(ends, broken), True)
         assert time.monotonic() - began < DEADLINE.total_seconds() / 2
-    connecting = [t for t in threading.enumerate() if t.name == 'sparse-ckpt-connect']
+    connecting = [t for t in threading.enumerate() if t.name == 'sparse-ckpt-call']
     assert len(connecting) <= 6, 'one thread is left for each'
 
 
