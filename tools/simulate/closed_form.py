@@ -2,6 +2,7 @@
 """Expected effective training time of dense and sparse checkpointing, by closed formulas.
 
 ETTR is useful iteration seconds (T for each iteration that is kept) divided by wall seconds.
+T is `iteration_s`, I `interval`, W `window`; the other letters stand with their fields.
 Failures come one at a time with exponential gaps of mean M, on the wall clock: they hit iterations,
 stalls, restarts and recoveries alike; a recovery that is hit starts over, restart included.
 
