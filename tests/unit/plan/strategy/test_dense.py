@@ -113,12 +113,4 @@ def test_gemini_follows_measurements_that_matter() -> None:
     nearly = load(checkpoint_s=(0.5, 4.5))
     assert best_interval('oracle', 1.0, (0.5, 4.0), 3600.0) == 5
     assert best_interval('oracle', 1.0, (0.5, 4.5), 3600.0) == 6
-    assert intervals(strategy, [unknown, slow, slow, nearly, nearly, nearly]) == [
-        1,
-        1,
-        1,
-        5,
-        5,
-        5,
-        5,
-    ]
+    assert intervals(strategy, [unknown, slow, slow, nearly, nearly, nearly]) == [1] * 3 + [5] * 4

@@ -183,17 +183,10 @@ def test_window_stays_without_a_measured_copy() -> None:
     training = Training()
     assert training.observe(None, copied=PLENTY) == 1, 'no holder has taken anything: no limit'
     auto = AutoWindow(demanded, LONGEST)
-    assert (
-        auto(
-            PlanParameters(window=2),
-            [
-                WindowLoad(
-                    start=0, tokens={}, iteration_s=1.0, copy_bytes_per_s=None, send_bytes_per_s=7.0
-                )
-            ],
-        )
-        == 2
+    uncopied = WindowLoad(
+        start=0, tokens={}, iteration_s=1.0, copy_bytes_per_s=None, send_bytes_per_s=7.0
     )
+    assert auto(PlanParameters(window=2), [uncopied]) == 2
 
 
 def test_warning_about_the_longest_window_is_given_once(caplog: pytest.LogCaptureFixture) -> None:
