@@ -74,18 +74,6 @@ def test_low_precision_state_keeps_its_form_and_its_storage(name: str) -> None:
     assert facts.idle
 
 
-def test_remainders_give_the_masters_of_fp32() -> None:
-    """The weight is rounded half away from zero, so a step later it may differ; not so at first."""
-    weights, adam = rules.precise_adam(FusedAdam, rules.FORMATS['remainders'], 'cpu')
-    plain = torch.nn.Parameter(weights[0].detach().float())
-    other = FusedAdam([plain], lr=0.01, weight_decay=0.1)
-    for step in range(5):
-        weights[0].decoupled_grad = plain.grad = rules.gradient_of(step, 'cpu')
-        adam.step()
-        other.step()
-        assert torch.equal(join(weights[0], adam.state[weights[0]]['master_param']), plain)
-
-
 def _bits(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
     """All fp32 values of these halves, given as int32 from 0 to 65535."""
     return ((high[:, None] << 16) | low[None, :]).flatten().to(torch.int32).view(FP32)

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.optimizer import optimizer as upstreams
-from megatron.core.optimizer.grad_scaler import ConstantGradScaler
 from megatron.core.optimizer.optimizer import ChainedOptimizer, FP32Optimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
@@ -55,14 +54,6 @@ def test_token_count_of_a_cuda_graph_is_read_from_its_tensor(
     for number in (7, 9):
         tokens.fill_(number)
         assert recorder.peek().num_tokens == recorder.take().num_tokens == number
-
-
-def test_constant_scale_has_no_trackers() -> None:
-    fixed = ConstantGradScaler(1024.0)
-    state = iteration_state._scaler_state(fixed)
-    assert (state.scale, state.growth_tracker, state.hysteresis_tracker) == (1024.0, 0, 0)
-    iteration_state._restore_scaler(fixed, state)
-    assert fixed.scale.item() == 1024.0
 
 
 # ---- capacity of the ledger for reduced numbers

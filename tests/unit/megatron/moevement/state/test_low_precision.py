@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from megatron.moevement.seams.adam import keeping
-from megatron.moevement.state import low_precision, training_state
+from megatron.moevement.state import training_state
 from megatron.moevement.state.optimizer_state import (
     ParameterState,
 )
@@ -20,7 +20,6 @@ from tests.stand_ins.rules import (
     FP8,
     FP16,
     FP32,
-    SCALE,
     Formats,
 )
 
@@ -49,17 +48,6 @@ def test_fp8_weights_and_masters_have_the_documented_size(name: str, a_parameter
     scales = sum('scale' in part for part in captured)
     assert sum(bits.nbytes for bits in captured.values()) == 64 * a_parameter + 4 * scales
     assert 'weight_scale' in captured and 'scale/master_param' in captured
-
-
-def test_fp8_weight_is_not_a_function_of_its_master() -> None:
-    one = OneRank(FusedAdam, FORMATS_OF_FP8_WEIGHTS['c3'], in_fp8=delayed_weight)
-    others = 0
-    for _ in range(40):
-        one.step()
-        master = one.adam.get_unscaled_state(one.main, 'master_param')
-        derived = delayed_weight(master, *torch.tensor([[SCALE], [0.0]]))
-        others += int((low_precision.raw(derived) != low_precision.raw(one.main)).sum())
-    assert others
 
 
 @pytest.mark.parametrize(
@@ -94,21 +82,6 @@ def test_masters_that_megatron_holds_are_captured_without_the_weight() -> None:
     assert parts == {'master': FP32, 'exp_avg': FP8, 'exp_avg_sq': FP32, 'scale_inv/exp_avg': FP32}
 
 
-def test_round_trip_through_fp32_changes_state() -> None:
-    """Hence windows hold bits and scales, not the result of `get_unscaled_state`."""
-    random = torch.Generator().manual_seed(1)
-    weight = torch.nn.Parameter(torch.zeros(64))
-    adam = FusedAdam([weight], exp_avg_dtype=FP8)
-    changed = 0
-    for _ in range(500):
-        adam.set_scaled_state(weight, 'exp_avg', torch.randn(64, generator=random))
-        held = adam.state[weight]['exp_avg']
-        before = held._data.clone(), held._scale_inv.clone()
-        adam.set_scaled_state(weight, 'exp_avg', adam.get_unscaled_state(weight, 'exp_avg'))
-        changed += not all(map(torch.equal, before, (held._data, held._scale_inv)))
-    assert changed
-
-
 def test_parameter_without_gradients_is_unchanged() -> None:
     one = OneRank(FusedAdam, FORMATS['fp8-and-fp16-moments'], steps=2)
     before = one.captured()
@@ -116,11 +89,3 @@ def test_parameter_without_gradients_is_unchanged() -> None:
     one.state.drop_gradient()
     one.adam.step()
     assert_same(one.captured(), before)
-
-
-def test_torch_optimizer_has_no_scales() -> None:
-    weight = torch.nn.Parameter(torch.zeros(4))
-    adam = torch.optim.AdamW([weight])
-    weight.grad = torch.ones(4)
-    adam.step()
-    assert ParameterState('w', weight, weight, adam, 0, range(4), None).scales() == {}
