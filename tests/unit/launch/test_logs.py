@@ -9,7 +9,7 @@ import pytest
 from moevement_ext.events import Event
 from moevement_ext.launch import machine
 from moevement_ext.launch.launcher_events import WorkerEnded
-from tests.unit.launch.conftest import Job, ended, failure
+from tests.unit.launch.conftest import Job, ended
 
 pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
 
@@ -34,15 +34,6 @@ def test_without_logs_each_line_names_the_rank(
         '[rank 0] second',
         '[rank 1] importing',
     ]
-
-
-def test_unwritable_log_is_named(job: Job, tmp_path: Path) -> None:
-    (tmp_path / 'rank1.log').mkdir()
-    job.finish_when = lambda: False
-    assert job.run(nodes=2, log_dir=tmp_path) == 1
-    assert 'it failed by itself 3 times' in failure(job)
-    assert 'cannot be started on node1: ' in failure(job)
-    assert 'rank1.log' in failure(job)
 
 
 def test_workers_survive_the_loss_of_the_log_directory(

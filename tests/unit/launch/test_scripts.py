@@ -66,13 +66,9 @@ def test_job_runs_the_program_of_moevement_home(script: str, elsewhere: Path) ->
     command = result.stdout.splitlines()
     assert command[:2] == ['-m', 'moevement_ext.launch.slurm']
     assert command[-2:] == [str(ROOT / 'pretrain_gpt.py'), '--bf16']
-
-
-@pytest.mark.parametrize('script', TRAINING)
-def test_time_to_save_is_passed_on(script: str, elsewhere: Path) -> None:
+    assert '--grace' not in command
     command = submit(script, elsewhere, MOEVEMENT_HOME=str(ROOT), GRACE='500').stdout.splitlines()
     assert command[command.index('--grace') + 1] == '500'
-    assert '--grace' not in submit(script, elsewhere, MOEVEMENT_HOME=str(ROOT)).stdout
 
 
 def test_default_python_is_that_of_the_checkout(elsewhere: Path) -> None:

@@ -168,16 +168,6 @@ def test_rank_killed_at_its_exit_fails_the_job(job: Job, last: bool, survive: bo
     assert 'was killed by SIGKILL when it had finished' in failure(job)
 
 
-def test_finish_report_of_an_earlier_process_is_ignored(job: Job) -> None:
-    def note(event: WorkerLaunched) -> None:
-        job.mailbox.set('finished/0', '1 0')
-
-    job.on(WorkerLaunched, note)
-    job.finish_when = lambda: len(job.started(0)) == 2
-    assert job.run('0.0=kill', nodes=2) == 0
-    assert ended(job) == {0: [-9, 0], 1: [0]}
-
-
 def test_announced_exit_status_is_that_of_the_job(job: Job) -> None:
     def note(event: WorkerLaunched) -> None:
         job.mailbox.set(f'finished/{event.rank}', f'{job.process(event.rank)} 16')
@@ -246,7 +236,7 @@ def test_no_restart_once_a_peer_has_reported_its_end(job: Job, finished_first: b
 
 
 @pytest.mark.parametrize('file', ['window-4-plan.window', 'free-0.window', None])
-def test_windows_that_stay_are_reported(
+def test_what_remains_of_a_job_is_reported(
     job: Job, file: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A job without a complete window has nothing to go on from."""
@@ -258,7 +248,9 @@ def test_windows_that_stay_are_reported(
     job.on_event = lambda event: job.running.stop(143) if job.started() else None
     launcher = job.supervisor()
     write_memory(job.mailbox, memory)
+    write_needed_ranks(job.mailbox, 4)
     assert launcher.run() == 143
+    assert job.seen(RanksNeeded) == [RanksNeeded(4)]
     said = job.seen(MemoryKept)
     assert said == ([MemoryKept(str(memory), 'slurm-42')] if file == 'window-4-plan.window' else [])
 
@@ -277,14 +269,6 @@ def test_windows_of_a_running_job_of_the_same_name_are_not_reported(
     assert launcher.run() == 143
     assert job.seen(MemoryKept) == []
     store.close()
-
-
-def test_number_of_needed_ranks_is_reported(job: Job) -> None:
-    job.on_event = lambda event: job.running.stop(143) if job.started() else None
-    launcher = job.supervisor()
-    write_needed_ranks(job.mailbox, 4)
-    assert launcher.run() == 143
-    assert job.seen(RanksNeeded) == [RanksNeeded(4)]
 
 
 def test_exhausted_restart_budget_ends_the_job(job: Job) -> None:
