@@ -153,6 +153,8 @@ def _meet(
     launcher = launcher_store(timeout)
     if launcher is None:
         not_localized = 'no launcher, such as torchrun, keeps a store'
+    elif under_torchrun() and os.environ.get('GROUP_WORLD_SIZE') == '1':
+        not_localized = not_localized or 'the one agent of torchrun restarts all workers together'
     if config.recovery != WHOLE_JOB and not_localized is not None and identity.rank == 0:
         logger.warning('recovery restarts the whole job: %s', not_localized)
     if launcher is not None:

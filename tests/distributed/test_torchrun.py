@@ -38,6 +38,7 @@ def test_one_agent_restarts_all_workers(cluster: Make, reference: Reference) -> 
     with agent(launch, job.flags, log, MOEVEMENT_FAIL_AT='1:8:backward') as process:
         assert process.wait(START_S) == 0, tails([log])
     check_recovered(job, reference(*TWO_STAGES, ranks=2))
+    assert 'recovery restarts the whole job: the one agent of torchrun' in log.read_text()
 
 
 @pytest.mark.thorough
