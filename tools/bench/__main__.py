@@ -5,6 +5,7 @@
     moevement bench recovery --lose all
     moevement bench spare-node --rounds 3
     moevement bench regroup
+    moevement bench start
 
 Each has its own --help.
 """
@@ -15,7 +16,7 @@ from importlib import import_module
 
 from ..lab.arguments import Parser
 
-BENCHMARKS = ('overhead', 'recovery', 'spare-node', 'regroup')
+BENCHMARKS = ('overhead', 'recovery', 'spare-node', 'regroup', 'start')
 
 
 def main(argv: Sequence[str] | None = None) -> int:
