@@ -136,7 +136,7 @@ def add_shared(parser: argparse.ArgumentParser) -> None:
     add(
         '--spares',
         **number,
-        help='Hot spares on each node: processes that import the program, of which all workers are '
+        help='Hot spares on each machine: processes that import the program; all workers are their '
         'forks. One is enough, unless that import starts threads or uses a GPU: then workers start '
         'fresh, and each spare can replace one. 0: none, which leaves their memory to training. '
         f'Default: 1 if the program declares {DECLARATION}, else 0.',

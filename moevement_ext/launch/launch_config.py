@@ -43,7 +43,7 @@ class LaunchConfig:
     nodes: int = 1
     workers_per_node: int = 1
     spares: int = 0
-    """Hot spares on each node: processes that import the program, and fork or become workers."""
+    """Hot spares on each machine: they import the program, and fork or become workers."""
     importable: bool = True
     """Spares may import the program."""
     max_restarts: int = 100
