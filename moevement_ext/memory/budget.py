@@ -122,18 +122,12 @@ class HostMemoryPlan:
         )
 
     def check(self, budget_gb: float | None, directory: Path, process: Path = THIS_PROCESS) -> None:
-        """Refuse a plan that does not fit, before anything is allocated.
+        """Refuse a plan that does not fit, with a `HostMemoryError`, before anything is allocated.
 
-        Args:
-            budget_gb: `--sparse-ckpt-host-memory-gb`, GiB for the whole node; None: no limit but
-                the file system's.
-            directory: of this run on this node. Space that files of these ranks already reserve in
-                it (left by earlier processes, to be adopted) is not needed again.
-            process: as for `memory_left`.
-
-        Raises:
-            HostMemoryError: the plan exceeds the budget, the free space of the file system, the
-                memory limit of the container, or the memory that the machine has available.
+        `budget_gb` (`--sparse-ckpt-host-memory-gb`, None: no limit) is for the whole node. Further
+        limits are the free space of the file system, the container's memory and the machine's.
+        Space that files of these ranks already reserve in `directory`, of this run on this node, is
+        not needed again. `process` as for `memory_left`.
         """
         if budget_gb is not None and self.node_total > budget_gb * GIB:
             raise HostMemoryError(
@@ -180,10 +174,9 @@ class HostMemoryPlan:
         return directory.with_name(self._nodes.get(rank, directory.name)) / str(rank)
 
     def _of_other_sizes(self, directory: Path) -> tuple[int, int]:
-        """Bytes of kept, and of deleted, window files that an earlier start left with other sizes.
+        """Bytes of window files that an earlier start left with other sizes, kept and deleted.
 
-        Files without a committed window are deleted at once, the others once newer windows replace
-        them.
+        Kept are committed windows, until newer ones replace them.
         """
         kept = deleted = 0
         if self.sizes is not None:
@@ -254,11 +247,10 @@ def window_lengths(longest_window: int) -> list[int]:
 def log_reach(longest_window: int) -> int:
     """Whole iterations that the log must hold, without the one in which a window is persisted.
 
-    A window that starts with the state after iteration s is replayed from the sends of
-    iteration s+1. Its last slot is the state after s+W-1, copied while iteration s+W runs, and
-    it is persisted some time during that iteration. Until then a recovery starts from the
-    previous window, hence from iteration s-W+1: that is 2W - 1 whole iterations, and the sends
-    of iteration s+W.
+    A window that starts with the state after iteration s is replayed from the sends of s+1. Its
+    last slot is the state after s+W-1, copied and persisted during iteration s+W. Until then a
+    recovery starts from the previous window, hence from iteration s-W+1: that is 2W - 1 whole
+    iterations, and the sends of iteration s+W.
     """
     return 2 * longest_window - 1
 
@@ -266,14 +258,10 @@ def log_reach(longest_window: int) -> int:
 def log_ring_bytes(own: Logged, most: Logged, longest_window: int, lag: float) -> int:
     """Size of the ring of a rank's upstream log; 0 if it logs nothing.
 
-    Args:
-        own: logged bytes of this rank.
-        most: logged bytes of the rank that logs most. The lag is counted in these bytes, since a
-            stage at the end of the pipeline sends as fast as other stages while micro-batches fill
-            the pipeline.
-        longest_window: W, iterations.
-        lag: iterations from the beginning of the copy of a window's last slot until the window is
-            persisted. With 1 the log is never full: no window begins before then.
+    `own` are this rank's logged bytes. `lag` are iterations from the beginning of the copy of a
+    window's last slot until the window is persisted; with 1 the log is never full, as no window
+    begins before. They count in bytes of the rank that logs `most`: a stage at the end of the
+    pipeline sends as fast as others while micro-batches fill the pipeline.
     """
     if not own.iteration_bytes:
         return 0

@@ -101,15 +101,15 @@ _pinned: weakref.WeakKeyDictionary[_MappedFile, _Registered] = weakref.WeakKeyDi
 def pin(file: _MappedFile, nbytes: int | None = None) -> None:
     """Register the first `nbytes` (None: all) of `file` with CUDA for the lifetime of the object.
 
-    Those bytes must have pages, and the file not be registered yet. Any thread whose device is
-    set; some GB take a second. Raises `HostMemoryError` if the driver cannot lock this much
-    memory.
+    They must have pages, and the file not be registered yet. Any thread whose device is set; some
+    GB take a second. Raises `HostMemoryError` if the driver cannot lock this much memory.
     """
     pointer = file.array.ctypes.data
     nbytes = in_pages(file.array.size if nbytes is None else nbytes)
     status = int(torch.cuda.cudart().cudaHostRegister(pointer, nbytes, 0))
     if status != 0:
-        _clear_error()
+        with suppress(RuntimeError):  # else the next kernel launch would raise CUDA's status
+            torch.zeros(1, device='cuda')
         raise HostMemoryError(
             f'{file.path}: CUDA cannot pin {gib(nbytes)} of host memory (error {status}). Raise '
             'the limit of locked memory (ulimit -l, docker --ulimit memlock=-1), use a shorter '
@@ -154,9 +154,3 @@ def _pin_or_warn(file: _MappedFile, nbytes: int | None) -> None:
         pin(file, nbytes)
     except HostMemoryError as error:
         logger.warning('copies to it are slower: %s', error)
-
-
-def _clear_error() -> None:
-    """Clear CUDA's status of a failed call, which the next kernel launch would raise."""
-    with suppress(RuntimeError):
-        torch.zeros(1, device='cuda')

@@ -112,15 +112,11 @@ class DiskWindows:
     """Directory of one rank, locked until `close` or `remove`. One thread at a time uses it.
 
     If `joining` a running job, it does not wait for the lock of a host that may be gone: reads need
-    no lock, and each copy tries again.
+    no lock, and each copy tries again. `root` (`--sparse-ckpt-disk`) must exist, as it may be below
+    a mount point. `forget_other_layouts` is called once their windows are worthless.
 
-    `root` (`--sparse-ckpt-disk`) must exist. So if it is below a mount point, no window is written
-    while the file system is not mounted. `forget_other_layouts` is called once their windows are
-    worthless.
-
-    Raises:
-        StoreInUseError: another process locks the directory, and does not end.
-        UserError: the directory is not usable.
+    Raises `StoreInUseError` if another process locks the directory, and does not end, and
+    `UserError` if it is not usable.
     """
 
     def __init__(self, root: Path, run_id: str, rank: int, joining: bool = False) -> None:
@@ -167,13 +163,9 @@ class DiskWindows:
         into: WindowFile,
         received: Callable[[WindowFile, SlotHeader], None],
     ) -> None:
-        """Copy a window into a file in memory that was begun for it, and verify every slot there.
+        """Copy a window into a file in memory that was begun for it; see `WindowReader.copy_into`.
 
-        Calls `received` with every slot that is read and undamaged, slot 0 first.
-
-        Raises:
-            RefusedWindow: the window is missing, damaged, or another one.
-            FileTooSmall: `into` is too small.
+        Raises `RefusedWindow` also if it is missing or another one.
         """
         with WindowReader(self.path / committed_name(name)) as reader:
             reader.verify_identity(Expected(owner=self.rank, name=name))
@@ -184,12 +176,9 @@ class DiskWindows:
     ) -> None:
         """Copy a committed window, which must not change meanwhile, to disk, and read it back.
 
-        Calls `advance` after every chunk written and read; its exceptions end the copy.
-
-        Raises:
-            StoreInUseError: the directory is still locked by another host.
-            OSError: the file cannot be written; no partial file is left.
-            RefusedWindow: the bytes read back differ from those captured.
+        Calls `advance` after every chunk; its exceptions end the copy. No partial file is left.
+        Raises `StoreInUseError` while another host locks the directory, `OSError` if the file
+        cannot be written, or `RefusedWindow` if the bytes read back differ from those captured.
         """
         self._take_lock(0.0)
         name = file.required_name()
@@ -211,10 +200,9 @@ class DiskWindows:
         (self.path / committed_name(name)).unlink(missing_ok=True)
 
     def set_aside_after(self, start: int, identity: RankIdentity) -> None:
-        """Rename windows that begin after `start`, so that no recovery uses them.
+        """Rename windows of this run and layout that begin after `start`: no recovery uses them.
 
-        Windows of another run or layout stay as they are; no recovery uses them either. An
-        unreadable window may be of this run, and readable later.
+        An unreadable window may be one of them, and readable later.
         """
         for window in self.stored():
             if window.name.start > start and self._is_of(window, identity):
@@ -247,9 +235,8 @@ class DiskWindows:
     def prune(self, kept: Collection[WindowName]) -> None:
         """Delete all windows older than the newest of `kept`, except `kept`.
 
-        This includes windows of other runs and windows set aside: the job has passed their
-        iterations. Newer windows stay, as they may be the only remains of an earlier
-        history.
+        Also those of other runs and those set aside: the job has passed their iterations. Newer
+        windows may be the only remains of an earlier history.
         """
         self.forget_other_layouts()
         names = {committed_name(name) for name in kept}
@@ -261,8 +248,7 @@ class DiskWindows:
     def remove(self, past: int) -> None:
         """Delete everything of this rank, and the run's directory if it is empty then.
 
-        Windows of an earlier history that begin after iteration `past`, which the job has
-        reached, stay.
+        Windows of an earlier history stay if they begin after `past`, which the job has reached.
         """
         try:
             files = [self.path / name for name in names_in(self.path) if name.endswith('.window')]
@@ -334,17 +320,13 @@ def _copy(file: WindowFile, path: Path, advance: Advance) -> None:
             count = os.write(fd, content[written : written + CHUNK_BYTES])
             written += count
             if written - synced >= _SYNC_BYTES:
-                _write_back(fd, synced, written)
+                os.fdatasync(fd)
+                os.posix_fadvise(fd, synced, written - synced, os.POSIX_FADV_DONTNEED)
                 synced = written
             advance(count)
         os.ftruncate(fd, file.capacity)
         os.fsync(fd)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def _write_back(fd: int, begin: int, end: int) -> None:
-    os.fdatasync(fd)
-    os.posix_fadvise(fd, begin, end - begin, os.POSIX_FADV_DONTNEED)
 
 
 def _sync_directory(path: Path) -> None:

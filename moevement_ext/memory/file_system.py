@@ -39,8 +39,7 @@ def is_in_memory(path: Path) -> bool:
 def warn_unless_in_memory(directory: Path) -> None:
     """Warn once per node if `directory` is on a disk or in a network file system.
 
-    There the kernel writes the windows out again and again, and training waits for the writes.
-    Every rank calls this before it reserves memory.
+    There the kernel writes the windows out again and again, and training waits for that.
     """
     if is_in_memory(directory) or os.environ.get('LOCAL_RANK', '0') != '0':
         return

@@ -36,10 +36,7 @@ _SIGKILL_PENDING = re.compile(r'^(?:SigPnd|ShdPnd):\t[0-9a-f]*[1-9a-f][0-9a-f]{2
 
 
 class StoreInUseError(UserError):
-    """A process holds the directory of this rank, and is waited for at most `patience_s`.
-
-    `elsewhere` if it is on another host, which may be gone.
-    """
+    """A process holds the directory, perhaps on another host; it is waited for `patience_s`."""
 
     def __init__(self, message: str, patience_s: float, elsewhere: bool = False) -> None:
         super().__init__(message)
@@ -93,11 +90,8 @@ def is_held(path: Path) -> bool:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except (
-        OSError,
-        private_file.ForeignFileError,
-    ):  # of another user, or a file system without locks
-        return False
+    except (OSError, private_file.ForeignFileError):
+        pass  # of another user, or a file system without locks
     return False
 
 
@@ -129,7 +123,7 @@ def _patiently[Found](attempt: Callable[[], Found], elsewhere_s: float | None = 
                 raise
             if error.elsewhere and not told:
                 logger.warning('waiting up to %.0f s: %s', limit, error)
-                told = True
+            told |= error.elsewhere
         time.sleep(_PAUSE_S)
 
 

@@ -92,7 +92,14 @@ class Ledger:
             self._map = map_existing(path, writable=True)
             self._sequence = kept[-1][0] + 1 if kept else 0
             return
-        self._map = _map_empty(path, self.bytes_needed(capacity_records))
+        nbytes = self.bytes_needed(capacity_records)
+        try:
+            self._map = map_anew(path, nbytes)
+        except private_file.ForeignFileError as error:
+            logger.warning('removed: %s', error)
+            path.unlink()
+            self._map = map_anew(path, nbytes)
+        self._map[:] = bytes(nbytes)
         known = _MAGIC, _VERSION, RECORD_BYTES, _digest(identity)
         _PREAMBLE.pack_into(self._map, 0, *known, capacity_records)
         self._sequence = 0
@@ -165,18 +172,6 @@ class Ledger:
         return PREAMBLE_BYTES + (iteration % self.capacity) * RECORD_BYTES
 
 
-def _map_empty(path: Path, nbytes: int) -> mmap.mmap:
-    """Create a file of zeros; replaces an existing file."""
-    try:
-        mapped = map_anew(path, nbytes)
-    except private_file.ForeignFileError as error:
-        logger.warning('removed: %s', error)
-        path.unlink()
-        mapped = map_anew(path, nbytes)
-    mapped[:] = bytes(nbytes)
-    return mapped
-
-
 def _entries_in(content: bytes) -> list[tuple[int, LedgerEntry]]:
     """Sequence numbers and entries of an earlier process, in the order of the appends."""
     regions = range(PREAMBLE_BYTES, len(content) - RECORD_BYTES + 1, RECORD_BYTES)
@@ -185,22 +180,21 @@ def _entries_in(content: bytes) -> list[tuple[int, LedgerEntry]]:
 
 
 def _content(path: Path, identity: RankIdentity) -> bytes:
+    known = (_MAGIC, _VERSION, RECORD_BYTES)
     try:
         with os.fdopen(private_file.open_file(path, os.O_RDONLY), 'rb') as file:
             content = file.read()
+        if len(content) < PREAMBLE_BYTES or _PREAMBLE.unpack_from(content)[:3] != known:
+            logger.warning('%s is no ledger of this format; its entries are ignored', path)
+        elif _PREAMBLE.unpack_from(content)[3] != _digest(identity):
+            logger.warning('%s is of another run or layout; its entries are ignored', path)
+        else:
+            return content
     except FileNotFoundError:
-        return b''
+        pass
     except (HostMemoryError, OSError) as error:
         logger.warning('the entries of an earlier ledger are ignored: %s', error)
-        return b''
-    known = (_MAGIC, _VERSION, RECORD_BYTES)
-    if len(content) < PREAMBLE_BYTES or _PREAMBLE.unpack_from(content)[:3] != known:
-        logger.warning('%s is no ledger of this format; its entries are ignored', path)
-        return b''
-    if _PREAMBLE.unpack_from(content)[3] != _digest(identity):
-        logger.warning('%s is of another run or layout; its entries are ignored', path)
-        return b''
-    return content
+    return b''
 
 
 def _digest(identity: RankIdentity) -> int:
@@ -213,7 +207,7 @@ def _decode(content: bytes | mmap.mmap, at: int) -> tuple[int, LedgerEntry] | No
     record = content[at : at + RECORD_BYTES]
     checksum, sequence, size = _PREFIX.unpack_from(record)
     end = _PREFIX.size + size
-    if size == 0 or end > RECORD_BYTES:
+    if not _PREFIX.size < end <= RECORD_BYTES:
         return None
     if xxhash.xxh3_64_intdigest(record[8:end]) != checksum:
         return None

@@ -56,10 +56,9 @@ def shortages(ranks: int, locks_memory: bool) -> list[str]:
 
 
 def shortage_of_agent(ranks: int) -> str | None:
-    """Message if torchrun's agent, the parent of this process, cannot serve the store to all ranks.
+    """Message if torchrun's agent, this process's parent, cannot serve the store to all `ranks`.
 
-    Raises the agent's soft limit as far as its hard limit allows. `ranks` counts those of the whole
-    job.
+    Raises the agent's soft limit as far as its hard limit allows.
     """
     needed = CONNECTIONS_OF_A_RANK * ranks + _OF_AN_AGENT
     limit = None
@@ -201,16 +200,13 @@ def _groups(process: Path, controller: str) -> Iterator[tuple[_Version, Path]]:
         for fields in mounts:
             # id, parent, device, root, mount point, options..., -, type, source, super options
             kind, _, options = fields[fields.index('-') + 1 :][:3]
-            if kind == 'cgroup2' if version is _V2 else _is_v1(controller, kind, options):
+            of_v1 = kind == 'cgroup' and controller in options.split(',')
+            if kind == 'cgroup2' if version is _V2 else of_v1:
                 top = Path(fields[4])
                 lowest = top / _below(path, fields[3])
                 for group in (lowest, *lowest.parents):
                     if group.is_relative_to(top):
                         yield version, group
-
-
-def _is_v1(controller: str, kind: str, options: str) -> bool:
-    return kind == 'cgroup' and controller in options.split(',')
 
 
 def _below(path: str, root: str) -> PurePosixPath:
@@ -251,11 +247,8 @@ def _available(meminfo: Path) -> int | None:
 
 
 def _threads_left(group: Path) -> int | None:
-    try:
-        limit = int((group / 'pids.max').read_text())
-        return max(limit - int((group / 'pids.current').read_text()), 0)
-    except (OSError, ValueError):
-        return None
+    limit, used = (_limit(group / name) for name in ('pids.max', 'pids.current'))
+    return None if limit is None or used is None else max(limit - used, 0)
 
 
 def _cores(group: Path, version: _Version) -> float | None:

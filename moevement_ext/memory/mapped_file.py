@@ -47,13 +47,9 @@ _STEP_BYTES = 64 * 2**20
 
 
 def map_new(path: Path, nbytes: int, reserved: int | None = None) -> mmap.mmap:
-    """Create a file of `nbytes` bytes, all zero, and map it.
+    """Create a file of `nbytes` zeros, the first `reserved` (None: all) with pages, and map it.
 
-    The first `reserved` bytes get pages; None: all.
-
-    Raises:
-        HostMemoryError: the file system is too full; no file is left behind.
-        FileExistsError: a file of that name exists.
+    Raises `HostMemoryError` without space, and leaves no file, or `FileExistsError`.
     """
     with private_file.opened(path, os.O_RDWR | os.O_CREAT | os.O_EXCL) as fd:
         try:
@@ -69,8 +65,7 @@ def map_anew(
     """Map a file for a new use: resize it to `nbytes` bytes or, if `create`, create it.
 
     Existing pages are reused without zeroing, so the content is arbitrary. The first `reserved`
-    bytes get pages; None: all. Raises `HostMemoryError` if the file system has too little space, or
-    the file is not this user's own.
+    bytes (None: all) get pages. Raises `HostMemoryError` without space, and for a foreign file.
     """
     with private_file.opened(path, os.O_RDWR | (os.O_CREAT if create else 0)) as fd:
         former = min(os.fstat(fd).st_size, nbytes)
@@ -83,15 +78,10 @@ def map_anew(
 
 
 def map_existing(path: Path, writable: bool = False, reserved: int | None = None) -> mmap.mmap:
-    """Map an existing file as a whole.
+    """Map an existing file as a whole; `ValueError` if it is empty, and errors as of `open_file`.
 
-    If `writable`, fill the holes that a copied file has before byte `reserved` (None: all).
-
-    Raises:
-        ValueError: the file is empty.
-        ForeignFileError: the file is not this user's own.
-        HostMemoryError: the file system has no space to fill the holes.
-        OSError: the file cannot be opened or mapped.
+    If `writable`, fill the holes that a copied file has before byte `reserved` (None: all), or
+    raise `HostMemoryError` without space.
     """
     with private_file.opened(path, os.O_RDWR if writable else os.O_RDONLY) as fd:
         if not writable:
@@ -107,23 +97,20 @@ def map_existing(path: Path, writable: bool = False, reserved: int | None = None
 
 def prepare_map(path: Path, nbytes: int, reserved: int) -> None:
     """Do the work of `map_anew` in advance; its next call takes over this map. Any thread."""
-    _keep(path, map_anew(path, nbytes, reserved))
+    mapped, status = map_anew(path, nbytes, reserved), path.stat()
+    _prepared[status.st_dev, status.st_ino] = mapped
 
 
 def prepare_map_of_existing(path: Path) -> None:
     """Do the work of a writable `map_existing` in advance; reserves no pages. Any thread."""
     status = path.stat()
-    _keep(path, map_existing(path, writable=True, reserved=status.st_blocks * _BLOCK_BYTES))
+    mapped = map_existing(path, writable=True, reserved=status.st_blocks * _BLOCK_BYTES)
+    _prepared[status.st_dev, status.st_ino] = mapped
 
 
 def forget_prepared_maps() -> None:
     """Unmap the prepared maps that no call has taken over."""
     _prepared.clear()
-
-
-def _keep(path: Path, mapped: mmap.mmap) -> None:
-    status = path.stat()
-    _prepared[status.st_dev, status.st_ino] = mapped
 
 
 def _map(fd: int, nbytes: int) -> mmap.mmap:
@@ -134,12 +121,9 @@ def _map(fd: int, nbytes: int) -> mmap.mmap:
 
 
 def map_first(path: Path, nbytes: int) -> mmap.mmap:
-    """Map the first `nbytes` of a file for writing, with pages reserved.
+    """Map the first `nbytes` of a file for writing, with pages reserved; `ValueError` if smaller.
 
-    Raises:
-        HostMemoryError: the file is not this user's own.
-        OSError: the file cannot be opened or mapped.
-        ValueError: the file is smaller.
+    Further errors as of `private_file.open_file` and `reserve_range`.
     """
     with private_file.opened(path, os.O_RDWR) as fd:
         mapped = mmap.mmap(fd, nbytes)
@@ -150,8 +134,8 @@ def map_first(path: Path, nbytes: int) -> mmap.mmap:
 def reserve_range(array: Bytes, path: Path, begin: int, end: int) -> None:
     """Reserve the pages of bytes `begin` to `end` of a writable map, and fill the page tables.
 
-    Any thread. Existing pages keep their content. Raises `HostMemoryError` if the file system
-    is too full; pages reserved so far stay reserved.
+    Any thread. Existing pages keep their content. Raises `HostMemoryError` without space; pages
+    reserved so far stay reserved.
     """
     begin, end = begin // mmap.PAGESIZE * mmap.PAGESIZE, min(in_pages(end), in_pages(array.size))
     if begin >= end:

@@ -79,11 +79,8 @@ class NodeStore:
     def lock(self, holder: int) -> None:
         """Lock the directory of `holder` for this object, until `close` or the end of the process.
 
-        Waits for an earlier process of the rank that is still ending.
-
-        Raises:
-            StoreInUseError: another live job uses the same run id on this node.
-            ForeignFileError: a directory of the path is not this user's own.
+        Waits for an earlier process of the rank that is still ending. Raises `StoreInUseError` if
+        another live job has the run id on this node, or `ForeignFileError`.
         """
         if holder not in self._locks:
             path = self.holder_path(holder)
@@ -97,10 +94,10 @@ class NodeStore:
             taken(path).release()
 
     def scan(self) -> list[StoredWindow]:
-        """List the committed windows of all holders on this node, newest first.
+        """List the committed windows of all holders on this node by file name, newest first.
 
-        Reads only file names; loading verifies the content. Skips directories that are not
-        this user's. Raises `UnreadableWindow` if a directory cannot be listed now.
+        Skips directories that are not this user's. Raises `UnreadableWindow` if one cannot be
+        listed now.
         """
         return self._scan('')
 
@@ -133,11 +130,7 @@ class NodeStore:
         self._locks.clear()
 
     def remove_rank(self, holder: int) -> None:
-        """Delete all files of `holder` at a clean exit, and the run's directory once it is empty.
-
-        Does nothing if this object has not locked the directory: another process owns it
-        then.
-        """
+        """Delete all files of `holder`, if locked by this object, and the run's empty directory."""
         lock = self._locks.pop(holder, None)
         if lock is None:
             return

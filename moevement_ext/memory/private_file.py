@@ -42,9 +42,8 @@ class ForeignFileError(HostMemoryError):
 def make_directories(root: Path, path: Path) -> None:
     """Create the missing levels from `root` down to `path`, for this user only.
 
-    Raises:
-        ForeignFileError: an existing level is not this user's own directory; for `root` itself it
-            suffices that other users cannot replace its entries.
+    Raises `ForeignFileError` if an existing level is not this user's own directory; for `root`
+    itself it suffices that other users cannot replace its entries.
     """
     try:
         root.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -60,11 +59,7 @@ def make_directories(root: Path, path: Path) -> None:
 
 
 def check_directories(root: Path, path: Path) -> None:
-    """Check all levels from `root` down to `path`, before files there are read.
-
-    Raises `ForeignFileError` as in `make_directories`, and `FileNotFoundError` for a missing
-    level.
-    """
+    """Check as `make_directories`, before files there are read; `OSError` if a level is missing."""
     check_root(root)
     for level in _levels(root, path):
         _check_directory(level)
@@ -73,12 +68,9 @@ def check_directories(root: Path, path: Path) -> None:
 def open_file(path: Path, flags: int) -> int:
     """Open a regular file of this user with mode 0600; new files get this mode.
 
-    `flags` as for `os.open`, without `O_TRUNC`: nothing changes before the check. The caller
-    closes the descriptor.
-
-    Raises:
-        ForeignFileError: a link, not a regular file, another user's file, or open to other users.
-        OSError: as in `os.open`.
+    `flags` and errors as for `os.open`, without `O_TRUNC`: nothing changes before the check. The
+    caller closes the descriptor. Raises `ForeignFileError` for a link, no regular file, another
+    user's file, or one open to other users.
     """
     try:
         # Without O_NONBLOCK a named pipe would block.

@@ -18,6 +18,7 @@ import queue
 import re
 import shutil
 import threading
+from collections import Counter
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
@@ -128,14 +129,9 @@ def kept_by(store: NodeStore, holder: int) -> list[_KeptFile]:
             status = file.stat()
         except FileNotFoundError:  # a peer renames replicas meanwhile
             continue
-        directory = str(file.parent.relative_to(path))
-        found.append(
-            _KeptFile(
-                directory if file.parent != path else '',
-                status.st_size,
-                min(status.st_blocks * 512, status.st_size),
-            )
-        )
+        directory = '' if file.parent == path else str(file.parent.relative_to(path))
+        reserved = min(status.st_blocks * 512, status.st_size)
+        found.append(_KeptFile(directory, status.st_size, reserved))
     return found
 
 
@@ -156,11 +152,9 @@ def sizes_in(files: bytes) -> list[int]:
 class EarlyReservation:
     """Reserves and maps the files of a rank on background threads.
 
-    If the directory already has window files, only existing files are mapped and none are
-    created. If the files do not all fit, none are created. After an error the created files are
-    deleted. In both cases the set-up reserves the memory itself.
-
-    No other code may use `store` before `wait` returns.
+    If the directory already has window files, only these are mapped. If the files do not all fit,
+    none are created; after an error, those created are deleted: the set-up reserves the memory
+    then. No other code may use `store` before `wait` returns.
     """
 
     def __init__(self, store: NodeStore, holder: int, files: Sequence[_KeptFile]) -> None:
@@ -176,13 +170,22 @@ class EarlyReservation:
         except (StoreInUseError, HostMemoryError, OSError) as error:
             logger.warning('host memory is not reserved early: %s', error)
             return
-        if any(self._path.glob(f'*/{_WINDOWS}')):
-            there = [*self._path.glob(f'*/{_WINDOWS}'), *self._path.glob(_LOG)]
-            for path in there:
+        if there := [*self._path.glob(f'*/{_WINDOWS}')]:
+            for path in [*there, *self._path.glob(_LOG)]:
                 self._missing.put((str(path.relative_to(self._path)), None))
-            self._start(len(there))
         elif self._fits(files):
-            self._begin(files)
+            numbers = Counter[str]()
+            for file in files:
+                name = f'{file.directory}/{free_name(numbers[file.directory])}'
+                numbers[file.directory] += 1
+                self._missing.put((name if file.directory else _LOG, file))
+        for _ in range(min(_THREADS, self._missing.qsize())):
+            thread = threading.Thread(
+                target=self._reserve_all, name='sparse-ckpt-reserve', daemon=True
+            )
+            self._threads.append(thread)
+        for thread in self._threads:
+            thread.start()
 
     def wait(self) -> None:
         """Wait for the threads, on the training thread, before it reserves other files.
@@ -199,26 +202,9 @@ class EarlyReservation:
     def _fits(self, files: Sequence[_KeptFile]) -> bool:
         if not all(_OF_OWNER.fullmatch(file.directory) for file in files):
             return False
-        needed = sum(file.reserved for file in files)
         left = memory_left()
-        needed -= self._pages.nbytes()
+        needed = sum(file.reserved for file in files) - self._pages.nbytes()
         return needed <= free_bytes(self._path) and (left is None or needed <= left.nbytes)
-
-    def _begin(self, files: Sequence[_KeptFile]) -> None:
-        numbers: dict[str, int] = {}
-        for file in files:
-            number = numbers[file.directory] = numbers.get(file.directory, -1) + 1
-            name = f'{file.directory}/{free_name(number)}' if file.directory else _LOG
-            self._missing.put((name, file))
-        self._start(len(files))
-
-    def _start(self, files: int) -> None:
-        for _ in range(min(_THREADS, files)):
-            thread = threading.Thread(
-                target=self._reserve_all, name='sparse-ckpt-reserve', daemon=True
-            )
-            self._threads.append(thread)
-            thread.start()
 
     def _reserve_all(self) -> None:
         while not self._failed.is_set():
@@ -229,15 +215,12 @@ class EarlyReservation:
             try:
                 if file is None:
                     prepare_map_of_existing(self._path / name)
-                else:
-                    self._reserve(name, file)
+                    continue
+                path = self._path / name
+                private_file.make_directories(self._store.root, path.parent)
+                self._created.append(name)
+                self._pages.take(file.reserved, path)
+                prepare_map(path, file.nbytes, file.reserved)
             except (HostMemoryError, OSError, ValueError) as error:  # I6: the set-up decides
                 logger.warning('host memory is not reserved early: %s', error)
                 self._failed.set()
-
-    def _reserve(self, name: str, file: _KeptFile) -> None:
-        path = self._path / name
-        private_file.make_directories(self._store.root, path.parent)
-        self._created.append(name)
-        self._pages.take(file.reserved, path)
-        prepare_map(path, file.nbytes, file.reserved)

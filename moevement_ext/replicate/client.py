@@ -66,8 +66,8 @@ class ReplicaClient:
 
     The client trusts no message before the peer has proved that it belongs to the job, and a
     peer's message alone never decides the size of an allocation. Every method raises `PeerLost`
-    with the address when the peer does not answer in time, `PeerRefused` with the peer's reason, or
-    `UnreadableWindow` if it cannot read its files now. All requests are safe to repeat.
+    if the peer does not answer in time, `PeerRefused` with its reason, or `UnreadableWindow` if it
+    cannot read its files now. All requests are safe to repeat.
 
     Args:
         address: host and port of the peer's `ReplicaServer`.
@@ -110,9 +110,8 @@ class ReplicaClient:
         """Send a sealed slot of the window in `file`, unless the peer has it; returns sent bytes.
 
         0 for a stub: its few bytes do not measure the link. The window may be incomplete.
-        `agreed`, the ranks' agreement about windows, lets the peer recycle files. `before` is
-        called with the size of each chunk before its send; it may wait up to the time of the
-        chunk at `MIN_BYTES_PER_SECOND`.
+        `agreed` lets the peer recycle files. `before` is called with the size of each chunk; it may
+        wait up to the time of the chunk at `MIN_BYTES_PER_SECOND`.
         """
         blob = self._blob(file, slot)
         # Ranges that the peer can copy from an earlier window.
@@ -154,8 +153,7 @@ class ReplicaClient:
     def commit(self, owner: int, window: WindowName) -> bool:
         """Ask the peer to commit a fully sent window.
 
-        False if a twin has not captured the same window yet; try again. Raises `OtherBytes` if
-        a twin has captured different bytes.
+        False if a twin has not captured it yet; `OtherBytes` if it has captured different bytes.
         """
         with self._exchange() as connection:
             connection.send(CommitWindow(owner, window))
@@ -184,12 +182,9 @@ class ReplicaClient:
     ) -> list[SlotHeader]:
         """Receive a whole window into `into`, verify it, and return its headers, slot 0 first.
 
-        Drops the previous content of `into`. Calls `received` with every received and
-        undamaged slot, slot 0 first.
-
-        Raises:
-            RefusedWindow: the received window is damaged or not the requested one.
-            FileTooSmall: `into` is too small; no slot was received.
+        Calls `received` with every received and undamaged slot, slot 0 first. Raises
+        `RefusedWindow` if the window is damaged or not the requested one, or `FileTooSmall` before
+        a slot is received.
         """
         into.begin(window)  # drops the remains of an interrupted fetch
         with self._exchange() as connection:
@@ -200,20 +195,23 @@ class ReplicaClient:
             into.require(head.nbytes, head.slots)
             connection.set_deadline(self._timeout_s, min(head.nbytes, into.capacity))
             for _ in range(head.slots):
-                header = self._receive_slot(connection, into)
+                slot = _expect(connection, SlotHead)
+                frame = connection.receive_bytes(slot.frame_bytes)
+                fill = connection.receive_into
+                try:
+                    header = into.write_blob(slot.slot, slot.payload_bytes, frame, fill)
+                except ValueError as error:  # a repeated slot, or an impossible slot number
+                    raise RefusedWindow(f'{self._peer} sends no window: {error}') from error
                 received(into, header)
             _expect(connection, Ack)
         return into.verify_identity(Expected(owner=owner, name=window))
 
     def fetch_headers(self, owner: int, start: int) -> list[SlotHeader]:
-        """Receive the headers of the peer's windows after `start`, complete or not.
-
-        Raises `RefusedWindow` if the answer is damaged, or has more headers than windows
-        can have.
-        """
+        """Receive the headers of the peer's windows after `start`, complete or not."""
         return self._headers(FetchHeaders(owner, start))
 
     def _headers(self, request: Request) -> list[SlotHeader]:
+        """Raises `RefusedWindow` for a damaged answer, or more headers than windows can have."""
         headers = []
         with self._exchange() as connection:
             connection.send(request)
@@ -231,10 +229,9 @@ class ReplicaClient:
         return headers
 
     def fetch_log(self, key: LogKey) -> tuple[LoggedTensor, bytearray] | None:
-        """Receive and verify one record of the peer's upstream log.
+        """Receive and verify one record of the peer's upstream log; `CorruptLog` if it differs.
 
-        None if the record is not there after a short wait of the peer; try again. Raises
-        `CorruptLog` if the received record differs from the logged one.
+        None if the record is not there after a short wait of the peer; try again.
         """
         with self._exchange() as connection:
             connection.send(FetchLog(key))
@@ -264,10 +261,7 @@ class ReplicaClient:
         return entries
 
     def fetch_part(self, part: Part) -> list[SlotHeader]:
-        """Headers of a part of a window in another layout, slot 0 first.
-
-        Raises `RefusedWindow` if they are damaged, or do not make a whole window.
-        """
+        """Headers of a part of a window in another layout; `RefusedWindow` unless it is whole."""
         headers = self._headers(FetchPart(part))
         if [header.slot for header in headers] != list(range(part.window.length)):
             raise RefusedWindow(f'window {part.window.start} of rank {part.owner} is not whole')
@@ -276,10 +270,7 @@ class ReplicaClient:
     def fetch_ranges(
         self, part: Part, slot: int, ranges: Sequence[Range], into: Sequence[memoryview]
     ) -> None:
-        """Receive ranges of records into places of the same sizes.
-
-        Raises `RefusedWindow` if the received bytes differ from the peer's.
-        """
+        """Receive ranges of records into places of their sizes; `RefusedWindow` if damaged."""
         nbytes = sum(map(len, into))
         with self._exchange(nbytes) as connection:
             connection.send(FetchRanges(part, slot, list(ranges)))
@@ -305,14 +296,6 @@ class ReplicaClient:
     def _window_bytes(self, file: WindowFile) -> int:
         """File size at the peer for the sent part of a window."""
         return file.capacity
-
-    def _receive_slot(self, connection: Connection, into: WindowFile) -> SlotHeader:
-        slot = _expect(connection, SlotHead)
-        frame = connection.receive_bytes(slot.frame_bytes)
-        try:
-            return into.write_blob(slot.slot, slot.payload_bytes, frame, connection.receive_into)
-        except ValueError as error:  # a repeated slot, or an impossible slot number
-            raise RefusedWindow(f'{self._peer} sends no window: {error}') from error
 
     def interrupt(self) -> None:
         """Make the current and all later exchanges raise `PeerLost`. Any thread."""
@@ -374,10 +357,7 @@ def _require[Expected: Reply](reply: Reply, expected: type[Expected]) -> Expecte
 
 
 class TwinClient(ReplicaClient):
-    """Client of a twin, which captures the same bytes except `own_parts`, and receives only stubs.
-
-    One thread at a time uses it.
-    """
+    """Client of a twin, with the same captures except `own_parts`, which receives only stubs."""
 
     takes_all = False
 
@@ -394,6 +374,6 @@ class TwinClient(ReplicaClient):
         return stub_of(file, slot, self._own_parts)
 
     def _window_bytes(self, file: WindowFile) -> int:
-        """Return 0 for the usual size; for a resent window, perhaps from other flags, its size."""
+        """0 for the usual size; of a resent window, perhaps from other flags, its size."""
         whole = len(file.slots()) == file.length()
         return stub_window_bytes(file, self._own_parts) if whole else 0

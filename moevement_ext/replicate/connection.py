@@ -26,9 +26,8 @@ _REPLIES: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 class Connection:
     """A socket with messages and a deadline. One thread at a time uses it.
 
-    All operations raise `OSError` when the connection is lost, `TimeoutError` (an `OSError`)
-    past the deadline, and `ConnectionError` (also an `OSError`) if the peer violates the
-    protocol.
+    All operations raise `OSError` when the connection is lost, in particular `TimeoutError` past
+    the deadline, and `ConnectionError` if the peer violates the protocol.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -116,8 +115,7 @@ _AGAIN_S = 0.1
 def join_interrupted(thread: threading.Thread, interrupt: Callable[[], None]) -> None:
     """Wait a limited time for the end of a stopped thread.
 
-    `interrupt` cuts off its exchange; called repeatedly, as it may just have opened a
-    connection.
+    `interrupt` is called repeatedly, as the thread may just have opened a connection.
     """
     expires = time.monotonic() + _TO_END_S
     while thread.is_alive() and time.monotonic() < expires:

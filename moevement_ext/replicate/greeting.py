@@ -47,12 +47,10 @@ class _Response(msgspec.Struct, frozen=True, tag='Response'):
     proof: _Bytes32
 
 
-_HELLO: msgspec.msgpack.Decoder[_Hello] = msgspec.msgpack.Decoder(_Hello)
-_CHALLENGE: msgspec.msgpack.Decoder[_Challenge | Refused] = msgspec.msgpack.Decoder(
-    _Challenge | Refused
-)
-_RESPONSE: msgspec.msgpack.Decoder[_Response] = msgspec.msgpack.Decoder(_Response)
-_VERDICT: msgspec.msgpack.Decoder[Ack | Refused] = msgspec.msgpack.Decoder(Ack | Refused)
+_HELLO = msgspec.msgpack.Decoder(_Hello)
+_CHALLENGE = msgspec.msgpack.Decoder[_Challenge | Refused](_Challenge | Refused)
+_RESPONSE = msgspec.msgpack.Decoder(_Response)
+_VERDICT = msgspec.msgpack.Decoder[Ack | Refused](Ack | Refused)
 
 
 def new_secret() -> bytes:
@@ -63,9 +61,7 @@ def new_secret() -> bytes:
 def admit(connection: Connection, secret: bytes) -> None:
     """Authenticate the client of a new connection. The caller sets the deadline.
 
-    Raises:
-        ConnectionError: the client does not belong to this job; it is told why if possible.
-        OSError: the connection is lost, or the client is too slow.
+    Raises `ConnectionError` if the client does not belong to this job; it is told why if possible.
     """
     hello = connection.receive(_HELLO, MAX_GREETING_BYTES)
     if hello.version != PROTOCOL_VERSION:
@@ -84,11 +80,8 @@ def admit(connection: Connection, secret: bytes) -> None:
 def introduce(connection: Connection, secret: bytes) -> str | None:
     """Greet and authenticate a server. The caller sets the deadline.
 
-    Returns the server's reason to refuse this client; None after mutual authentication.
-
-    Raises:
-        ConnectionError: the server does not belong to the job.
-        OSError: the connection is lost, or the server is too slow.
+    Returns the server's reason to refuse this client; None after mutual authentication. Raises
+    `ConnectionError` if the server does not belong to the job.
     """
     nonce = secrets.token_bytes(32)
     connection.send(_Hello(PROTOCOL_VERSION, nonce))

@@ -82,11 +82,9 @@ class HostMemory:
         mark: mark of the job's secret.
         forget_other_layouts: called on all ranks once windows of other layouts are useless.
 
-    Raises:
-        HostMemoryError: the budget is exceeded, the tmpfs is too small, foreign or not writable,
-            CUDA cannot pin the memory, or other hosts cannot reach this one.
-        StoreInUseError: another live job has the same run id.
-        ConfigurationError: the topology file is wrong.
+    Raises `HostMemoryError` if the plan does not fit, the tmpfs is foreign or not writable, CUDA
+    cannot pin the memory, or other hosts cannot reach this one; `StoreInUseError` if another live
+    job has the run id; `ConfigurationError` if the topology file is wrong.
     """
 
     def __init__(
@@ -129,7 +127,10 @@ class HostMemory:
             self.plan.check(config.host_memory_gb, self.store.path)
             self._plan(self._longest_window, shared=True).check(None, self.store.path)
             present = self._sized_for(self.window)
-            self.windows = self._own_windows(present)
+            size = FileSize(*(every[self.rank].capacity_bytes for every in (self.members, present)))
+            self.windows = OwnerWindows(
+                self.store, self.rank, self.rank, size, holdable=self._to_disk
+            )
             pinned = self.windows.files() if device.type == 'cuda' else []
             with threads_beside(device) as beside:  # pinning takes seconds for some GB
                 begun = [beside.submit(pin, file, file.room) for file in pinned]
@@ -152,11 +153,6 @@ class HostMemory:
             self.server.serve_log(self.log)
             self._reserved = self._make_room_for(self.window)
             self._parts = failed.pop_all()
-
-    def _own_windows(self, present: Sequence[Member]) -> OwnerWindows:
-        longest, now = (members[self.rank] for members in (self.members, present))
-        size = FileSize(longest.capacity_bytes, now.capacity_bytes)
-        return OwnerWindows(self.store, self.rank, self.rank, size, holdable=self._to_disk)
 
     def _open_log(
         self, device: torch.device, on_degraded: Callable[[str], None]
@@ -194,10 +190,9 @@ class HostMemory:
     def make_room_for(self, window: int) -> None:
         """Reserve room for windows of this length: own ones and replicas, within the memory plan.
 
-        Memory that only longer windows took is freed when no longer needed, but not in this
-        call if another thread is making room. Any thread but the training thread. Raises
-        `HostMemoryError` or `OSError` if other files have taken the space; nothing has
-        changed then.
+        Memory that only longer windows took is freed when no longer needed, but not in this call if
+        another thread is making room. Any thread but the training thread. Raises `HostMemoryError`
+        or `OSError` if other files have taken the space; nothing has changed then.
         """
         if not self._changing.acquire(blocking=window > self.window):
             return
@@ -220,28 +215,21 @@ class HostMemory:
         return rank_memory(own, replicas.values(), 0, self._to_disk)
 
     def describe(self) -> str:
+        twins = {rank: len(self.copies.twins[rank]) for rank in self.plan.ranks}
+        replicas = f'replicas: {self.copies.least()}'
+        if any(twins.values()):
+            spared = sum(count * self.members[rank].slot_bytes for rank, count in twins.items())
+            replicas += (
+                f', {sum(twins.values())} of this node captured by data-parallel peers anyway, '
+                f'which spares {gib(spared)} an iteration'
+            )
+        longest, most = self._longest_window, self._config.longest_window
+        windows = f'windows: up to {longest} iterations'
+        windows += '' if longest == most else f', as {most} do not fit'
         return (
             f'node: {self.members[self.rank].node} | {self.plan.describe()} | '
-            f'directory: {self.store.path} | {self._replicas()} | {self._windows_that_fit()}'
+            f'directory: {self.store.path} | {replicas} | {windows}'
         )
-
-    def _replicas(self) -> str:
-        said = f'replicas: {self.copies.least()}'
-        twins = sum(len(self.copies.twins[rank]) for rank in self.plan.ranks)
-        if not twins:
-            return said
-        spared = sum(
-            len(self.copies.twins[rank]) * self.members[rank].slot_bytes for rank in self.plan.ranks
-        )
-        return (
-            f'{said}, {twins} of this node captured by data-parallel peers anyway, '
-            f'which spares {gib(spared)} an iteration'
-        )
-
-    def _windows_that_fit(self) -> str:
-        longest, most = self._longest_window, self._config.longest_window
-        said = f'windows: up to {longest} iterations'
-        return said if longest == most else f'{said}, as {most} do not fit'
 
     def first_on_node(self) -> bool:
         """True on exactly one rank of each node."""
@@ -255,8 +243,7 @@ class HostMemory:
     def connect(self, exchange: Exchange) -> None:
         """Exchange the addresses of all ranks' servers. Collective."""
         address = msgspec.msgpack.encode(self.server.address)
-        decoded = (_ADDRESS.decode(item) for item in exchange(address))
-        self.addresses = list(decoded)
+        self.addresses = [_ADDRESS.decode(item) for item in exchange(address)]
         self.addresses[self.rank] = self.server.address
 
     def client(self, rank: int) -> ReplicaClient:
@@ -284,8 +271,7 @@ class HostMemory:
     ) -> WindowFile:
         """Fetch this rank's part of a window from a rank whose node has it, and commit it here.
 
-        Any single thread. Calls `received` with every received and undamaged slot, slot 0
-        first. Raises `RefusedWindow`, `PeerLost`, `PeerRefused` or `HostMemoryError`.
+        Any single thread. `received` and errors as of `ReplicaClient.fetch_window`.
         """
         with self._reaching(self.client(holder)) as client:
             client.open()
@@ -295,12 +281,8 @@ class HostMemory:
             )
 
     def fetch_ledger(self, address: tuple[str, int], after: int, to: int) -> list[LedgerEntry]:
-        """Fetch another rank's ledger entries of iterations after `after` up to and including `to`.
-
-        `address` is that rank's. Any single thread. Raises `PeerLost` or `PeerRefused`.
-        """
-        client = ReplicaClient(address, self._secret, _LEDGER_TIMEOUT_S)
-        with self._reaching(client):
+        """`ReplicaClient.fetch_ledger` of the rank at this address. Any single thread."""
+        with self._reaching(ReplicaClient(address, self._secret, _LEDGER_TIMEOUT_S)) as client:
             return client.fetch_ledger(after, to)
 
     @contextmanager
@@ -354,10 +336,7 @@ class HostMemory:
             raise
 
     def captured_after(self, start: int) -> list[SlotHeader]:
-        """Headers of this rank's captures in windows that begin after `start`.
-
-        They come from its own memory or, if that has none, from a holder of its replicas.
-        """
+        """Headers of this rank's captures in windows after `start`, by its memory or a holder's."""
         found = self.windows.headers_after(start)
         for holder, client in self.peers().items():
             if found:
@@ -373,8 +352,8 @@ class HostMemory:
     def forget_former_places(self) -> None:
         """Free memory that earlier starts of the job kept here for ranks now on other nodes.
 
-        Any thread, once all ranks and their holders have a window at their current places,
-        or at the end. Takes as long as the system needs to free the memory.
+        Any thread, once all ranks and their holders have a window at their current places, or at
+        the end. Takes as long as the system needs to free it.
         """
         twins = {owner for owner in self._inboxes if self.rank in self.copies.twins[owner]}
         hosted = self._inboxes.keys() - twins

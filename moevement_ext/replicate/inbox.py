@@ -65,12 +65,9 @@ class Inbox:
     ) -> Reply:
         """Carry out a request of the owner; the caller sends the returned answer.
 
-        `connection` has the request's payload; `timeout_s` is for the exchange, plus time
-        to move its bytes.
-
-        Raises:
-            RefusedWindow, HostMemoryError, ValueError: a refusal; the connection stays usable.
-            OSError: the connection is lost.
+        `connection` has the request's payload; `timeout_s` is for the exchange, plus time to move
+        its bytes. After a `RefusedWindow`, `HostMemoryError` or `ValueError`, a refusal, the
+        connection stays usable.
         """
         with self._admitted(connection, timeout_s):
             match request:

@@ -57,16 +57,10 @@ class LogReader:
     def take(self, iteration: int, sequence: int, timeout_s: float | None = None) -> torch.Tensor:
         """Wait for the next tensor, on the CPU; the caller owns its memory.
 
-        `sequence` is the index among the tensors sent in that iteration, from 0. With
-        `timeout_s` None, waits until it arrives, the neighbour fails or the reader is
-        closed.
-
-        Raises:
-            ReaderClosed: also while waiting.
-            PeerLost, PeerRefused, CorruptLog: the neighbour cannot deliver the tensor; the message
-                names it. All later calls raise the same error.
-            TimeoutError: the tensor did not arrive in time; the call may be repeated.
-            ValueError: the tensor is not the next in order.
+        `sequence` is the index among the tensors sent in that iteration, from 0. Raises
+        `ReaderClosed`, also while waiting; `PeerLost`, `PeerRefused` or `CorruptLog`, now and in
+        all later calls, if the neighbour cannot deliver the tensor; `TimeoutError` after
+        `timeout_s`, when the call may be repeated; `ValueError` if it is not the next in order.
         """
         key = LogKey(iteration, self._direction, sequence)
         with self._changed:
@@ -113,9 +107,15 @@ class LogReader:
         """Fetch one record, without a timeout; False if the reader was closed."""
         while self._may_go_on():
             reply = self._client.fetch_log(key)  # the neighbour waits a moment for the record
-            if reply is not None:
-                self._hand_over(*reply)
-                return True
+            if reply is None:
+                continue
+            tensor, nbytes = _as_tensor(*reply), len(reply[1])
+            with self._changed:
+                if self._error is None:
+                    self._fetched.append((tensor, nbytes))
+                    self._bytes_ahead += nbytes
+                    self._changed.notify_all()
+            return True
         return False
 
     def _may_go_on(self) -> bool:
@@ -123,14 +123,6 @@ class LogReader:
         with self._changed:
             self._changed.wait_for(lambda: self._bytes_ahead < self._max_bytes or self._error)
             return self._error is None
-
-    def _hand_over(self, logged: LoggedTensor, data: bytearray) -> None:
-        tensor = _as_tensor(logged, data)
-        with self._changed:
-            if self._error is None:
-                self._fetched.append((tensor, len(data)))
-                self._bytes_ahead += len(data)
-                self._changed.notify_all()
 
     def _fail(self, error: Exception) -> None:
         with self._changed:

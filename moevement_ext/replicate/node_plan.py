@@ -163,9 +163,8 @@ def node_plan(
 ) -> HostMemoryPlan:
     """Bytes of every rank on a node; if `shared`, with those of nodes in the same file system.
 
-    `longest_window` is the W that window files and logs are sized for, `log_lag` as in
-    `log_ring_bytes`. With `to_disk` windows are copied to disk. The rank `holds_none` holds no
-    replicas despite the placement.
+    Window files and logs are for W = `longest_window`, `log_lag` as in `log_ring_bytes`. With
+    `to_disk` windows are copied to disk. The rank `holds_none` holds no replicas.
     """
     ranks, sizes = {}, set[int]()
     here = {member.memory for member in members if member.node == node and shared}

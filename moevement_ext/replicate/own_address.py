@@ -5,6 +5,7 @@ import ipaddress
 import os
 import socket
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 import psutil
 
@@ -18,11 +19,9 @@ _ELSEWHERE = {socket.AF_INET: '192.0.2.1', socket.AF_INET6: '2001:db8::1'}
 
 def host_identity() -> str:
     """Name of the real host: the same for all emulated nodes, unique per machine."""
-    try:
-        with open('/proc/sys/kernel/random/boot_id') as file:
-            boot = file.read().strip()
-    except OSError:
-        boot = ''
+    boot = ''
+    with suppress(OSError), open('/proc/sys/kernel/random/boot_id') as file:
+        boot = file.read().strip()
     return f'{socket.gethostname()}/{boot}'
 
 
@@ -38,8 +37,7 @@ def local_host(interface: str | None = None, several_hosts: bool = False) -> str
     if interface is not None:
         return _of_interfaces([interface], addresses, f'{_FLAG} {interface}', several_hosts)
     for variable in _VARIABLES:
-        value = os.environ.get(variable)
-        if value:
+        if value := os.environ.get(variable):
             names = _named(value, addresses, exact=variable == _VARIABLES[0])
             return _of_interfaces(names, addresses, f'{variable}={value}', several_hosts)
     master = os.environ.get('MASTER_ADDR', '127.0.0.1')
@@ -47,7 +45,15 @@ def local_host(interface: str | None = None, several_hosts: bool = False) -> str
     # Debian maps a host's own name to 127.0.1.1, so on its own host the master is loopback.
     if facing is not None and not (several_hosts and _is_loopback(facing)):
         return facing
-    return _of_this_host(addresses, master)
+    routed = [ip for ip in map(_facing, _ELSEWHERE.values()) if ip and not _is_loopback(ip)]
+    others = {name: ips for name, ips in addresses.items() if not _is_loopback(ips[0])}
+    if routed or len(others) == 1:
+        return routed[0] if routed else others.popitem()[1][0]
+    raise HostMemoryError(
+        f'MASTER_ADDR {master} is the loopback interface on {socket.gethostname()}, which other '
+        f'hosts cannot reach, and of {", ".join(sorted(others)) or "no interface"} none can be '
+        f'preferred. Name the interface by {_FLAG} (or GLOO_SOCKET_IFNAME).'
+    )
 
 
 def _addresses() -> dict[str, list[str]]:
@@ -66,9 +72,8 @@ def _addresses() -> dict[str, list[str]]:
 def _named(value: str, known: Mapping[str, list[str]], exact: bool) -> list[str]:
     """The interfaces that a variable lists or, after a `^`, excludes.
 
-    In NCCL's syntax a list has prefixes, unless it begins with `=` or `exact` is set. Gloo
-    supports names only, and no exceptions; but with NCCL alone, users often set one value for
-    both.
+    NCCL's lists have prefixes, unless they begin with `=`; gloo's have names (`exact`) and no
+    exceptions, but with NCCL alone users often set one value for both.
     """
     listed = value.removeprefix('^')
     names = tuple(name for name in listed.removeprefix('=').split(',') if name)
@@ -78,8 +83,8 @@ def _named(value: str, known: Mapping[str, list[str]], exact: bool) -> list[str]
         chosen = [name for name in known if name.startswith(names)]
     if listed == value:
         return chosen
-    left = [name for name in known if name not in chosen]
-    return [name for name in left if not all(map(_is_loopback, known[name]))]
+    others = (name for name in known if name not in chosen)
+    return [name for name in others if not all(map(_is_loopback, known[name]))]
 
 
 def _of_interfaces(
@@ -90,10 +95,9 @@ def _of_interfaces(
     useful = [ip for ip in found if not (several_hosts and _is_loopback(ip))]
     if useful:
         return useful[0]
+    problem = 'no such interface is up with an address'
     if found:
         problem = 'is the loopback interface, which the other hosts of the job cannot reach'
-    else:
-        problem = 'no such interface is up with an address'
     raise HostMemoryError(
         f'{setting}: {problem} on {socket.gethostname()}; there are '
         f'{", ".join(sorted(addresses)) or "none"}. Name one of them by {_FLAG}.'
@@ -102,31 +106,14 @@ def _of_interfaces(
 
 def _facing(host: str) -> str | None:
     """IP of the interface for packets to `host`; None without a route."""
-    try:
+    with suppress(OSError):
         family, kind, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
             probe.connect(target)
             return str(probe.getsockname()[0])
-    except OSError:
-        return None
-
-
-def _of_this_host(addresses: Mapping[str, list[str]], master: str) -> str:
-    for target in _ELSEWHERE.values():
-        facing = _facing(target)
-        if facing is not None and not _is_loopback(facing):
-            return facing
-    others = {name: ips for name, ips in addresses.items() if not _is_loopback(ips[0])}
-    if len(others) == 1:
-        return others.popitem()[1][0]
-    raise HostMemoryError(
-        f'MASTER_ADDR {master} is the loopback interface on {socket.gethostname()}, which other '
-        f'hosts cannot reach, and of {", ".join(sorted(others)) or "no interface"} none can be '
-        f'preferred. Name the interface by {_FLAG} (or GLOO_SOCKET_IFNAME).'
-    )
+    return None
 
 
 def _is_loopback(address: str) -> bool:
     ip = ipaddress.ip_address(address.partition('%')[0])
-    mapped = getattr(ip, 'ipv4_mapped', None)
-    return (mapped or ip).is_loopback
+    return (getattr(ip, 'ipv4_mapped', None) or ip).is_loopback

@@ -98,17 +98,15 @@ def place_replicas(
 ) -> list[tuple[int, ...]]:
     """Ranks that hold the copies of each rank's state, indexed by owner.
 
-    A failure domain fails as a whole (a node, a rack). The copies and the owner are all in
-    different domains; with fewer other domains than `replicas`, an owner has fewer holders,
-    down to none. Within these rules, ranks get equal loads, exactly equal if all domains have
-    the same size.
+    The copies and the owner are all in different domains; with fewer other domains than
+    `replicas`, an owner has fewer holders, down to none. Within these rules, ranks get equal
+    loads, exactly equal if all domains have the same size.
 
     Ranks with the same captures count as copies: the number of holders is that of the rank with
     the fewest such copies in other domains, and holders avoid the domains of the owner's group
     if possible. Of placements with equal loads the one with cheaper links is taken: first the
-    best turns of the ring of domains, then exchanges of two holders as long as one helps (a
-    local optimum). With `groups` or `distance`, time and memory grow with the square of the
-    ranks.
+    best turns of the ring of domains, then exchanges of two holders (a local optimum). With
+    `groups` or `distance`, time and memory grow with the square of the ranks.
 
     Args:
         domains: failure domain of each rank.

@@ -267,7 +267,7 @@ class Replicator:
                 self._drop(job.name)
                 reason = f'window {job.name.start} was recycled before all replicas had it'
                 return partial(self._on_degraded, reason)
-            if self._is_replicated(job):
+            if job.complete and all(job.name in peer.committed for peer in self._peers.values()):
                 return partial(self._tell, job)
         now = time.monotonic()
         due = [(rank, peer) for rank, peer in self._peers.items() if peer.retry_at <= now]
@@ -288,9 +288,6 @@ class Replicator:
             if job in self._jobs:
                 self._drop(job.name)
                 self._on_window_replicated(job.name)
-
-    def _is_replicated(self, job: _Job) -> bool:
-        return job.complete and all(job.name in peer.committed for peer in self._peers.values())
 
     def _next_step(self, peer: _Peer, job: _Job) -> Callable[[_Peer], None] | None:
         for slot in job.slots:

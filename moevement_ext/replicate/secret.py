@@ -122,12 +122,12 @@ def of_attempt(secret: bytes, salt: bytes) -> bytes:
 
 
 def _kept(node: NodeStore) -> bytes | None:
+    found = b''
     with suppress(HostMemoryError, OSError):
         private_file.check_directories(node.root, node.shared)
         with open(private_file.open_file(node.shared / _FILE, os.O_RDONLY), 'rb') as file:
             found = file.read(SECRET_BYTES + 1)
-        return found if len(found) == SECRET_BYTES else None
-    return None
+    return found if len(found) == SECRET_BYTES else None
 
 
 def _drawn(node: NodeStore) -> bytes | None:

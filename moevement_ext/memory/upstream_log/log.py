@@ -118,11 +118,10 @@ class UpstreamLog:
     def append(self, iteration: int, direction: Direction, tensor: torch.Tensor) -> None:
         """Log a tensor of any shape right before its send, as the next record of its direction.
 
-        The copy is asynchronous. The log keeps the storage alive until the copy is done,
-        also when the caller replaces `tensor.data` meanwhile; no code may write to that
-        storage before. If the log cannot keep the tensor, it drops this iteration and all
-        older iterations. Raises `ValueError` for an iteration older than the last one,
-        without a `rewind` in between.
+        The copy is asynchronous. The log keeps the storage alive until then, also when the caller
+        replaces `tensor.data`; no code may write to it before. If the log cannot keep the tensor,
+        it drops this iteration and all older ones. Raises `ValueError` for an iteration older than
+        the last one, without a `rewind` in between.
         """
         source = tensor.detach()  # shares the storage, but not a later change of `.data`
         self._await_room(iteration, source.nbytes)
@@ -204,12 +203,7 @@ class UpstreamLog:
     def read(self, key: LogKey, timeout_s: float) -> tuple[LoggedTensor, bytes] | None:
         """Wait at most `timeout_s` for a record and copy its bytes. Any thread.
 
-        Returns:
-            The record and its bytes. None: it did not arrive in time, but may arrive later, if this
-            stage replays too.
-
-        Raises:
-            LogGap: the record is not in the log and will not arrive.
+        None: it may arrive later, if this stage replays too. Raises `LogGap` if it never will.
         """
         expires = time.monotonic() + timeout_s
         while (record := self._await_record(key, expires - time.monotonic())) is not None:
@@ -256,9 +250,8 @@ class UpstreamLog:
     def _await_room(self, iteration: int, nbytes: int) -> None:
         """Wait, up to a limit, for `drop_until` to make room; only the training thread takes room.
 
-        After a timeout, appends do not wait before the next `drop_until`, so that a log
-        that is too small, or windows that are never persisted, do not slow down every
-        iteration.
+        After a timeout, appends do not wait before the next `drop_until`: a log that is too small,
+        or windows that are never persisted, must not slow down every iteration.
         """
         with self._changed:
             if self._waited_in_vain or not self._room_may_come(iteration, nbytes):
@@ -318,16 +311,13 @@ class UpstreamLog:
 
     def _place(self, key: LogKey, source: torch.Tensor) -> _Record | None:
         """Find room, if necessary by dropping the oldest whole iterations."""
-        while self._keeps(key.iteration):
+        while not self._closed and self._first is not None and key.iteration >= self._first:
             offset = self._ring.allocate(source.nbytes)
             if offset is not None:
                 record = self._records[key] = _Record(key, offset, source)
                 return record
             self._drop_oldest(self._oldest_iteration(key.iteration))
         return None
-
-    def _keeps(self, iteration: int) -> bool:
-        return not self._closed and self._first is not None and iteration >= self._first
 
     def _begin_copy(self, source: torch.Tensor, span: slice) -> Callable[[], object]:
         mapped = self._map

@@ -27,10 +27,8 @@ class Ring:
     """Allocator of regions in a ring of `capacity` bytes; not thread-safe.
 
     A region begins at a multiple of 64 and never wraps: if it does not fit before the end of
-    the ring, it begins at 0, and the tail stays unused until the ring comes around again. No
-    region is empty, so the ring is empty exactly when there is no region. While the target size
-    `limit` is below `capacity`, a region is placed beyond it only if there is no room before
-    it.
+    the ring, it begins at 0, and the tail stays unused until the ring comes around again. While
+    the target size `limit` is below `capacity`, regions beyond it are the last choice.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -106,17 +104,12 @@ class RingMap:
     def of_size(cls, path: Path, nbytes: int, pinned: bool, create: bool = True) -> Self:
         """Resize the file and map it; content within the new size stays.
 
-        Raises `HostMemoryError` if there is no room, the file is not this user's, or CUDA
-        cannot pin; `FileNotFoundError` for a missing file, unless `create`.
+        Errors also as of `map_anew`, and `FileNotFoundError` for a missing file, unless `create`.
         """
         return cls(path, map_anew(path, nbytes, create=create), pinned)
 
     def first(self, nbytes: int) -> Self:
-        """Map fewer bytes of the same file.
-
-        Raises `HostMemoryError` if CUDA cannot pin them, `OSError` or `ValueError` if the
-        file is gone.
-        """
+        """Map fewer bytes of the same file; `OSError` or `ValueError` if the file is gone."""
         return type(self)(self.path, map_first(self.path, nbytes), self._pinned)
 
     def give_back(self, first: int) -> None:

@@ -126,9 +126,8 @@ class WindowFile:
     ) -> 'WindowFile':
         """Create an empty file of `capacity` bytes, the first `room` (None: all) with pages.
 
-        With `reuse` an existing file gives its space, and loses its content. Raises
-        `HostMemoryError` if the file system is too full; no new file is left behind. Raises
-        `ForeignFileError` if other users may have the existing file open.
+        With `reuse` an existing file gives its space, and loses its content; a `ForeignFileError`
+        if other users may have it open. Raises `HostMemoryError` without space, and leaves no file.
         """
         if capacity < PREAMBLE_BYTES:
             raise ValueError(f'a window file needs at least {PREAMBLE_BYTES} bytes, not {capacity}')
@@ -143,11 +142,8 @@ class WindowFile:
         """Map an existing window; frames and payloads are read later, by `verify`.
 
         If `writable`, `begin` can recycle the file later; it gets `room` bytes with pages
-        if the window takes less (None: all).
-
-        Raises:
-            RefusedWindow: not a readable, whole window file of this version (typed by reason).
-            HostMemoryError: a writable map needs more pages than the file system has.
+        if the window takes less (None: all), or raises `HostMemoryError`. Raises a `RefusedWindow`,
+        typed by reason, unless it is a readable, whole window file of this version.
         """
         try:
             array = np.frombuffer(map_existing(path, writable, PREAMBLE_BYTES), np.uint8)
@@ -165,12 +161,7 @@ class WindowFile:
         return file
 
     def make_room(self, nbytes: int) -> None:
-        """Reserve pages for the first `nbytes` of the file, at most all; no page is freed.
-
-        Any thread.
-
-        Raises `HostMemoryError` if the file system is too full.
-        """
+        """Reserve pages for the first `nbytes`, at most all, else `HostMemoryError`. Any thread."""
         with self._making_room:
             if (wanted := min(nbytes, self.capacity)) > self.room:
                 try:
@@ -284,11 +275,8 @@ class WindowFile:
 
         Calls `fill` with consecutive pieces of the place of the payload, even if the frame is
         damaged; it fills each completely or raises, after which the slot can be written again.
-
-        Raises:
-            CorruptWindow: the frame is damaged or belongs to another slot; or a record differs
-                from its checksum.
-            HostMemoryError: the file is too small for it.
+        Raises `CorruptWindow` if the frame is damaged or another slot's, or a record differs from
+        its checksum; `HostMemoryError` if the file is too small.
         """
         payload = memoryview(self.reserve_slot(slot, payload_bytes))
         try:
@@ -371,11 +359,7 @@ class WindowFile:
         return max(ends, default=PREAMBLE_BYTES)
 
     def header(self, slot: int) -> SlotHeader:
-        """Verified header of a sealed slot.
-
-        Raises `RefusedWindow` if it is missing, damaged, of another version, or at odds
-        with the file.
-        """
+        """Verified header of a slot; errors as of `verified_header`, also if it is not sealed."""
         entry = self._sealed(slot)
         return verified_header(self.path, self.name, entry, self.slot_blob(slot).frame)
 
@@ -397,8 +381,7 @@ class WindowFile:
     def verify(self, expected: Expected) -> list[SlotHeader]:
         """Verify that the window is whole, undamaged and the expected one; headers, slot 0 first.
 
-        Raises a `RefusedWindow` typed by the reason; it names file, slot and, if
-        applicable, tensor.
+        Raises a `RefusedWindow` typed by the reason, with file, slot and, if applicable, tensor.
         """
         headers = self.verify_identity(expected)
         self.verify_payloads(headers)

@@ -38,9 +38,8 @@ class FileSize(NamedTuple):
 class OwnerWindows:
     """Generations of windows of one owner that one holder keeps.
 
-    Thread-safe. Calls are short (renames and a preamble), with two exceptions: construction
-    reserves the memory, and a change of the window length pins files. Other calls wait for the
-    pinning, as the next window may take the file.
+    Thread-safe. Calls are short (renames and a preamble), but construction reserves the memory, and
+    a change of the window length pins files; other calls wait for that.
 
     Args:
         store: store of the node; the directory of `holder` is locked.
@@ -96,15 +95,10 @@ class OwnerWindows:
             fetched: a thread that may be abandoned fills the file. Until it calls `commit` or
                 `abandon`, no other window gets the file, even if this window is discarded.
 
-        Returns:
-            The begun file, or None when a recovery may still need the windows of all files
-            (invariant I3); the caller decides whether to wait or to skip this window.
-
-        Raises:
-            HostMemoryError: another program removed a file, and there is no room for a new one, or
-                none for a larger window.
-            ValueError: this window exists already (call `discard_after` after a rollback), or its
-                plan's digest cannot be part of a file name.
+        Returns None when a recovery may still need the windows of all files (invariant I3). Raises
+        `HostMemoryError` without room for a larger window, or for a file in place of a removed one;
+        `ValueError` if this window exists already (call `discard_after` after a rollback), or its
+        plan's digest cannot be part of a file name.
         """
         path = self.path / writing_name(name)
         with self._lock:
@@ -131,10 +125,9 @@ class OwnerWindows:
     def make_room(self, room: int) -> None:
         """Reserve pages of all files for windows of this size, or free the surplus pages.
 
-        Pages are reserved at once, and freed when the file has no window that a recovery
-        may need (invariant I3), here or in `agree`. Any thread but the training thread.
-        Raises `HostMemoryError` if there is no room; the files then stay as large as
-        before.
+        Pages are freed when the file has no window that a recovery may need (invariant I3), here
+        or in `agree`. Any thread but the training thread. Raises `HostMemoryError` if there is no
+        room; the files then stay as large as before.
         """
         with self._lock:
             files = self._fitting()
@@ -184,8 +177,8 @@ class OwnerWindows:
     def agree(self, agreed: Agreed) -> None:
         """Record the ranks' agreement; outdated and given up windows may then be recycled.
 
-        An older agreement changes nothing. The windows need not exist here, so that a
-        holder that was disconnected for a while can recycle its useless windows.
+        An older agreement changes nothing. The windows need not exist here: a holder may have been
+        disconnected for a while.
         """
         with self._lock:
             self._agreed = self._agreed.joined(agreed)
@@ -251,8 +244,7 @@ class OwnerWindows:
     def headers_after(self, start: int) -> list[SlotHeader]:
         """Headers of sealed slots of windows that begin after `start`, complete or not.
 
-        Includes slots that an earlier process sealed in an incomplete window, until its
-        file is reused.
+        Also those that an earlier process sealed in an incomplete window, until its file is reused.
         """
         with self._lock:
             files = self._in_state(FileState.WRITING, FileState.COMMITTED, FileState.CUT_OFF)
@@ -381,7 +373,9 @@ class OwnerWindows:
             raise HostMemoryError(str(refusal)) from refusal
         for found in committed:
             try:
-                file = WindowFile.open(found.path, writable=True, room=self._room_of(found.path))
+                fits = found.path.lstat().st_size == self.capacity_bytes
+                room = self._room if fits else None
+                file = WindowFile.open(found.path, writable=True, room=room)
                 if file.name != found.name:
                     raise RefusedWindow(f'{found.path}: holds window {file.name}')
             except RefusedWindow as refusal:
@@ -394,9 +388,6 @@ class OwnerWindows:
         for path in sorted(self.path.glob('*.window'), reverse=True):  # free ones last
             if not path.name.startswith('window-'):
                 self._adopt_free(path)
-
-    def _room_of(self, path: Path) -> int | None:
-        return self._room if path.lstat().st_size == self.capacity_bytes else None
 
     def _adopt_free(self, path: Path) -> None:
         right_size = path.lstat().st_size == self.capacity_bytes

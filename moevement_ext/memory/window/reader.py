@@ -42,9 +42,8 @@ def at_full_speed(nbytes: int) -> None: ...
 class WindowReader:
     """An open window file; a context manager. One thread uses it.
 
-    `name` is the window that the file claims to hold, None if the file is empty. Raises a
-    `RefusedWindow`, typed by reason, unless it is a readable, whole window file of a known
-    version.
+    `name` is the window that the file claims to hold, None if it is empty. Raises a
+    `RefusedWindow`, typed by reason, unless the file is readable, whole and of a known version.
     """
 
     def __init__(self, path: Path) -> None:
@@ -73,10 +72,7 @@ class WindowReader:
         os.close(self._fd)
 
     def verify_identity(self, expected: Expected) -> list[SlotHeader]:
-        """Verify that the window is whole and the expected one; headers, slot 0 first.
-
-        Payloads are not read. Raises a `RefusedWindow` typed by the reason.
-        """
+        """As `WindowFile.verify_identity`."""
         headers = [self._header(entry) for entry in self._entries]
         check_whole(self.path, headers, expected)
         return headers
@@ -84,11 +80,7 @@ class WindowReader:
     def verify_payloads(
         self, headers: Iterable[SlotHeader], advance: Advance = at_full_speed
     ) -> None:
-        """Compare every record with its checksum, in bounded memory.
-
-        Raises a `RefusedWindow`, which names slot, operator, tensor, part of an unreadable
-        or damaged record.
-        """
+        """Compare every record with its checksum; a `RefusedWindow` names the first bad one."""
         buffer = memoryview(bytearray(CHUNK_BYTES))
         for header in headers:
             offset = self._entry(header.slot).payload_offset
@@ -111,11 +103,8 @@ class WindowReader:
     ) -> None:
         """Copy all slots into a file that was begun for this window, and verify them there.
 
-        Calls `received` with every slot that is read and undamaged, slot 0 first.
-
-        Raises:
-            RefusedWindow: the window is damaged or unreadable.
-            FileTooSmall: `file` is too small; no slot was read.
+        Calls `received` with every slot that is read and undamaged, slot 0 first. Raises
+        `RefusedWindow`, or `FileTooSmall` before a slot is read.
         """
         sizes = [entry.payload_bytes + entry.frame_bytes for entry in self._entries]
         file.require(sum(sizes), len(sizes))

@@ -56,10 +56,9 @@ def stub_window_bytes(file: WindowFile, own_parts: OwnParts) -> int:
 
 
 def stub_capacity(largest: SlotHeader, own_parts: OwnParts, settings_bytes: int) -> int:
-    """Size of a file that has room for the stub of any window of a rank.
+    """Size of a file for the stub of any window of a rank, with room for settings in slot 0.
 
-    `largest` is a header with every record of the rank and the longest context;
-    `settings_bytes` is the room for the settings in the first slot.
+    `largest` is a header with every record of the rank and the longest context.
     """
     own = [record for record in largest.records if (record.tensor, record.part) in own_parts]
     payload = sum(align_up(record.nbytes) for record in own)
@@ -83,7 +82,7 @@ def owner_header(stub: SlotHeader, path: Path | str) -> SlotHeader:
 class TwinWindow:
     """A whole window, assembled from a stub and its base, both only read.
 
-    Raises `RefusedWindow` if one of them is damaged, or the base holds other bytes.
+    Raises `RefusedWindow` if one of them is missing or damaged, or the base holds other bytes.
     """
 
     def __init__(self, stub: WindowFile, base: WindowFile) -> None:
@@ -97,17 +96,11 @@ class TwinWindow:
 
     @classmethod
     def open(cls, path: Path) -> 'TwinWindow':
-        """Map the stub at `path` (`NodeStore.stub_path`) and its base.
-
-        Raises `RefusedWindow` if one is missing or damaged, or the base holds other bytes.
-        """
+        """Map the stub at `path` (`NodeStore.stub_path`) and its base; errors as of the class."""
         return cls(WindowFile.open(path), WindowFile.open(base_path(path)))
 
     def verify_identity(self, expected: Expected) -> list[SlotHeader]:
-        """Verify that the window is whole and the expected one; the owner's headers, slot 0 first.
-
-        Payloads are not read. Raises a `RefusedWindow` typed by the reason.
-        """
+        """As `WindowFile.verify_identity`; the owner's headers."""
         headers = [header for _, header in sorted(self._headers.items())]
         check_whole(self.path, headers, expected)
         return headers
