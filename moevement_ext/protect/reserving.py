@@ -15,7 +15,7 @@ from moevement_ext.membership.rank import Rank
 from moevement_ext.memory.budget import window_lengths
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.replicate.host_memory import HostMemory
-from moevement_ext.replicate.node_plan import Member, Share, copies_of, described, node_plan
+from moevement_ext.replicate.node_plan import JobMemory, Member, Share, copies_of, described
 from moevement_ext.replicate.secret import agree
 
 _MEMBER = msgspec.msgpack.Decoder(Member)
@@ -35,13 +35,12 @@ def longest_window(rank: Rank, share: Share) -> int:
     own = described(share, config.topology, directory)
     members = [_MEMBER.decode(item) for item in exchange('room', msgspec.msgpack.encode(own))]
     copies = copies_of(members, config.topology, config.replicas)
+    job = JobMemory(members, copies, lengths[-1], config.log_lag, config.disk is not None)
 
     def fits(length: int) -> bool:
-        sized = [member.sized_for(length, lengths[-1]) for member in members]
-        needed = (own.node, sized, copies, length, config.log_lag, config.disk is not None)
         try:
-            node_plan(*needed).check(config.host_memory_gb, directory)
-            node_plan(*needed, shared=True).check(None, directory)
+            job.of_node(own.node, length).check(config.host_memory_gb, directory)
+            job.of_node(own.node, length, shared=True).check(None, directory)
         except (HostMemoryError, OSError):  # `reserve` reports the error
             return False
         return True

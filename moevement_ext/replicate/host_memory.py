@@ -7,7 +7,7 @@ reserved, replica holders are placed and servers started.
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -18,7 +18,7 @@ import torch
 from moevement_ext.config import SparseCheckpointConfig, node_name
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.logger import logger_of
-from moevement_ext.memory.budget import LEDGER_RECORDS, HostMemoryPlan, RankMemory, rank_memory
+from moevement_ext.memory.budget import LEDGER_RECORDS, RankMemory, rank_memory
 from moevement_ext.memory.device import pin, threads_beside
 from moevement_ext.memory.file_system import gib
 from moevement_ext.memory.ledger import Ledger, LedgerEntry
@@ -36,13 +36,11 @@ from moevement_ext.rates import CpuCost
 from moevement_ext.replicate.client import PeerLost, PeerRefused, ReplicaClient, TwinClient
 from moevement_ext.replicate.inbox import Inbox
 from moevement_ext.replicate.node_plan import (
+    JobMemory,
     Member,
     Share,
     copies_of,
     described,
-    held_by,
-    log_bytes,
-    node_plan,
     warn_of_same_names,
 )
 from moevement_ext.replicate.own_address import local_host
@@ -118,16 +116,25 @@ class HostMemory:
         self.forget_other_layouts: Callable[[], None] = lambda: None
         self._fetching: ReplicaClient | None = None
         self.receive_cost = CpuCost()
-        self.plan = self._plan(self._longest_window)
+        holds_none = None if share.hosts_replicas else self.rank
+        self._job = JobMemory(
+            self.members,
+            self.copies,
+            self._longest_window,
+            config.log_lag,
+            self._to_disk,
+            holds_none,
+        )
+        self.plan = self._job.of_node(node_name(), self._longest_window)
         self.window = share.window or self._longest_window
         self._changing = threading.Lock()
         self.addresses: list[tuple[str, int]] = []
         with ExitStack() as failed, _named_by(self.store.path):
             failed.callback(self._leave)
             self.plan.check(config.host_memory_gb, self.store.path)
-            self._plan(self._longest_window, shared=True).check(None, self.store.path)
-            present = self._sized_for(self.window)
-            size = FileSize(*(every[self.rank].capacity_bytes for every in (self.members, present)))
+            of_all = self._job.of_node(node_name(), self._longest_window, shared=True)
+            of_all.check(None, self.store.path)
+            size = FileSize(own.capacity_bytes, self._own_file_bytes(self.window))
             self.windows = OwnerWindows(
                 self.store, self.rank, self.rank, size, holdable=self._to_disk
             )
@@ -139,7 +146,7 @@ class HostMemory:
                 path = self.store.ledger_path(self.rank)
                 self.ledger = Ledger(path, LEDGER_RECORDS, share.identity)
                 failed.callback(self.ledger.close)
-                self._inboxes = self._reserve_replicas(present)
+                self._inboxes = self._reserve_replicas()
             self.log = opened.result()
             for done in begun:
                 done.result()
@@ -157,14 +164,17 @@ class HostMemory:
     def _open_log(
         self, device: torch.device, on_degraded: Callable[[str], None]
     ) -> UpstreamLog | None:
-        nbytes = self._own_log_bytes(self.window)
+        nbytes = self._job.log_bytes(self.rank, self.window)
         path = self.store.holder_path(self.rank) / 'upstream-log'
         wait_s = self._config.max_wait
         return UpstreamLog(path, nbytes, device, wait_s, on_degraded) if nbytes else None
 
-    def _reserve_replicas(self, present: Sequence[Member]) -> dict[int, Inbox]:
-        sizes, inboxes = self._held(present), {}
-        for owner, longest in self._held(self.members).items():
+    def _own_file_bytes(self, window: int) -> int:
+        return self._job.sized(self.rank, window).capacity_bytes
+
+    def _reserve_replicas(self) -> dict[int, Inbox]:
+        sizes, inboxes = self._job.held_by(self.rank, self.window), {}
+        for owner, longest in self._job.held_by(self.rank, self._longest_window).items():
             of_twin = self.rank in self.copies.twins[owner]
             size = FileSize(longest, sizes[owner])
             windows = OwnerWindows(self.store, self.rank, owner, size, stubs=of_twin)
@@ -177,15 +187,12 @@ class HostMemory:
         Raises `HostMemoryError` or `OSError` if other files have taken the space.
         """
         if self.log is not None:
-            self.log.grow(self._own_log_bytes(window))
+            self.log.grow(self._job.log_bytes(self.rank, window))
 
     def give_back_log(self, window: int) -> None:
         """Free log memory that only longer windows need. Any thread."""
         if self.log is not None:
-            self.log.shrink(self._own_log_bytes(window))
-
-    def _own_log_bytes(self, window: int) -> int:
-        return self._log_bytes(self.members[self.rank], min(window, self._longest_window))
+            self.log.shrink(self._job.log_bytes(self.rank, window))
 
     def make_room_for(self, window: int) -> None:
         """Reserve room for windows of this length: own ones and replicas, within the memory plan.
@@ -206,9 +213,8 @@ class HostMemory:
             self._changing.release()
 
     def _make_room_for(self, window: int) -> RankMemory:
-        present = self._sized_for(window)
-        replicas = self._held(present)
-        own = present[self.rank].capacity_bytes
+        replicas = self._job.held_by(self.rank, window)
+        own = self._own_file_bytes(window)
         self.windows.make_room(own)
         for owner, nbytes in replicas.items():
             self._inboxes[owner].windows.make_room(nbytes)
@@ -248,7 +254,7 @@ class HostMemory:
 
     def client(self, rank: int) -> ReplicaClient:
         """Create a client of another rank's server, not yet connected."""
-        log_bytes = self._log_bytes(self.members[rank])
+        log_bytes = self._job.log_bytes(rank, self._longest_window)
         return ReplicaClient(self.addresses[rank], self._secret, max_record_bytes=log_bytes)
 
     def peer_addresses(self) -> list[tuple[str, int]]:
@@ -318,8 +324,8 @@ class HostMemory:
 
     def _free_file(self, window: Window) -> WindowFile:
         try:
-            own = self.members[self.rank].sized_for(window.length, self._longest_window)
-            file = self.windows.begin(window.name, room=own.capacity_bytes, fetched=True)
+            room = self._own_file_bytes(window.length)
+            file = self.windows.begin(window.name, room=room, fetched=True)
         except ValueError as error:  # an abandoned thread still waits for a peer
             raise PeerLost(f'window {window.start} is still received: {error}') from error
         if file is None:
@@ -389,32 +395,6 @@ class HostMemory:
             self.store.remove_rank(self.rank)
         else:
             self.store.close()
-
-    def _held(self, members: Sequence[Member]) -> dict[int, int]:
-        """File bytes by owner of the copies on this rank."""
-        return held_by(self.rank, members, self.copies) if self._share.hosts_replicas else {}
-
-    def _sized_for(self, window: int) -> list[Member]:
-        """Descriptions of all ranks with files for windows of this length."""
-        return [member.sized_for(window, self._longest_window) for member in self.members]
-
-    def _plan(self, window: int, shared: bool = False) -> HostMemoryPlan:
-        """Bytes of every rank on this node with windows of this length; `shared`: see there."""
-        return node_plan(
-            node_name(),
-            self._sized_for(window),
-            self.copies,
-            window,
-            self._config.log_lag,
-            self._to_disk,
-            holds_none=None if self._share.hosts_replicas else self.rank,
-            shared=shared,
-        )
-
-    def _log_bytes(self, member: Member, window: int | None = None) -> int:
-        """Size of a rank's upstream log for windows of this length; None: for the longest."""
-        longest = window or self._longest_window
-        return log_bytes(member, self.members, longest, self._config.log_lag)
 
 
 def _close_log(opened: Future[UpstreamLog | None]) -> None:

@@ -133,47 +133,53 @@ def warn_of_same_names(members: Sequence[Member]) -> None:
         )
 
 
-def held_by(rank: int, members: Sequence[Member], copies: Copies) -> dict[int, int]:
-    """File bytes by owner of the copies on `rank`: of a window, or of a twin's stub."""
-    sizes = {}
-    for owner, member in enumerate(members):
-        if rank in copies.holders[owner]:
-            sizes[owner] = member.capacity_bytes
-        elif rank in copies.twins[owner]:
-            sizes[owner] = member.stub_bytes
-    return sizes
+class JobMemory(NamedTuple):
+    """Host memory of a job by the descriptions of its ranks: what each keeps, and what that takes.
 
-
-def log_bytes(
-    member: Member, members: Sequence[Member], longest_window: int, log_lag: float
-) -> int:
-    most = max((other.logged for other in members), key=lambda it: it.iteration_bytes)
-    return log_ring_bytes(member.logged, most, longest_window, log_lag)
-
-
-def node_plan(
-    node: str,
-    members: Sequence[Member],
-    copies: Copies,
-    longest_window: int,
-    log_lag: float,
-    to_disk: bool,
-    holds_none: int | None = None,
-    shared: bool = False,
-) -> HostMemoryPlan:
-    """Bytes of every rank on a node; if `shared`, with those of nodes in the same file system.
-
-    Window files and logs are for W = `longest_window`, `log_lag` as in `log_ring_bytes`. With
-    `to_disk` windows are copied to disk. The rank `holds_none` holds no replicas.
+    A `window` is the W that files and logs are sized for.
     """
-    ranks, sizes = {}, set[int]()
-    here = {member.memory for member in members if member.node == node and shared}
-    for rank, member in enumerate(members):
-        if member.node != node and member.memory not in here:
-            continue
-        kept = [] if rank == holds_none else held_by(rank, members, copies).values()
-        log = log_bytes(member, members, longest_window, log_lag)
-        ranks[rank] = rank_memory(member.capacity_bytes, kept, log, to_disk)
-        sizes.update([member.capacity_bytes, *kept])
-    nodes = {rank: members[rank].node for rank in ranks if members[rank].node != node}
-    return HostMemoryPlan(ranks, sizes, nodes)
+
+    members: list[Member]
+    copies: Copies
+    longest_window: int
+    """The W of `Member.capacity_bytes`."""
+    log_lag: float
+    """As in `log_ring_bytes`."""
+    to_disk: bool
+    """Windows are copied to disk."""
+    holds_none: int | None = None
+    """Rank that holds no replicas despite the placement."""
+
+    def sized(self, rank: int, window: int) -> Member:
+        return self.members[rank].sized_for(window, self.longest_window)
+
+    def held_by(self, rank: int, window: int) -> dict[int, int]:
+        """File bytes by owner of the copies on `rank`: of a window, or of a twin's stub."""
+        sizes = {}
+        for owner in range(len(self.members)) if rank != self.holds_none else ():
+            if rank in self.copies.holders[owner]:
+                sizes[owner] = self.sized(owner, window).capacity_bytes
+            elif rank in self.copies.twins[owner]:
+                sizes[owner] = self.sized(owner, window).stub_bytes
+        return sizes
+
+    def log_bytes(self, rank: int, window: int) -> int:
+        """Size of a rank's upstream log, which no longer window enlarges further."""
+        most = max((other.logged for other in self.members), key=lambda it: it.iteration_bytes)
+        longest = min(window, self.longest_window)
+        return log_ring_bytes(self.members[rank].logged, most, longest, self.log_lag)
+
+    def of_node(self, node: str, window: int, shared: bool = False) -> HostMemoryPlan:
+        """Bytes of every rank on a node; if `shared`, with those of nodes in its file system."""
+        ranks, sizes = {}, set[int]()
+        here = {member.memory for member in self.members if member.node == node and shared}
+        for rank, member in enumerate(self.members):
+            if member.node == node or member.memory in here:
+                capacity = self.sized(rank, window).capacity_bytes
+                kept = self.held_by(rank, window).values()
+                log = self.log_bytes(rank, window)
+                ranks[rank] = rank_memory(capacity, kept, log, self.to_disk)
+                sizes.update([capacity, *kept])
+        nodes = {rank: self.members[rank].node for rank in ranks}
+        others = {rank: name for rank, name in nodes.items() if name != node}
+        return HostMemoryPlan(ranks, sizes, others)

@@ -178,17 +178,13 @@ def test_rank_that_joins_copies_once_such_a_lock_is_free(
     disk.close()
 
 
-@either
 def test_process_that_never_dies_is_named_with_the_remedy(
-    take: Take,
-    earlier: subprocess.Popen[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    earlier: subprocess.Popen[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, 'TO_DIE_S', 0.0)
     monkeypatch.setattr(module, '_dies', lambda holder: True)
     with pytest.raises(UserError, match=f'process {earlier.pid} on .* still waits .*restarted'):
-        take(tmp_path)
+        take_disk(tmp_path)
 
 
 def test_dying_holder_is_recognized_on_its_own_machine(

@@ -166,6 +166,8 @@ def test_page_cache_counts_as_free_and_tmpfs_does_not(machine: Machine) -> None:
     files = {'inactive_file': 20, 'active_file': 5, 'file': 55, 'shmem': 30, 'inactive_anon': 40}
     group = machine.group('job', 1000, 900, **files)
     assert memory_left(machine.process) == _MemoryLeft(125, group)
+    machine.group('job', 50, 60)
+    assert memory_left(machine.process) == _MemoryLeft(0, group)
 
 
 @pytest.mark.parametrize('tightest', ['', 'slurm', 'slurm/job', 'slurm/job/step'])
@@ -176,12 +178,6 @@ def test_tightest_ancestor_group_counts(machine: Machine, tightest: str) -> None
         machine.group(path, 'max', 10)
     group = machine.group(tightest, 50, 10)
     assert memory_left(machine.process) == _MemoryLeft(40, group)
-
-
-def test_usage_above_the_limit_leaves_nothing(machine: Machine) -> None:
-    machine.be_in('/job')
-    group = machine.group('job', 50, 60)
-    assert memory_left(machine.process) == _MemoryLeft(0, group)
 
 
 def test_group_of_a_container_is_found(machine: Machine) -> None:

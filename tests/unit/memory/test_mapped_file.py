@@ -18,7 +18,6 @@ from moevement_ext.memory.mapped_file import (
     release_range,
     reserve_range,
 )
-from moevement_ext.memory.private_file import ForeignFileError
 
 SIZE = 2**16
 
@@ -103,12 +102,6 @@ def test_ranges_of_a_file_are_reserved_and_released(shm: Path) -> None:
     assert not array[SIZE // 2 + PAGESIZE :].any()
 
 
-def test_empty_file_cannot_be_mapped(shm: Path) -> None:
-    (shm / 'file').touch(mode=0o600)
-    with pytest.raises(ValueError):
-        map_existing(shm / 'file')
-
-
 def test_pages_that_cannot_be_freed_are_reported_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -119,14 +112,3 @@ def test_pages_that_cannot_be_freed_are_reported_once(
     (record,) = caplog.records
     assert 'Invalid argument' in record.getMessage()
     mapped_file._say_kept.cache_clear()
-
-
-@pytest.mark.parametrize('map_file', [lambda path: map_anew(path, SIZE), map_existing])
-def test_file_readable_by_others_is_refused_unchanged(
-    shm: Path, map_file: Callable[[Path], mmap]
-) -> None:
-    (shm / 'file').write_bytes(b'data')
-    os.chmod(shm / 'file', 0o644)
-    with pytest.raises(ForeignFileError):
-        map_file(shm / 'file')
-    assert (shm / 'file').read_bytes() == b'data'

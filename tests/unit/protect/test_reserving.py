@@ -20,7 +20,7 @@ from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.memory.window.name import RankIdentity
 from moevement_ext.protect.reserving import longest_window, reserve
 from moevement_ext.replicate import secret
-from moevement_ext.replicate.node_plan import ALONE, Member, Share, node_plan
+from moevement_ext.replicate.node_plan import ALONE, JobMemory, Member, Share
 from moevement_ext.replicate.placement import Copies
 from tests.unit.memory.samples import commit, tmpfs_directory
 
@@ -42,9 +42,8 @@ def needed(window: int) -> int:
         Member(node=node, capacity_bytes=capacity(window), logged=LOGGED, host='', salt=b'')
         for node in (node_name(), 'another')
     ]
-    return node_plan(
-        node_name(), members, Copies([(), ()], [(1,), (0,)]), window, 1.0, False
-    ).node_total
+    copies = Copies([(), ()], [(1,), (0,)])
+    return JobMemory(members, copies, window, 1.0, False).of_node(node_name(), window).node_total
 
 
 @pytest.fixture
@@ -107,7 +106,7 @@ def needed_for_a_twin(window: int) -> int:
         for node in (node_name(), 'another')
     ]
     copies = Copies([(1,), (0,)], [(), ()])
-    return node_plan(node_name(), members, copies, window, 1.0, False).node_total
+    return JobMemory(members, copies, window, 1.0, False).of_node(node_name(), window).node_total
 
 
 @pytest.mark.parametrize('window', [1, 2, 5, 7])

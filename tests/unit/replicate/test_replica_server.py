@@ -12,7 +12,6 @@ from moevement_ext.memory.budget import LEDGER_RECORDS
 from moevement_ext.memory.ledger import MAX_SCALARS, Ledger, LedgerEntry
 from moevement_ext.memory.window.name import Agreed
 from moevement_ext.replicate.client import PeerLost, PeerRefused, ReplicaClient
-from moevement_ext.replicate.connection import Connection
 from moevement_ext.replicate.protocol import (
     MAX_MESSAGE_BYTES,
     FetchHeaders,
@@ -79,20 +78,6 @@ def test_stop_ends_open_connections(shm: Path) -> None:
     assert threading.active_count() <= threads - 2
     with pytest.raises(PeerLost):
         ask(client)
-
-
-def test_message_limit_holds_for_the_sender() -> None:
-    left, right = _tcp_pair()
-    with pytest.raises(ConnectionError, match='too large'):
-        left.send(Refused('x' * MAX_MESSAGE_BYTES))
-    left.close()
-    right.close()
-
-
-def _tcp_pair() -> tuple[Connection, Connection]:
-    with socket.create_server(('127.0.0.1', 0)) as listener:
-        left = socket.create_connection(listener.getsockname())
-        return Connection(left), Connection(listener.accept()[0])
 
 
 LARGEST = 2**63

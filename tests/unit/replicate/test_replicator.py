@@ -298,19 +298,6 @@ def test_the_window_under_way_outlasts_older_ones_that_new_peers_are_offered(
         assert events.degraded.empty()
 
 
-def test_rollback_reaches_the_peers_first(shm: Path, own: OwnerWindows) -> None:
-    events = Events()
-    with serving(shm, 1) as server, replicating(events, server.address) as replicator:
-        for start in (0, 3):
-            submit_all(replicator, commit(own, start))
-            assert events.next_replicated() == named(start)
-        replicator.discard_after(0)
-        own.discard_after(0)
-        submit_all(replicator, commit(own, 3, 'plan2'))
-        assert events.next_replicated() == named(3, 'plan2')
-        assert [w.name for w in replicas(server).committed()] == [named(3, 'plan2'), named(0)]
-
-
 def test_commit_answered_after_a_rollback_does_not_count_for_the_next_capture(
     own: OwnerWindows,
 ) -> None:
