@@ -130,9 +130,10 @@ class HostMemoryPlan:
         not needed again. `process` as for `memory_left`.
         """
         if budget_gb is not None and self.node_total > budget_gb * GIB:
+            enough = math.ceil(self.node_total * 1000 / GIB) / 1000
             raise HostMemoryError(
                 f'{self.describe()} exceeds --sparse-ckpt-host-memory-gb {budget_gb:g}. '
-                f'Raise it to at least {_gib_up(self.node_total)}, {_LESS}.'
+                f'Raise it to at least {enough:.3f}, {_LESS}.'
             )
         # Bytes that another rank reserves meanwhile count twice, as free and as adopted.
         free = free_bytes(directory)
@@ -187,10 +188,6 @@ class HostMemoryPlan:
                         kept += whole * status.st_blocks * 512
                         deleted += (not whole) * status.st_blocks * 512
         return kept, deleted
-
-
-def _gib_up(nbytes: int) -> str:
-    return f'{math.ceil(nbytes * 1000 / GIB) / 1000:.3f}'
 
 
 def spare_bytes() -> int:

@@ -102,7 +102,7 @@ class OwnerWindows:
         """
         path = self.path / writing_name(name)
         with self._lock:
-            if self._find(name) is not None:
+            if self._find(name, FileState.WRITING, FileState.COMMITTED) is not None:
                 raise ValueError(
                     f'{self.path}: window {name} is already here; '
                     f'after a rollback, discard_after() must come before writing it again'
@@ -115,7 +115,9 @@ class OwnerWindows:
                 # Else slots of an abandoned attempt at this window would get its name.
                 chosen.begin(name)
             # The rename comes first: a file named window-* is never written (invariant I3).
-            self._rename(chosen, path)
+            if chosen.path != path:
+                self._free_cut_off(path)
+                chosen.rename(path)
             self._fit(chosen, room)
             chosen.state = FileState.WRITING
             chosen.fetched = fetched
@@ -210,7 +212,7 @@ class OwnerWindows:
     def discard(self, name: WindowName) -> None:
         """Free a damaged committed window, so that it can be fetched again."""
         with self._lock:
-            file = self._find(name)
+            file = self._find(name, FileState.WRITING, FileState.COMMITTED)
             if file is not None:
                 self._free(file)
 
@@ -223,7 +225,7 @@ class OwnerWindows:
         with self._lock:
             if any(file.held for file in self._files):
                 raise ValueError(f'{self.path}: only one window can be held')
-            file = self._committed_of(name)
+            file = self._find(name, FileState.COMMITTED)
             if file is not None:
                 file.held = True
             return file
@@ -254,7 +256,7 @@ class OwnerWindows:
     def file(self, name: WindowName, wait_s: float = 0.0) -> WindowFile | None:
         """The file of a committed window; waits for the commit, at most `wait_s`."""
         with self._committed:
-            return self._committed.wait_for(lambda: self._committed_of(name), wait_s)
+            return self._committed.wait_for(lambda: self._find(name, FileState.COMMITTED), wait_s)
 
     def files(self) -> list[WindowFile]:
         """Mapped files of all generations, e.g. to pin them before iteration 1."""
@@ -264,13 +266,8 @@ class OwnerWindows:
     def _in_state(self, *states: FileState) -> list[WindowFile]:
         return [file for file in self._files if file.state in states]
 
-    def _find(self, name: WindowName) -> WindowFile | None:
-        of_value = self._in_state(FileState.WRITING, FileState.COMMITTED)
-        return next((file for file in of_value if file.name == name), None)
-
-    def _committed_of(self, name: WindowName) -> WindowFile | None:
-        committed = self._in_state(FileState.COMMITTED)
-        return next((file for file in committed if file.name == name), None)
+    def _find(self, name: WindowName, *states: FileState) -> WindowFile | None:
+        return next((file for file in self._in_state(*states) if file.name == name), None)
 
     def _require_being_filled(self, file: WindowFile) -> None:
         if file not in self._files or file.state is not FileState.WRITING:
@@ -331,13 +328,8 @@ class OwnerWindows:
             return
         file.state = FileState.FREE
 
-    def _rename(self, file: WindowFile, path: Path) -> None:
-        """Rename a file to `path`, which a file cut off by an earlier process may still have."""
-        if file.path != path:
-            self._free_cut_off(path)
-            file.rename(path)
-
     def _free_cut_off(self, path: Path) -> None:
+        """Rename the file with this path that an earlier process has left, if there is one."""
         for file in self._in_state(FileState.CUT_OFF):
             if file.path == path:
                 self._free(file)

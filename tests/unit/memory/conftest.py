@@ -5,14 +5,6 @@ from pathlib import Path
 import pytest
 
 from moevement_ext.memory.node_store import NodeStore
-from tests.unit.memory.samples import tmpfs_directory
-
-
-@pytest.fixture
-def shm() -> Iterator[Path]:
-    """A directory in a tmpfs."""
-    with tmpfs_directory() as path:
-        yield path
 
 
 @pytest.fixture

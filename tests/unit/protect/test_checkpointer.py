@@ -13,7 +13,7 @@ from moevement_ext.memory.window.name import WindowName
 from moevement_ext.memory.window.slot import SlotHeader, decode_context, decode_frame
 from moevement_ext.plan.byte_planner import WindowPlan
 from moevement_ext.plan.replanning import Cycle
-from tests.unit.memory.samples import PLAN, digest, tmpfs_directory
+from tests.unit.memory.samples import PLAN, digest
 from tests.unit.protect.training import (
     DEADLINE_S,
     NAMES,
@@ -25,12 +25,6 @@ from tests.unit.protect.training import (
 )
 
 pytestmark = pytest.mark.timed
-
-
-@pytest.fixture
-def shm() -> Iterator[Path]:
-    with tmpfs_directory() as path:
-        yield path
 
 
 @pytest.fixture

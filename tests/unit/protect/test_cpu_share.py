@@ -2,7 +2,6 @@
 """What `auto` is told of the cores: by the threads that move bytes, and where they train."""
 
 import queue
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +22,7 @@ from moevement_ext.protect.statistics import CaptureStatistics
 from moevement_ext.rates import OtherWork
 from moevement_ext.replicate.client import ReplicaClient
 from moevement_ext.replicate.replicator import Replicator
-from tests.unit.memory.samples import SECRET, capacity, commit, named, tmpfs_directory
+from tests.unit.memory.samples import SECRET, capacity, commit, named
 from tests.unit.replicate.peers import DEADLINE_S, OWNER, serving
 from tests.unit.test_rates import burn
 
@@ -99,12 +98,6 @@ def test_cpu_share_limits_the_mean_of_a_window(cpu: float | None) -> None:
     Reserved._shortest_window(training, Measured(0.5, 1e9, None, cpu))  # type: ignore[arg-type]
     (carried,) = asked
     assert carried.cores == (cpu and Cores(5_000_000, 0.02, 0.5 * 10 / 5000))
-
-
-@pytest.fixture
-def shm() -> Iterator[Path]:
-    with tmpfs_directory() as path:
-        yield path
 
 
 def test_copies_and_seals_are_measured() -> None:

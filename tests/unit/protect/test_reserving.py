@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """With `auto` windows are as long as host memory of all nodes has room for."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +22,7 @@ from moevement_ext.protect.reserving import longest_window, reserve
 from moevement_ext.replicate import secret
 from moevement_ext.replicate.node_plan import ALONE, JobMemory, Member, Share
 from moevement_ext.replicate.placement import Copies
-from tests.unit.memory.samples import commit, tmpfs_directory
+from tests.unit.memory.samples import commit
 
 LOGGED = Logged(2**15, 2**14)
 MOST = 8
@@ -44,12 +44,6 @@ def needed(window: int) -> int:
     ]
     copies = Copies([(), ()], [(1,), (0,)])
     return JobMemory(members, copies, window, 1.0, False).of_node(node_name(), window).node_total
-
-
-@pytest.fixture
-def shm() -> Iterator[Path]:
-    with tmpfs_directory() as path:
-        yield path
 
 
 @pytest.fixture

@@ -2,19 +2,11 @@
 """Fixtures of jobs whose processes are threads (`threaded_job`)."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from moevement_ext.protect.persistence import PersistenceTracker
-from tests.unit.memory.samples import tmpfs_directory
 from tests.unit.recover.threaded_job import Expected, install, spy, train
-
-
-@pytest.fixture
-def shm() -> Iterator[Path]:
-    with tmpfs_directory() as path:
-        yield path
 
 
 @pytest.fixture(scope='module')

@@ -8,14 +8,8 @@ from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.replicate.client import ReplicaClient
 from moevement_ext.replicate.replica_server import ReplicaServer
-from tests.unit.memory.samples import SECRET, capacity, tmpfs_directory
+from tests.unit.memory.samples import SECRET, capacity
 from tests.unit.replicate.peers import DEADLINE_S, OWNER, serving
-
-
-@pytest.fixture
-def shm() -> Iterator[Path]:
-    with tmpfs_directory() as path:
-        yield path
 
 
 @pytest.fixture
