@@ -3,7 +3,6 @@
 
 import json
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,19 +12,12 @@ from moevement_ext.capture.layout import Piece
 from moevement_ext.memory.mapped_file import Bytes
 from tests.gpu.jobs import copy_probe
 from tests.gpu.jobs.copy_probe import Sizes, Stage, Window, beside, busy
-from tests.unit.memory.samples import tmpfs_directory
 from tools.lab.errors import LabError
 
 CPU = torch.device('cpu')
 SMALL = Sizes(2**20, 64, 32, 64, 0.01, windows=2, small_calls=7)
 DEADLINE_S = 30.0
 """How long a test waits for something that comes at once."""
-
-
-@pytest.fixture
-def shm() -> Iterator[Path]:
-    with tmpfs_directory() as path:
-        yield path
 
 
 @pytest.fixture(scope='module')

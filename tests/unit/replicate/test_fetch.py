@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Windows fetched from holders, some of which are lost meanwhile."""
 
-import signal
 import struct
 import threading
 import time
@@ -28,7 +27,6 @@ from moevement_ext.replicate.protocol import (
     WindowHead,
 )
 from moevement_ext.replicate.replica_server import ReplicaServer
-from tests.support.forks import Forked
 from tests.unit.memory.samples import (
     RUN,
     SECRET,
@@ -49,7 +47,6 @@ from tests.unit.replicate.peers import (
     OWNER,
     ask,
     connected,
-    inbox_of_owner,
     put_window,
     replicas,
     serving,
@@ -152,14 +149,6 @@ def test_sender_reports_a_window_recycled_during_the_transfer(shm: Path) -> None
         neighbour.close()
 
 
-def _hold(shm: Path, port: int) -> None:
-    """Body of a process: serve until it is killed."""
-    store = NodeStore(shm, 'run1', 'node1')
-    server = ReplicaServer(store, 1, inbox_of_owner(store), SECRET, port=port)
-    print(server.address[1], flush=True)
-    signal.pause()
-
-
 @pytest.mark.parametrize('greets', [False, True])
 def test_every_wait_has_a_deadline(shm: Path, greets: bool) -> None:
     file = make_file(shm / 'w')
@@ -176,28 +165,6 @@ def test_every_wait_has_a_deadline(shm: Path, greets: bool) -> None:
             with pytest.raises(PeerLost, match=str(address[1])):
                 call(ReplicaClient(address, SECRET, timeout_s=0.1))
             assert time.monotonic() - began < DEADLINE_S
-
-
-def start_holder(shm: Path, port: int = 0) -> tuple[Forked, int]:
-    process = Forked(_hold, shm, port)
-    return process, int(process.stdout.readline())
-
-
-def test_replicas_survive_the_death_of_the_holder(shm: Path, own: OwnerWindows) -> None:
-    holder, port = start_holder(shm)
-    client = ReplicaClient(('127.0.0.1', port), SECRET, timeout_s=DEADLINE_S)
-    put_window(client, commit(own, 0))
-    unfinished = commit(own, 3)
-    client.put_slot(OWNER, unfinished, 0)
-    holder.kill()
-    with pytest.raises(PeerLost):
-        ask(client)
-    holder, _ = start_holder(shm, port)
-    assert stored(shm) == [(OWNER, named(0))]
-    put_window(client, unfinished)
-    assert stored(shm) == [(OWNER, named(0)), (OWNER, named(3))]
-    holder.kill()
-    client.close()
 
 
 def test_transfer_cut_off_is_taken_up_by_the_next_connection(
