@@ -144,7 +144,7 @@ class JobMemory(NamedTuple):
     longest_window: int
     """The W of `Member.capacity_bytes`."""
     log_lag: float
-    """As in `log_ring_bytes`."""
+    """`lag` of `log_ring_bytes`."""
     to_disk: bool
     """Windows are copied to disk."""
     holds_none: int | None = None

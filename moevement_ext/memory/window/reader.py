@@ -72,7 +72,7 @@ class WindowReader:
         os.close(self._fd)
 
     def verify_identity(self, expected: Expected) -> list[SlotHeader]:
-        """As `WindowFile.verify_identity`."""
+        """Verify, and raise, as `WindowFile.verify_identity`."""
         headers = [self._header(entry) for entry in self._entries]
         check_whole(self.path, headers, expected)
         return headers

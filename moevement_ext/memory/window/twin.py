@@ -100,7 +100,7 @@ class TwinWindow:
         return cls(WindowFile.open(path), WindowFile.open(base_path(path)))
 
     def verify_identity(self, expected: Expected) -> list[SlotHeader]:
-        """As `WindowFile.verify_identity`; the owner's headers."""
+        """Verify as `WindowFile.verify_identity`; returns the owner's headers."""
         headers = [header for _, header in sorted(self._headers.items())]
         check_whole(self.path, headers, expected)
         return headers
