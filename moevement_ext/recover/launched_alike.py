@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 from torch.distributed import Store
 
+from moevement_ext.config import slurm_run_id
 from moevement_ext.errors import UserError
 from moevement_ext.logger import logger_of
 from moevement_ext.membership.counters import lives
@@ -37,7 +38,8 @@ def check(rank: Rank, inventories: Sequence[Inventory]) -> list[str]:
     """Check that settings agree; report differences by name, with both values. Collective.
 
     Returns the reasons for which found windows are refused. Raises `UserError` if ranks differ
-    in settings that decide bits, or, with `--sparse-ckpt-strict`, in any settings.
+    in settings that decide bits, or, with `--sparse-ckpt-strict`, in any settings, and if a job of
+    Slurm that names no run has windows of another one.
     """
     if len({inventory.settings for inventory in inventories}) > 1:
         _check_ranks(rank)
@@ -48,6 +50,12 @@ def check(rank: Rank, inventories: Sequence[Inventory]) -> list[str]:
             f'{_STRICT}: windows of the run {rank.run_id} are of another launch: '
             f'{told([*refused, *doubtful])}. Launch the job as before, give another '
             f'--sparse-ckpt-run-id, or leave {_STRICT} out.'
+        )
+    if refused and rank.run_id == slurm_run_id() and not rank.config.forget:
+        raise UserError(
+            f'windows of the run {rank.run_id} are of another launch in this job of Slurm: '
+            f'{told(refused)}. Give each its own --sparse-ckpt-run-id; --sparse-ckpt-forget '
+            'starts over, and overwrites them.'
         )
     if doubtful and rank.number == 0:
         logger.warning(

@@ -29,12 +29,18 @@ OTHER_SEED = replace(OWN, flags={'--seed': '2'})
 OTHER_RINGS = replace(OWN, environment={})
 
 
-def check(*launched: RunSettings, strict: bool = False, **found: Any) -> list[str]:
+def check(
+    *launched: RunSettings,
+    strict: bool = False,
+    run: str = 'run',
+    forget: bool = False,
+    **found: Any,
+) -> list[str]:
     rank = SimpleNamespace(
         number=0,
-        run_id='run',
+        run_id=run,
         identity=SimpleNamespace(settings=launched[0]),
-        config=SparseCheckpointConfig(strict=strict),
+        config=SparseCheckpointConfig(strict=strict, forget=forget),
         exchange=lambda name, own: [settings.encode(one) for one in launched],
     )
     inventories = [
@@ -70,6 +76,18 @@ def test_doubtful_differences_are_reported(
         check(OWN, OWN, OTHER_RINGS, strict=True)
     with pytest.raises(UserError, match='--lr: was 1, is 2; torch: was 2, is 3. Launch the job as'):
         check(OWN, OWN, strict=True, **found)
+
+
+def test_windows_of_another_launch_in_a_job_of_slurm_are_not_trained_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A second seed in one allocation, which names no run, ended the windows of the first."""
+    monkeypatch.setenv('SLURM_JOB_ID', '77')
+    refused = ['--seed: was 1, is 2']
+    with pytest.raises(UserError, match='--seed: was 1, is 2. Give each its own --sparse-ckpt-run'):
+        check(OWN, OWN, run='slurm-77', refused=refused)
+    assert check(OWN, OWN, run='slurm-77', forget=True, refused=refused) == refused
+    assert check(OWN, OWN, run='named', refused=refused) == refused
 
 
 def started(*windows: str) -> list[str]:

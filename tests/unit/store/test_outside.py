@@ -67,12 +67,12 @@ def test_agents_use_the_store_of_the_program_flag(flags: list[str]) -> None:
     assert (args.rdzv_backend, args.rdzv_endpoint) == ('sparse-ckpt-store', 'h:7')
     assert args.rdzv_conf == 'timeout=9,rank=1'
     assert args.training_script_args == ['--lr', '1', *flags]
+    assert torchrun.parse([*NODE, 'train.py', '--lr', '1']).rdzv_backend == 'static'
 
 
 @pytest.mark.parametrize(
     ('launch', 'flags', 'named'),
     [
-        (NODE, [], '--sparse-ckpt-store HOST:PORT is missing'),
         (['--standalone'], ['--sparse-ckpt-store', 'h:7'], 'leave out --standalone'),
         (['--rdzv-backend', 'c10d'], ['--sparse-ckpt-store', 'h:7'], 'leave out --standalone'),
         (['--nnodes', 'abc'], ['--sparse-ckpt-store', 'h:7'], '--nnodes abc must be the number'),
