@@ -30,6 +30,8 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+__package__ = __package__ or 'tools'  # scripts also run this file of a checkout by its path
+
 from .lab.arguments import Parser
 from .lab.benchmark import exit_on_sigterm
 from .lab.errors import LabError
