@@ -117,6 +117,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     add: Callable[..., object] = parser.add_argument
     number = {'type': int, 'metavar': 'N'}
+    # Of earlier versions; all workers are forks now.
+    add('--fork', action='store_true', help=argparse.SUPPRESS)
     add('--nodes', **number, required=True, help='Number of emulated nodes.')
     add(
         '--share-gpu',

@@ -31,7 +31,7 @@ def test_flags(job: Job) -> None:
     assert (config.nodes, config.workers_per_node, config.world_size) == (2, 3, 6)
     assert (config.spares, config.max_restarts, config.log_dir) == (1, 4, Path('logs'))
     assert config.share_gpu
-    assert not parse(['--nodes', '1', '--', program]).share_gpu
+    assert not parse(['--nodes', '1', '--fork', '--', program]).share_gpu
     assert config.faults == (
         StagedFault(StagedAction.KILL, 0, 1),
         StagedFault(StagedAction.KILL, 5, 2),
