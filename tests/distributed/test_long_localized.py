@@ -236,7 +236,8 @@ def test_deaths_of_replacements(cluster: Make, reference: Reference) -> None:
 TOGETHER = (
     Fault('two at once', '2:8:forward,3:8:forward'),
     Fault('another one while all convert', '2:14:forward,0:11:convert'),
-    Fault('another one while all catch up', '1:20:forward,3:18:catch-up'),
+    # Survivors may have captured iteration 18 anew: then nothing is left to compare with.
+    Fault('another one while all catch up', '1:20:forward,3:18:catch-up', verified=False),
     Fault('another one when all have caught up', '3:26:forward,2:25:replayed'),
 )
 
