@@ -7,24 +7,20 @@ import threading
 import time
 from pathlib import Path
 
-import msgspec
 import psutil
 import pytest
 
 from moevement_ext.errors import EXIT_WHOLE_JOB
 from moevement_ext.events import Event
-from moevement_ext.launch import child, messages, node, remote
+from moevement_ext.launch import child, node, remote
 from moevement_ext.launch.launch_config import StagedAction, StagedFault
 from moevement_ext.launch.launcher_events import (
     NodeLost,
     NodeReady,
     NodeSeated,
-    SpareEnded,
     SpareReady,
     WorkerLaunched,
 )
-from moevement_ext.launch.link import Address, Link
-from moevement_ext.launch.node import Step
 from moevement_ext.membership.mailbox import evict
 from moevement_ext.memory import reservation
 from moevement_ext.memory.node_store import NodeStore
@@ -122,20 +118,6 @@ def test_worker_that_dies_on_a_healthy_host_is_forked_there(job: SlurmJob) -> No
     assert len(job.spares()) == 2
 
 
-def test_seated_spare_host_keeps_one_spare_process(job: SlurmJob) -> None:
-    """It had as many spares as workers; the remaining one replaces any worker that dies."""
-
-    def lose_when_ready(event: Event) -> None:
-        if len(job.spares()) == 3 and job.started(1) and not job.dead:
-            job.lose('b')
-
-    job.on_event = lose_when_ready
-    job.finish_when = lambda: len(job.started(1)) == 3
-    assert job.on_hosts('abc', '1.1=kill', nodes=2, spares=1).run() == 0
-    assert [event.was_spare for event in job.started(1)] == [True, True, True]
-    assert job.attempt(1, 2)['env']['MOEVEMENT_NODE'] == 'c'
-
-
 @pytest.mark.parametrize('comes', ['before', 'after'])
 def test_spare_host_reserves_the_files_of_the_largest_seat(
     job: SlurmJob, comes: str, monkeypatch: pytest.MonkeyPatch
@@ -171,14 +153,6 @@ def test_spare_host_reserves_the_files_of_the_largest_seat(
         assert not list(root.iterdir())  # nothing is left after the job
 
 
-def test_events_of_remote_spares_are_reported(job: SlurmJob) -> None:
-    job.on(SpareReady, lambda event: os.kill(event.pid, signal.SIGKILL), nth=1)
-    job.finish_when = lambda: len(job.spares()) == 2
-    assert job.on_hosts('ab', nodes=1).run() == 0
-    [gone] = job.seen(SpareEnded)
-    assert (gone.pid, gone.code, gone.was_ready) == (job.spares()[0].pid, -9, True)
-
-
 def test_job_without_a_spare_host_ends(job: SlurmJob) -> None:
     job.on(WorkerLaunched, lambda event: job.lose('b'), rank=1)
     job.finish_when = lambda: False
@@ -198,22 +172,6 @@ def test_dead_agent_is_restarted_on_its_host(job: SlurmJob) -> None:
     assert job.on_hosts('ab', nodes=2).run() == 0
     assert job.seated() == [('a', 0), ('b', 1), ('b', 1)]
     assert job.attempt(1, 1)['env']['MOEVEMENT_NODE'] == 'b'
-
-
-def test_first_message_to_an_agent_is_the_program(
-    job: SlurmJob, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    send = Link.send
-
-    def send_late(connection: Link, message: msgspec.Struct) -> None:
-        if isinstance(message, messages.Program):
-            time.sleep(2.0)
-        send(connection, message)
-
-    monkeypatch.setattr(Link, 'send', send_late)
-    job.finish_when = lambda: len(job.started()) == 2
-    assert job.on_hosts('ab', nodes=2).run() == 0
-    assert job.lost() == []
 
 
 def test_workers_move_if_the_agent_dies_before_starting_them(job: SlurmJob) -> None:
@@ -285,14 +243,6 @@ def test_unreachable_host_is_replaced_by_a_spare_at_the_start(job: SlurmJob) -> 
     job.finish_when = lambda: len(job.started()) == 2
     assert job.on_hosts('abc', nodes=2).run() == 0
     assert job.seated() == [('b', 0), ('c', 1)]
-
-
-def test_stop_reaches_a_worker_without_a_node(job: SlurmJob) -> None:
-    child = remote.RemoteChild(messages.StartWorker(0, 0, {}, watched=False), 0)
-    child.signal(signal.SIGCONT)
-    assert child.waits_for_node
-    child.signal(signal.SIGUSR1)
-    assert child.reap() == -signal.SIGUSR1
 
 
 def test_agent_leaves_signals_to_the_supervisor(
@@ -383,19 +333,3 @@ def test_worker_that_cannot_be_started_does_not_lose_its_host(
     assert 'cannot be started on a: ' in failure(job) and 'rank1.log' in failure(job)
     assert job.lost() == []
     assert ended(job)[0] == [-9]
-
-
-def test_step_that_cannot_be_started_counts_as_ended(
-    job: SlurmJob, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    start = job._start_step
-
-    def no_process_left(host: str, address: Address) -> Step:
-        if host == 'a':
-            raise BlockingIOError(11, 'Resource temporarily unavailable')
-        return start(host, address)
-
-    monkeypatch.setattr(job, '_start_step', no_process_left)
-    job.finish_when = lambda: len(job.started()) == 1
-    assert job.on_hosts('ab', nodes=1).run() == 0
-    assert job.seated() == [('b', 0)]

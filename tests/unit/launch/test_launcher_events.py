@@ -20,7 +20,6 @@ from moevement_ext.launch.launcher_events import (
     StoreGone,
     WorkerEnded,
 )
-from tests.unit.launch.conftest import Job
 
 EVENTS = [
     WorkerEnded(1, 71, -9),
@@ -46,21 +45,6 @@ def test_events_are_decoded_as_written(tmp_path: Path) -> None:
     assert [type(event) for event in found] == [type(event) for event in EVENTS]
     assert [str(event) for event in found] == [str(event) for event in EVENTS]
     assert all(event.time > 1e9 for event in found)
-
-
-def test_remedies_fit_the_event() -> None:
-    assert 'job again with --sparse-ckpt-run-id slurm-7 to go' in str(MemoryKept('/x', 'slurm-7'))
-    assert 'launch the same job again to go on' in str(MemoryKept('/x'))
-    assert 'start one there' in str(StoreGone('login1:29400'))
-    assert 'there' not in str(StoreGone(None))
-
-
-def test_all_events_of_a_job_are_written(job: Job, tmp_path: Path) -> None:
-    job.finish_when = lambda: len(job.started(1)) == 2
-    log_dir = tmp_path / 'logs'
-    assert job.run('1.0=kill', nodes=2, log_dir=log_dir) == 0
-    written = list(decode((log_dir / FILE).read_bytes()))
-    assert [str(event) for event in written] == [str(event) for event in job.events]
 
 
 def test_foreign_file_is_refused_with_its_flag(tmp_path: Path) -> None:

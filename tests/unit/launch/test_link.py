@@ -13,10 +13,10 @@ import pytest
 
 from moevement_ext.launch import link as module
 from moevement_ext.launch.agent import connect
-from moevement_ext.launch.link import Address, Beats, Link, Listener
-from moevement_ext.launch.messages import FROM_SUPERVISOR, SILENT_S, Alive
-from moevement_ext.replicate.connection import MOST_STRANGERS, Connection
-from moevement_ext.replicate.greeting import introduce, new_secret
+from moevement_ext.launch.link import Address, Beats, Listener
+from moevement_ext.launch.messages import SILENT_S, Alive
+from moevement_ext.replicate.connection import MOST_STRANGERS
+from moevement_ext.replicate.greeting import new_secret
 from tests.support.readable import readable
 from tests.unit.launch.on_hosts import connected
 
@@ -59,28 +59,6 @@ def test_agents_connect_over_ipv4_and_ipv6(listener: Listener, host: str) -> Non
     if host == '::1' and not socket.has_dualstack_ipv6():
         pytest.skip('no IPv6 here')
     connect(Address(host, listener.port, SECRET), 'a', [])
-    assert arrived(listener) == ['a']
-
-
-def test_invalid_greetings_are_ignored(listener: Listener) -> None:
-    for said in (b'', b'GET / HTTP/1.1\r\n\r\n', b'\xff' * 100, b'\x01\x00\x00\x00\xc1'):
-        with socket.create_connection(('127.0.0.1', listener.port)) as stranger:
-            stranger.sendall(said)
-    connect(Address('127.0.0.1', listener.port, SECRET), 'a', [])
-    assert arrived(listener) == ['a']
-
-
-def test_agent_that_does_not_say_where_it_is_is_ignored(listener: Listener) -> None:
-    """It knows the secret: an agent of another release."""
-    sock = socket.create_connection(('127.0.0.1', listener.port))
-    connection = Connection(sock)
-    connection.set_deadline(60.0)
-    assert introduce(connection, SECRET) is None
-    link = Link(sock, FROM_SUPERVISOR)
-    link.send(Alive())
-    with pytest.raises(OSError):
-        link.receive()
-    connect(Address('127.0.0.1', listener.port, SECRET), 'a', [])
     assert arrived(listener) == ['a']
 
 

@@ -110,27 +110,3 @@ def test_wait_of_a_worker_for_the_store_is_bounded(
     refusal = f'--sparse-ckpt-store 127.0.0.1:{store.port}'
     assert f'no worker can take its place: {refusal}' in failure(job)
     assert len(job.seen(WorkerEnded)) == 2
-
-
-def test_workers_continue_training_without_a_store(
-    job: Job, store: OutsideStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(supervisor, '_WITHOUT_STORE_S', 0.0)
-    glances = []
-
-    def note(event: WorkerLaunched) -> None:
-        store.end()
-
-    look = job.supervisor(store.flag)._look_for_store
-
-    def counted() -> bool:
-        glances.append(look())
-        if len(glances) == 10:
-            job.finish()
-        return glances[-1]
-
-    monkeypatch.setattr(job.running, '_look_for_store', counted)
-    job.on(WorkerLaunched, note)
-    job.finish_when = lambda: False
-    assert job.running.run() == 0
-    assert not any(glances)

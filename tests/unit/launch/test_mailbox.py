@@ -6,7 +6,6 @@ As in containers, where process ids start at 1, all workers have the same proces
 
 import os
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 from torch.distributed import HashStore, TCPStore
@@ -20,12 +19,10 @@ from moevement_ext.membership.mailbox import (
     of_launch,
     own_process,
     read_files,
-    read_memory,
     take_eviction,
     write_files,
     write_finished,
     write_joining,
-    write_memory,
     write_survivors,
 )
 from tests.unit.launch.conftest import Job
@@ -88,24 +85,6 @@ def test_statements_of_a_predecessor_are_not_those_of_the_process(job: Job) -> N
     assert [end is not None for end in ends] == [True, True, False]
 
 
-def test_each_launch_passes_a_unique_name_to_its_workers(job: Job) -> None:
-    names = []
-    for _ in range(2):
-        (job.folder / 'finish').unlink(missing_ok=True)
-        assert job.run() == 0
-        names.append(job.attempt(0)['env']['MOEVEMENT_LAUNCH'])
-        assert names[-1] == job.running.config.launch
-    assert len(set(names)) == 2
-
-
-def test_memory_directory_may_have_any_bytes() -> None:
-    store = HashStore()
-    assert read_memory(store) is None
-    directory = Path(os.fsdecode(b'/dev/shm/m\xfcller'))
-    write_memory(store, directory)
-    assert read_memory(store) == directory
-
-
 def test_second_file_report_of_a_rank_replaces_the_first() -> None:
     """A worker may be replaced before the other ranks have reported."""
     store = HashStore()
@@ -115,17 +94,6 @@ def test_second_file_report_of_a_rank_replaces_the_first() -> None:
         assert read_files(store, world_size=2) is None
     write_files(store, 1, b'other')
     assert read_files(store, world_size=2) == [b'again', b'other']
-
-
-def test_no_two_processes_have_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv('MOEVEMENT_PROCESS', '')
-    monkeypatch.delenv('MOEVEMENT_PROCESS')
-    number = own_process()
-    assert own_process() == number
-    monkeypatch.delenv('MOEVEMENT_PROCESS')  # in another process
-    assert own_process() != number
-    monkeypatch.setenv('MOEVEMENT_PROCESS', '5')  # a launcher has drawn it
-    assert own_process() == 5
 
 
 def test_each_eviction_is_counted_and_taken_once() -> None:

@@ -2,16 +2,12 @@
 
 import os
 import subprocess
-import sys
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from moevement_ext.launch.child import FdLoop
-from moevement_ext.launch.launcher_events import StoreFound
 from moevement_ext.launch.output import LogTail, Relay, last_lines
-from moevement_ext.launch.supervisor import print_event
 from tests.support.readable import readable
 
 pytestmark = pytest.mark.timed
@@ -111,24 +107,6 @@ def test_endless_line_is_passed_on(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(said + capsys.readouterr().out) >= printed
 
 
-def test_relay_survives_unwritable_output(monkeypatch: pytest.MonkeyPatch) -> None:
-    reader, writer = os.pipe()
-    lines: list[str] = []
-    relay = Relay(reader, '', lines.append)
-    with open('/dev/full', 'w', buffering=1) as full, monkeypatch.context() as patch:
-        patch.setattr(sys, 'stdout', full)
-        patch.setattr(sys, 'stderr', full)
-        os.write(writer, b'one\ntwo\n')
-        relay.pump()
-        print_event(StoreFound())
-        patch.undo()
-        with suppress(OSError):
-            full.close()
-    assert lines == ['one', 'two']
-    os.close(reader)
-    os.close(writer)
-
-
 def test_descriptor_closed_in_the_same_turn_gets_no_call() -> None:
     """The first of two callbacks closes the other's file and opens another with its number."""
     loop = FdLoop()
@@ -148,21 +126,4 @@ def test_descriptor_closed_in_the_same_turn_gets_no_call() -> None:
     assert calls == ['first']
     for end in sum(ends, ()):
         os.close(end)
-    loop.close()
-
-
-def test_watching_again_replaces_the_callback() -> None:
-    loop = FdLoop()
-    reader, writer = os.pipe()
-    calls: list[str] = []
-    loop.watch(reader, lambda: calls.append('old'))
-    loop.watch(reader, lambda: calls.append('new'))
-    os.write(writer, b'.')
-    loop.turn(0)
-    loop.forget(reader)
-    loop.forget(reader)
-    loop.turn(0)
-    assert calls == ['new']
-    os.close(reader)
-    os.close(writer)
     loop.close()

@@ -71,17 +71,6 @@ def test_job_runs_the_program_of_moevement_home(script: str, elsewhere: Path) ->
     assert command[command.index('--grace') + 1] == '500'
 
 
-def test_default_python_is_that_of_the_checkout(elsewhere: Path) -> None:
-    checkout = elsewhere.parent / 'checkout'
-    (checkout / '.venv/bin').mkdir(parents=True)
-    (checkout / 'scripts').symlink_to(ROOT / 'scripts')
-    python = checkout / '.venv/bin/python'
-    python.write_text('#!/usr/bin/env bash\necho of the checkout\n')
-    python.chmod(0o755)
-    found = submit('slurm_pretrain.sbatch', elsewhere, MOEVEMENT_HOME=str(checkout), PYTHON='')
-    assert found.stdout == 'of the checkout\n', found.stderr
-
-
 @pytest.mark.parametrize(
     ('variables', 'flags', 'python'),
     [

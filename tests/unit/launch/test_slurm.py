@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from moevement_ext.config import ConfigurationError
 from moevement_ext.errors import EXIT_WHOLE_JOB
 from moevement_ext.launch import slurm
 from moevement_ext.launch.launch_config import StagedAction, StagedFault, unnamed_run_id
@@ -78,25 +77,6 @@ def test_invalid_flags_are_named(
         main(flags.replace('PROGRAM', str(job.program)).split())
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
-
-
-def test_unknown_allocation_is_refused(
-    job: SlurmJob, scontrol: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    scontrol.write_text('#!/usr/bin/env bash\necho Invalid hostlist >&2\nexit 1\n')
-    with pytest.raises(SystemExit) as stopped:
-        parse(['--', str(job.program)])
-    assert stopped.value.code == 2
-    assert 'node-[a-c] failed (Invalid hostlist)' in capsys.readouterr().err
-
-
-def test_launcher_outside_of_slurm_is_refused(
-    job: SlurmJob, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.delenv('SLURM_JOB_NODELIST', raising=False)
-    with pytest.raises(SystemExit):
-        parse(['--', str(job.program)])
-    assert 'SLURM_JOB_NODELIST is not set: this runs in a batch script' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -241,15 +221,6 @@ def test_requeue_changes_what_it_must(
     assert (noted.read_text() if noted.exists() else None) == updated
 
 
-def test_requeue_command_killed_by_slurm_counts_as_done(programs: Path) -> None:
-    kill = "'requeue '*) kill -9 $$ ;;"
-    (programs / 'scontrol').write_text(
-        SCONTROL_OF_NODES.replace("'requeue '*)", kill + " 'again '*)")
-    )
-    assert slurm.requeue('42', {'b'})
-    assert (programs / 'scontrol.updated').exists()
-
-
 def test_failed_requeue_leaves_the_job_unchanged(
     programs: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -321,9 +292,3 @@ def test_changed_time_limit_is_respected(programs: Path, monkeypatch: pytest.Mon
     slurm.call_before_end('42', 120.0, lambda: called.append(now))
     assert waits == [60.0, 60.0, 60.0, 60.0]
     assert called == [1000.0 + 60.0 + 60.0 + 240.0 - 120.0]
-
-
-def test_missing_slurm_command_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv('PATH', str(tmp_path))
-    with pytest.raises(ConfigurationError, match="No such file.*: 'scontrol'.*in PATH"):
-        slurm.hostnames('n[1-2]')

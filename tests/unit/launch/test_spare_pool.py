@@ -2,23 +2,17 @@
 import errno
 import io
 import os
-import shutil
 import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from moevement_ext.launch import spare, template
 from moevement_ext.launch.launcher_events import (
     SpareEnded,
-    SpareMissing,
     SpareReady,
     WorkerLaunched,
 )
@@ -144,21 +138,6 @@ def test_worker_of_a_spare_is_as_a_new_process(job: Job, forks: bool) -> None:
     assert [second[key] for key in ('main', 'unpickled')] == [first['main'], True]
 
 
-def test_future_imports_of_a_program_hold_in_its_main_guard(tmp_path: Path) -> None:
-    program = tmp_path / 'program.py'
-    program.write_text(
-        'from __future__ import annotations\n'
-        f'{spare.DECLARATION}\n'
-        "if __name__ == '__main__':\n"
-        '    def act(x: Unknown): pass\n'
-    )
-    parts = spare.split(str(program))
-    names: dict[str, Any] = {'__name__': '__main__'}
-    for part in parts or ():
-        exec(part, names)
-    assert names['act'].__annotations__ == {'x': 'Unknown'}
-
-
 @pytest.mark.parametrize('by_the_spare', [True, False])
 def test_spare_without_room_for_a_fork_forks_later(
     by_the_spare: bool, job: Job, tmp_path: Path
@@ -207,18 +186,6 @@ def test_unresponsive_spare_is_killed_and_the_worker_starts_without_it(
     assert [event.code for event in job.seen(SpareEnded)] == [-9]
 
 
-def test_spare_without_a_gpu_imports_like_a_worker(job: Job) -> None:
-    """The adapter replaces CUDA there, and asks torch again afterwards."""
-    job.program.write_text(
-        job.program.read_text().replace(
-            'imported = {', "imported = {'nvml': os.environ.get('PYTORCH_NVML_BASED_CUDA_CHECK'), "
-        )
-    )
-    assert job.run(spares=1) == 0
-    expected = '1' if os.path.exists('/dev/nvidiactl') else None
-    assert job.attempt(0)['imported']['nvml'] == expected
-
-
 def test_warm_up_of_a_spare_is_inherited_by_its_worker(job: Job, tmp_path: Path) -> None:
     job.program.write_text(
         "def warm_up(flags):\n    imported['warm'] = list(flags)\n" + job.program.read_text()
@@ -254,13 +221,6 @@ def test_job_ends_while_its_workers_wait_for_the_import(job: Job) -> None:
     assert ended(job) == {0: [-signal.SIGTERM], 1: [-signal.SIGTERM]}
 
 
-def test_ready_spare_that_dies_is_replaced(job: Job) -> None:
-    job.on(SpareReady, lambda event: os.kill(event.pid, signal.SIGKILL), nth=1)
-    job.finish_when = lambda: len(job.spares()) == 2
-    assert job.run(spares=1) == 0
-    assert job.seen(SpareEnded) == [SpareEnded(job.spares()[0].pid, -9, was_ready=True)]
-
-
 def test_spare_that_cannot_start_is_not_retried(job: Job, tmp_path: Path) -> None:
     job.program.write_text(job.program.read_text().replace('MOEVEMENT_SPARES', 'SPARES'))
     job.finish_when = lambda: bool(job.seen(SpareEnded))
@@ -278,29 +238,6 @@ def test_spare_that_could_not_start_is_retried_after_the_loss_of_a_worker(job: J
     job.finish_when = lambda: len(job.started(0)) == 2 and bool(job.spares())
     assert job.run('0.0=kill', spares=1) == 0
     assert [event.was_ready for event in job.seen(SpareEnded)] == [False]
-
-
-def test_failure_to_start_a_spare_ends_no_worker(job: Job, tmp_path: Path) -> None:
-    log_dir = tmp_path / 'logs'
-
-    def remove_then_kill(event: WorkerLaunched) -> None:
-        shutil.rmtree(log_dir)
-        os.kill(job.spares()[0].pid, signal.SIGKILL)
-
-    job.on(WorkerLaunched, remove_then_kill)
-    job.finish_when = lambda: bool(job.seen(SpareMissing))
-    assert job.run(spares=1, log_dir=log_dir) == 0
-    assert len(job.started()) == 1
-    assert 'No such file or directory' in str(job.events)
-
-
-def test_spare_ends_with_its_launcher(job: Job) -> None:
-    mine, its = socket.socketpair()
-    with mine, its:
-        command = [sys.executable, spare.__file__, str(job.program), str(its.fileno())]
-        process = subprocess.Popen(command, pass_fds=[its.fileno()], stdout=subprocess.PIPE)
-    assert process.communicate(timeout=120) == (b'importing\n', None)
-    assert process.returncode == 0
 
 
 @pytest.mark.parametrize(('result', 'forks'), [(3, True), (0, False)])

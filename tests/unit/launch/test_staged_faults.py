@@ -6,10 +6,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from moevement_ext.config import ConfigurationError
-from moevement_ext.launch.launch_config import LaunchConfig, StagedAction, StagedFault
+from moevement_ext.launch.launch_config import StagedAction, StagedFault
 from moevement_ext.launch.launcher_events import FaultStaged
-from moevement_ext.launch.staged_faults import StagedFaults, logged_iteration
+from moevement_ext.launch.staged_faults import logged_iteration
 from moevement_ext.membership.mailbox import write_memory
 from tests.unit.launch.conftest import Job, ended, failure
 
@@ -28,14 +27,6 @@ KILL, STOP = StagedFault(StagedAction.KILL, 0, 8), StagedFault(StagedAction.STOP
 )
 def test_iterations_are_read_from_the_log(line: str, iteration: int | None) -> None:
     assert logged_iteration(line) == iteration
-
-
-def test_fault_is_due_once() -> None:
-    faults = StagedFaults(LaunchConfig(__file__, nodes=2, faults=(KILL, STOP)))
-    assert faults.due(7) == []
-    assert faults.due(9) == [KILL, STOP], 'the log may skip an iteration'
-    assert faults.pending == []
-    assert faults.due(9) == []  # the iteration is logged again after the recovery
 
 
 @pytest.mark.parametrize('logged', [True, False])
@@ -104,17 +95,3 @@ def test_staged_node_kill_removes_the_memory_that_workers_reported(
     assert (tmp_path / 'memory' / 'run' / 'node0').exists()
     if not told:
         assert 'but the program has reported none' in failure(job)
-
-
-@pytest.mark.parametrize(
-    ('flags', 'message'),
-    [
-        (('--sparse-ckpt-run-id', '..'), "--sparse-ckpt-run-id '..' is used as a directory name"),
-        (('--sparse-ckpt-run-id', 'a', '--sparse-ckpt-dir', 'b'), 'must be an absolute path'),
-    ],
-)
-def test_staged_node_kill_needs_a_usable_run_id(
-    job: Job, flags: tuple[str, ...], message: str
-) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        job.supervisor(*flags, faults=(StagedFault(StagedAction.KILL_NODE, 0, 2),))

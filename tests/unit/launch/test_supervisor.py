@@ -8,10 +8,8 @@ import pytest
 
 from moevement_ext.errors import EXIT_WHOLE_JOB
 from moevement_ext.events import Event
-from moevement_ext.launch.launch_config import StagedAction, StagedFault
 from moevement_ext.launch.launcher_events import (
     AllStartAgain,
-    FaultStaged,
     MemoryKept,
     RanksNeeded,
     WorkerEnded,
@@ -25,7 +23,6 @@ from moevement_ext.membership.rendezvous import present_round, why_broken
 from moevement_ext.memory.node_store import NodeStore
 from tests.support.readable import dies
 from tests.unit.launch.conftest import Job, ended, failure
-from tests.unit.membership.counted_store import CountedStore, Tally
 
 pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
 
@@ -128,16 +125,6 @@ def test_program_failing_at_start_ends_the_job_with_its_last_lines(
     assert len(job.started()) == 6
 
 
-def test_errors_of_different_ranks_count_if_all_restart(job: Job) -> None:
-    """The message does not blame the last rank for all of them."""
-    job.finish_when = lambda: False
-    flags = [f'{rank}.{rank}=exit:3' for rank in range(3)]
-    assert job.run(*flags, survive=False, nodes=3) == 1
-    assert 'rank 2' in failure(job)
-    assert '; ranks 0, 1, 2 failed by themselves 3 times in all within 10' in failure(job)
-    assert len(job.started()) == 9
-
-
 def test_errors_of_different_ranks_do_not_count_together(job: Job) -> None:
     job.finish_when = lambda: len(job.started()) == 7
     flags = [*(f'0.{attempt}=exit:3' for attempt in range(2)), '1.0=exit:3', '2.0=exit:3']
@@ -166,16 +153,6 @@ def test_rank_killed_at_its_exit_fails_the_job(job: Job, last: bool, survive: bo
     assert job.run(*flags, survive=survive, nodes=3) == 1
     assert ended(job) == {0: [0], 1: [-9], 2: [0]}
     assert 'was killed by SIGKILL when it had finished' in failure(job)
-
-
-def test_announced_exit_status_is_that_of_the_job(job: Job) -> None:
-    def note(event: WorkerLaunched) -> None:
-        job.mailbox.set(f'finished/{event.rank}', f'{job.process(event.rank)} 16')
-
-    job.on(WorkerLaunched, note)
-    assert job.run('0.0=exit:16:finish', '1.0=exit:16:finish', nodes=2) == 16
-    assert ended(job) == {0: [16], 1: [16]}
-    assert len(job.started()) == 2
 
 
 def test_error_after_training_fails_the_job(job: Job) -> None:
@@ -298,18 +275,6 @@ def test_whole_job_exit_is_no_program_failure(job: Job) -> None:
     assert job.run(*flags, nodes=1) == 0
 
 
-def test_no_replacement_once_a_peer_has_finished(job: Job) -> None:
-    def kill_rank_1(event: WorkerEnded) -> None:
-        if len(ended(job)) == 1:
-            os.kill(job.running.workers[1].pid, signal.SIGKILL)
-
-    job.on(WorkerEnded, kill_rank_1)
-    job.finish_when = lambda: False
-    assert job.run('0.0=exit:0', nodes=2) == 1
-    assert 'rank 0 had already finished' in failure(job)
-    assert ended(job) == {0: [0], 1: [-9]}
-
-
 def test_stop_sends_the_signal_first_even_to_stopped_workers(job: Job) -> None:
     job.on_event = lambda event: stop(job) if len(job.started()) == 2 else None
     job.finish_when = lambda: False
@@ -321,15 +286,6 @@ def test_stop_sends_the_signal_first_even_to_stopped_workers(job: Job) -> None:
 
     assert job.run(nodes=2) == 143
     assert ended(job) == {0: [-15], 1: [-15]}
-
-
-def test_stop_kills_workers_that_ignore_the_signal(job: Job) -> None:
-    job.finish_when = lambda: False
-    job.on(FaultStaged, lambda event: job.running.stop(130))
-    flags = ('0.0=deaf', '0.0=print:iteration 1/')
-    faults = (StagedFault(StagedAction.STOP, 0, 1),)
-    assert job.run(*flags, faults=faults, grace_s=0.2) == 130
-    assert ended(job) == {0: [-9]}
 
 
 # Eviction
@@ -346,37 +302,3 @@ def test_worker_found_hung_is_killed_and_replaced(job: Job) -> None:
     assert ended(job) == {0: [0], 1: [-9, 0]}
     assert job.seen(WorkerEvicted) == [WorkerEvicted(1, job.started(1)[0].pid)]
     assert not any(job.mailbox.check([f'evict/{rank}']) for rank in range(2))
-
-
-def test_eviction_check_is_one_request_for_any_number_of_ranks(job: Job) -> None:
-    tally = Tally()
-    launcher = job.supervisor(nodes=3)
-    look = launcher._poll_store
-    asked: list[int] = []
-
-    def counted() -> None:
-        before = tally.read().requests
-        look()
-        asked.append(tally.read().requests - before)
-        if len(asked) == 10:
-            job.finish()
-
-    launcher._mailbox = CountedStore(launcher._mailbox, tally)
-    launcher._poll_store = counted  # type: ignore[method-assign]
-    job.finish_when = lambda: False
-    assert launcher.run() == 0
-    assert set(asked) == {1}
-
-
-def test_hung_worker_is_reported_when_all_workers_restart(job: Job) -> None:
-    """The detecting worker ends at once; its end may be seen before the eviction request."""
-
-    def other_finds_it_hung(event: WorkerLaunched) -> None:
-        evict(job.mailbox, 1, job.process(1))
-        job.touch('found')
-        assert dies(job.started(0)[0].pid)
-
-    job.on(WorkerLaunched, other_finds_it_hung, nth=2)
-    job.finish_when = lambda: len(job.started()) == 4
-    assert job.run('0.0=exit:3:found', survive=False, nodes=2) == 0
-    assert job.seen(WorkerEvicted) == [WorkerEvicted(1, job.started(1)[0].pid)]

@@ -37,15 +37,6 @@ def test_forked_worker_has_the_environment_of_a_spawned_one(job: Job) -> None:
     assert {name for name in forked if forked[name] != spawned[name]} <= of_this_job
 
 
-def test_large_environment_reaches_the_worker(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Larger than Linux accepts in one message."""
-    large = {f'LARGE_{number}': '.' * 100_000 for number in range(10)}
-    for name, value in large.items():
-        monkeypatch.setenv(name, value)
-    assert job.run(spares=1) == 0
-    assert job.attempt(0)['env'].items() >= large.items()
-
-
 def test_child_spawned_by_a_worker_imports_the_program_as_main(job: Job, tmp_path: Path) -> None:
     assert job.run('0.0=spawn:child', spares=1, log_dir=tmp_path / 'logs') == 0
     assert (tmp_path / 'logs' / 'rank0.log').read_text() == 'importing\nchild\n'

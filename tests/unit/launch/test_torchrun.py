@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Restarts of workers by an agent of `moevement torchrun`."""
 
-import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -119,41 +116,3 @@ def test_agent_forwards_the_exit_signal_of_its_workers(
         agent.send_signal(sent)
         agent.wait(WAIT_S)
     assert heard.read_text().split() == [expected.name]
-
-
-SAVES = """
-import os, signal, sys, time
-def save(number, frame):
-    time.sleep(4)
-    open(sys.argv[1], 'w').close()
-    sys.exit(0)
-signal.signal(signal.SIGTERM, save)
-print(os.environ['WORLD_SIZE'], flush=True)
-if os.environ['WORLD_SIZE'] == '1':
-    time.sleep(1000)
-"""
-
-
-@pytest.mark.thorough
-def test_torch_gives_workers_its_own_grace_when_a_node_joins(tmp_path: Path) -> None:
-    program, saved = tmp_path / 'program.py', tmp_path / 'saved'
-    program.write_text(SAVES)
-    with socket.create_server(('127.0.0.1', 0)) as probe:
-        port = probe.getsockname()[1]
-    command = [sys.executable, '-m', 'torch.distributed.run', '--nnodes', '1:2']
-    command += ['--rdzv-backend', 'c10d', '--rdzv-endpoint', f'127.0.0.1:{port}']
-    command += ['--rdzv-conf', 'last_call_timeout=1']
-    variables = {'TORCH_ELASTIC_SHUTDOWN_TIMEOUT': '1', 'TORCH_DISABLE_SHARE_RDZV_TCP_STORE': '1'}
-    start = partial(
-        subprocess.Popen,
-        [*command, str(program), str(saved)],
-        env=os.environ | variables,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    with start() as first:
-        assert first.stdout is not None
-        assert first.stdout.readline() == '1\n'
-        with start() as second:
-            assert (first.wait(WAIT_S), second.wait(WAIT_S)) == (0, 0)
-    assert saved.exists()

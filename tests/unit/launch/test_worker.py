@@ -11,7 +11,6 @@ from moevement_ext.errors import EXIT_OTHER_BITS, EXIT_USER_ERROR, EXIT_WHOLE_JO
 from moevement_ext.events import Event
 from moevement_ext.launch import child, supervisor, worker
 from moevement_ext.launch.launcher_events import (
-    WorkerEnded,
     WorkerLate,
     WorkerLaunched,
     WorkerUnkillable,
@@ -59,24 +58,6 @@ def test_first_process_of_a_rank_may_join_late(job: Job, monkeypatch: pytest.Mon
     job.finish_when = lambda: False
     assert job.run('0.0=kill', nodes=2) == 0
     assert job.seen(WorkerLate) == []
-
-
-def test_no_worker_is_late_at_the_start_of_a_job(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, '_TO_JOIN_S', 0.0)
-    looks = []
-    launcher = job.supervisor(nodes=2)
-    look = launcher._poll_store
-
-    def counted() -> None:
-        look()
-        looks.append(1)
-        if len(looks) == 10:
-            job.finish()
-
-    monkeypatch.setattr(launcher, '_poll_store', counted)
-    job.finish_when = lambda: False
-    assert launcher.run() == 0
-    assert [event.code for event in job.seen(WorkerEnded)] == [0, 0]
 
 
 @pytest.mark.parametrize('survive', [True, False])
