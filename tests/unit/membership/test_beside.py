@@ -8,7 +8,7 @@ import pytest
 
 from moevement_ext.membership.beside import Beside
 from moevement_ext.membership.membership import Membership
-from moevement_ext.membership.rendezvous import RoundEnded, end_round
+from moevement_ext.membership.rendezvous import end_round
 from moevement_ext.membership.report import Report
 from tests.unit.membership.test_membership import WORLD, Job, job, survivor, wait_until
 
@@ -65,25 +65,3 @@ def test_rank_that_fails_while_meeting_beside_leaves_that_round(
             future.result()
         wait_until(lambda: failed.done() or members[1].broken)
     assert len(failed.result()) == WORLD
-
-
-def test_failure_that_the_joining_thread_has_not_met_interrupts(
-    job: Job, members: list[Membership], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else the training thread, which moves on by itself, would never hear of it."""
-    first = members[0]
-    monkeypatch.setattr(first, '_start', lambda join: None)
-    beside = Replay(first)
-    with first.delegated_to(beside):
-        end_round(job.store, 0, 'another rank died')
-        assert wait_until(first._joined.watch.broken.is_set)
-        assert not first.broken
-        assert first.try_detach(beside)
-        assert first.broken
-
-
-def test_earlier_failure_raises_at_once(job: Job, members: list[Membership]) -> None:
-    end_round(job.store, 0, 'another rank died')
-    assert wait_until(lambda: members[0].broken)
-    with pytest.raises(RoundEnded), members[0].delegated_to(Replay(members[0])):
-        pytest.fail('no thread would wake it up')

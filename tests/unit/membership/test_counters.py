@@ -10,18 +10,6 @@ from moevement_ext.membership import counters
 from moevement_ext.membership.counters import Heartbeats, read_heartbeats, turn_of
 
 
-@given(st.integers(1, 130), st.data())
-def test_ranks_without_an_arrival_are_missing(world_size: int, data: st.DataObject) -> None:
-    ranks = range(world_size)
-    came = data.draw(st.sets(st.sampled_from(ranks)))
-    store = HashStore()
-    for rank in came:
-        counters.sign(store, 'here', rank, world_size)
-    assert counters.missing(store, 'here', world_size) == sorted(set(ranks) - came)
-    assert counters.missing(store, 'elsewhere', world_size) == list(ranks)
-    assert {rank for rank in ranks if counters.has_signed(store, 'here', rank)} == came
-
-
 @given(st.integers(1, 130).flatmap(lambda world: st.permutations(range(world))))
 def test_one_arrival_is_the_last_and_most_take_one_request(order: list[int]) -> None:
     asked, store = [], HashStore()

@@ -69,23 +69,6 @@ def test_only_absent_ranks_without_heartbeats_are_evicted(store: TCPStore) -> No
     found.close()
 
 
-def test_processes_of_an_earlier_launch_are_not_evicted_in_this_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The store outlives the launch; in a container, process ids repeat."""
-    monkeypatch.setenv('MOEVEMENT_LAUNCH', 'second')
-    store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
-    for rank in range(2):
-        assert Rendezvous(store, rank, 2)._join(0, report_of(100 + rank, 'first'), False)
-    open_barrier(store, 'met/0')
-    end_round(store, present_round(store), 'the job was launched again')
-    assert Rendezvous(store, 0, 2)._join(1, report_of(100, 'second'), False)
-    found = MissingRanks(store.clone, 2, HANG_S, lambda: True)
-    store.wait(['launch/first/evict/1'], TIMEOUT)  # a key that no launcher reads any more
-    found.close()
-    assert not store.check(['launch/second/evict/1']) and not store.check(['evict/1'])
-
-
 def test_rank_that_stops_while_joining_is_evicted(store: TCPStore) -> None:
     """Rank 2 is a survivor, rank 3 is new; both have signed their arrival, without a report."""
     for rank in (0, 1):
@@ -99,28 +82,6 @@ def test_rank_that_stops_while_joining_is_evicted(store: TCPStore) -> None:
     store.wait(['evict/2', 'evict/3'], TIMEOUT)
     assert (store.get('evict/2'), store.get('evict/3')) == (b'102', b'203')
     assert not store.check(['evict/0']) and not store.check(['evict/1'])
-    found.close()
-
-
-def test_rank_that_does_not_search_does_not_connect(store: TCPStore) -> None:
-    """Otherwise each rank would have another connection to the store in every rendezvous."""
-    asked, connected = threading.Semaphore(0), threading.Event()
-    ours = threading.Event()
-
-    def is_ours() -> bool:
-        asked.release()
-        return ours.is_set()
-
-    def connect() -> TCPStore:
-        connected.set()
-        return store.clone()
-
-    found = MissingRanks(connect, 1, HANG_S, is_ours)
-    for _ in range(5):
-        assert asked.acquire(timeout=TIMEOUT.total_seconds())
-    assert not connected.is_set()
-    ours.set()
-    assert connected.wait(TIMEOUT.total_seconds())
     found.close()
 
 
@@ -250,11 +211,3 @@ def test_absent_ranks_are_those_of_the_last_complete_round(store: TCPStore) -> N
     open_barrier(store, 'met/3')
     end_round(store, 3, 'rank 1 died')
     assert absent(store, 4) == [Absent(3, rank) for rank in range(4)]
-
-
-def test_no_rank_is_absent_before_the_first_rendezvous() -> None:
-    """Programs may take long to import."""
-    store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
-    assert absent(store, 4) == []
-    end_round(store, 0, 'rank 1 died')
-    assert absent(store, 4) == []

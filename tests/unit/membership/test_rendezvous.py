@@ -4,7 +4,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 
@@ -18,7 +18,6 @@ from moevement_ext.membership.rendezvous import (
     FencedOut,
     Rendezvous,
     RendezvousResult,
-    RoundEnded,
     announce_failure,
     end_round,
     present_round,
@@ -107,18 +106,6 @@ def test_every_rank_receives_all_reports(connections: list[TCPStore]) -> None:
         assert [result.reports for result in results] == [brought] * WORLD
 
 
-def test_report_is_requested_again_in_each_round(
-    launcher: TCPStore, connections: list[TCPStore], threads: ThreadPoolExecutor
-) -> None:
-    attempts, asked = attempts_of(connections), iter([b'old', b'new'])
-    first = threads.submit(attempts[0].meet, lambda: next(asked), TIMEOUT)
-    launcher.wait(['join/0/0'], TIMEOUT)
-    end_round(launcher, 0, 'test')
-    results = [*meet_all(attempts[1:]), first.result()]
-    assert_one_new_round(results)
-    assert {result.reports[0] for result in results} == {b'new'}
-
-
 def test_ranks_meet_after_deaths_at_random_moments(
     launcher: TCPStore, connections: list[TCPStore]
 ) -> None:
@@ -178,26 +165,6 @@ def three_times[T](done: threading.Event, look: Callable[[], T], looks: list[T])
     if len(looks) == 3:
         done.set()
     return looks[-1]
-
-
-def test_late_rank_without_heartbeats_is_not_waited_for(
-    launcher: TCPStore, connections: list[TCPStore], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(barriers, '_BETWEEN_HEARTBEATS_S', 0.5)
-    attempts = attempts_of(connections)
-    round = assert_one_new_round(meet_all(attempts))
-    Heartbeats(launcher, round, 3).send()
-    with pytest.raises(SparseCheckpointError, match=r'Ranks \[1, 2, 3\] did not respond in time'):
-        attempts[0].meet(report_of(0), SHORT, round)
-
-
-def test_timeout_names_joined_ranks_that_do_not_answer(launcher: TCPStore) -> None:
-    for rank in (1, 2, 3):
-        die_waiting(launcher, rank)
-    with pytest.raises(
-        SparseCheckpointError, match='Ranks that had joined did not respond in time'
-    ):
-        Rendezvous(connect(launcher), 0, WORLD).meet(report_of(0), SHORT)
 
 
 def test_keys_do_not_grow_with_the_number_of_rounds(
@@ -322,24 +289,6 @@ def test_launcher_ends_only_rounds_of_its_worker(launcher: TCPStore) -> None:
     assert present_round(launcher) == 1, 'the others have moved on without it'
 
 
-def test_first_request_breaks_a_round_once(
-    launcher: TCPStore, connections: list[TCPStore], threads: ThreadPoolExecutor
-) -> None:
-    together = threading.Barrier(WORLD)
-
-    def ask(rank: int) -> None:
-        round = present_round(connections[rank])
-        together.wait()
-        end_round(connections[rank], round, f'rank {rank}')
-
-    for round in range(20):
-        list(threads.map(ask, range(WORLD)))
-        first = why_broken(launcher, round)
-        end_round(launcher, round, 'late')
-        assert why_broken(launcher, round) == first != 'late'
-        assert present_round(launcher) == round + 1
-
-
 # Barrier
 
 
@@ -363,21 +312,6 @@ def wait_for_arrivals(launcher: TCPStore, name: str, count: int) -> None:
     """Poll until this many ranks of round 0 are in the barrier."""
     while launcher.add(f'round/0/barrier/{name}', 0) < count:
         pass
-
-
-def test_failure_ends_the_wait_at_a_barrier(
-    launcher: TCPStore, connections: list[TCPStore], threads: ThreadPoolExecutor
-) -> None:
-    attempts = attempts_of(connections)
-    results = meet_all(attempts)
-    waiting: list[Future[None]] = [
-        threads.submit(attempts[rank].barrier, results[rank], 'ready', TIMEOUT) for rank in range(3)
-    ]
-    wait_for_arrivals(launcher, 'ready', 3)
-    end_round(launcher, results[0].round, 'rank 3 is gone')
-    for future in waiting:
-        with pytest.raises(RoundEnded, match='rank 3 is gone'):
-            future.result()
 
 
 def test_wait_at_a_barrier_is_bounded(connections: list[TCPStore]) -> None:

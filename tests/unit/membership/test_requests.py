@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests of ranks to the launcher's store do not grow with their waiting time."""
 
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,11 +10,8 @@ import msgspec
 import pytest
 from torch.distributed import TCPStore
 
-from moevement_ext.membership import round_watch
-from moevement_ext.membership.counters import read_heartbeats
 from moevement_ext.membership.exchange import hand_out, handed_out
-from moevement_ext.membership.rendezvous import Rendezvous, end_round, present_round
-from moevement_ext.membership.round_watch import Connections, RoundWatch
+from moevement_ext.membership.rendezvous import Rendezvous
 from tests.unit.membership.counted_store import CountedStore, Tally
 from tests.unit.membership.large_job import LargeJob
 
@@ -74,31 +70,6 @@ def test_waiting_ranks_send_no_requests(job: Job, threads: ThreadPoolExecutor) -
     come_to_rest(job)
     job.ranks[0].barrier(results[0], 'ready', TIMEOUT)
     assert [future.result() for future in waiting] == [None] * 3
-
-
-def test_heartbeat_period_grows_with_the_hang_timeout(
-    job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    turn_s = 0.4
-    monkeypatch.setattr(round_watch, 'HEARTBEAT_S', 0.02)
-    monkeypatch.setattr(round_watch, 'SLOWEST_HEARTBEAT_S', turn_s)
-    assert present_round(job.store) == 0
-    woken = threading.Event()
-    began = time.monotonic()
-    watching = RoundWatch(Connections(job.connect), 0, 0, [1, 1], 600.0, lambda reason: woken.set())
-    watching.start().judge()
-    while read_heartbeats(job.store, 0, 0) < 12:
-        time.sleep(0.01)
-    heartbeats, requests = read_heartbeats(job.store, 0, 0), job.tally.read().requests
-    # By the clock, not by the heartbeats: a busy machine skips some turns.
-    turns = int((time.monotonic() - began) / turn_s) + 2  # the first and the last turn are partial
-    assert heartbeats <= turns  # one at once, and one per turn
-    # The wait for the end and a first check; one request per heartbeat, which also reads the
-    # neighbour's; a check of the round at every second heartbeat.
-    assert requests <= 2 + turns + (turns + 1) // 2
-    watching.stop()
-    end_round(job.store, 0, 'the test is over')
-    watching.join()
 
 
 def test_reports_of_a_large_job_are_sent_as_differences() -> None:

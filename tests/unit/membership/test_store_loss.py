@@ -6,8 +6,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from types import SimpleNamespace
-from typing import ClassVar
 
 import pytest
 from torch.distributed import DistError, TCPStore
@@ -98,32 +96,6 @@ def test_store_is_looked_for_after_an_error_of_this_process(
     with pytest.raises(DistError, match='no connection'):
         loss.connect()
     assert called.wait(DUE_S)
-
-
-class SecondStart(threading.Thread):
-    """The first thread of each name cannot be started."""
-
-    tried: ClassVar[set[str]] = set()
-
-    def start(self) -> None:
-        if self.name not in self.tried:
-            self.tried.add(self.name)
-            raise RuntimeError("can't start new thread")
-        super().start()
-
-
-def test_missing_threads_are_started_later(loss_of: Lose, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = serve()
-    called = threading.Event()
-    loss = loss_of(client(store.port), 0.2, called.set)
-    del store
-    monkeypatch.setattr(SecondStart, 'tried', set())
-    monkeypatch.setattr(store_loss, 'threading', SimpleNamespace(Thread=SecondStart))
-    for _ in range(2):
-        with pytest.raises(DistError):
-            loss.connect()
-    assert called.wait(DUE_S) and loss.lost.is_set()
-    assert {'sparse-ckpt-store', 'sparse-ckpt-lost'} == SecondStart.tried
 
 
 def test_stopped_store_is_found_again_when_it_continues(

@@ -16,7 +16,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -106,14 +105,6 @@ def test_stuck_thread_is_still_and_does_not_wait_for_others(clock: Clock) -> Non
     assert [look.still_s for look in found] == [STEP_S * n for n in range(1, 11)]
     assert not any(look.waits_for_others for look in found)
     assert 'in run' in stack and 'body()' in stack
-
-
-def test_ended_thread_stays_at_one_place() -> None:
-    """A custom loop may run on a thread that fails; its process is still checked."""
-    with running(lambda: None) as thread:
-        while not (last := thread.probe()).same_place_s:
-            time.sleep(0.001)
-        assert last.waits_for_others and thread.probe().same_place_s > last.same_place_s
 
 
 def test_injected_stall_does_not_count_as_a_wait_for_others(
@@ -250,20 +241,6 @@ def test_bytes_of_all_threads_and_children_are_counted(
     assert training_thread._bytes_moved() - before >= 2**22
 
 
-def test_bytes_are_counted_on_a_node_that_hides_other_processes(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def hidden(process: psutil.Process, recursive: bool) -> list[psutil.Process]:
-        raise PermissionError(1, 'not permitted', '/proc/1/stat')
-
-    monkeypatch.setattr(psutil.Process, 'children', hidden)
-    before = training_thread._bytes_moved()
-    write = threading.Thread(target=(tmp_path / 'shard').write_bytes, args=(bytes(2**20),))
-    write.start()
-    write.join()
-    assert training_thread._bytes_moved() - before >= 2**20
-
-
 class Queue:
     """Stream of the second GPU; records the current device of each querying thread.
 
@@ -347,38 +324,6 @@ def test_blocking_driver_call_does_not_block_other_threads(
     os.close(near)
     os.close(far)
     assert found.raw == b't', 'nothing else ran while the driver was asked'
-
-
-def test_thread_in_a_cuda_call_waits_for_others(
-    monkeypatch: pytest.MonkeyPatch, clock: Clock
-) -> None:
-    release = threading.Event()
-    # `synchronize` is in the same file, but may be the stand-in for machines without a GPU.
-    monkeypatch.setattr(torch.cuda, '_lazy_init', release.wait)
-    monkeypatch.setattr(torch._C, '_cuda_ipc_collect', lambda: None, raising=False)
-    with running(torch.cuda.ipc_collect) as thread:
-        found = looks_until_still(clock, thread)
-    release.set()
-    assert all(look.waits_for_others for look in found)
-
-
-def test_barrier_that_opens_during_a_look_ends_no_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A look takes milliseconds; a barrier may last longer than a collective."""
-    ended: list[str] = []
-    monkeypatch.setattr(standstill, 'end_round', lambda *told: ended.append(told[-1]))
-    watching = Standstill(rank=0, timeout_s=60.0, stuck_timeout_s=0.0)
-    watching.thread = TrainingThread()
-    watching.at_barrier = True
-
-    def look(thread: TrainingThread) -> Probe:
-        watching.at_barrier = False
-        return Probe(still_s=0.0, waits_for_others=True, same_place_s=90.0)
-
-    monkeypatch.setattr(TrainingThread, 'probe', look)
-    watching.check(HashStore(), 0, [1], 7)
-    assert not ended
-    watching.check(HashStore(), 0, [1], 7)
-    assert ended == ['rank 0 has waited for others for 90 s']
 
 
 @pytest.mark.parametrize(
