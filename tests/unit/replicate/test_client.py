@@ -7,7 +7,7 @@ from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory.window import file as window_file
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.generations import OwnerWindows
-from moevement_ext.memory.window.slot import Kept, Range, encode_frame, merged
+from moevement_ext.memory.window.slot import Kept, Range, encode_frame
 from moevement_ext.replicate.client import PeerRefused, ReplicaClient
 from moevement_ext.replicate.replica_server import ReplicaServer
 from tests.unit.memory.samples import (
@@ -106,15 +106,6 @@ def test_replicas_are_recycled_only_when_outdated(
     assert replica_starts(server) == [6, 3]
 
 
-def test_unfinished_replica_gives_way_to_the_next_window(
-    own: OwnerWindows, server: ReplicaServer, client: ReplicaClient
-) -> None:
-    client.put_slot(OWNER, commit(own, 0), 0)
-    put_window(client, commit(own, 3))
-    put_window(client, commit(own, 6))
-    assert replica_starts(server) == [6, 3]
-
-
 def altered_window(shm: Path, start: int) -> WindowFile:
     """A window of the same name, but not with the same bits."""
     file = WindowFile.create(shm / 'altered', capacity())
@@ -135,16 +126,6 @@ def test_partly_received_window_gives_way_to_one_with_other_content(
     put_window(client, altered)
     [replica] = replicas(server).committed()
     assert (replica.name, digest(replica.path)) == (named(3), digest(altered.path))
-
-
-def test_partly_received_window_is_received_again_after_a_rollback(
-    own: OwnerWindows, server: ReplicaServer, client: ReplicaClient
-) -> None:
-    file = commit(own, 3)
-    client.put_slot(OWNER, file, 0)
-    client.discard_after(OWNER, 0)
-    put_window(client, file)
-    assert replica_starts(server) == [3]
 
 
 def test_newest_capture_replaces_the_copy_of_an_earlier_one(
@@ -273,18 +254,3 @@ def test_impossible_ranges_are_refused(
     file.kept = None
     put_window(client, file)
     assert replica_starts(server) == [3, 0]
-
-
-def test_another_window_in_the_same_file_keeps_nothing(own: OwnerWindows) -> None:
-    file = commit_slot(own, 3, commit_slot(own, 0))
-    own.discard(named(3))
-    file.begin(named(6))
-    assert file.kept is None
-
-
-def test_adjacent_ranges_are_merged() -> None:
-    assert merged([(0, 64, 64), (64, 128, 64), (128, 256, 64), (256, 320, 64)]) == [
-        (0, 64, 128),
-        (128, 256, 64),
-        (256, 320, 64),
-    ]

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import msgspec
 import pytest
 import torch
 
@@ -20,7 +19,6 @@ from tests.unit.memory.samples import SECRET
 from tests.unit.replicate.peers import (
     DEADLINE_S,
     HOLDER,
-    connected,
     logging,
     serving,
     silent_peer,
@@ -38,34 +36,6 @@ def log(shm: Path, server: ReplicaServer) -> Iterator[UpstreamLog]:
         server.serve_log(log)
         yield log
 
-
-def test_pending_record_is_answered_by_not_yet(client: ReplicaClient, log: UpstreamLog) -> None:
-    assert client.fetch_log(LogKey(1, DOWN, 0)) is None
-    log.append(1, DOWN, torch.ones(1))
-    assert client.fetch_log(LogKey(1, DOWN, 0)) is not None
-
-
-def test_without_a_log_requests_are_refused(
-    server: ReplicaServer, client: ReplicaClient, log: UpstreamLog
-) -> None:
-    log.append(1, DOWN, torch.ones(1))
-    server.serve_log(None)
-    with pytest.raises(PeerRefused, match='no upstream log'):
-        client.fetch_log(LogKey(1, DOWN, 0))
-    server.serve_log(log)
-    assert client.fetch_log(LogKey(1, DOWN, 0)) is not None
-
-
-def test_unknown_direction_is_no_request(server: ReplicaServer) -> None:
-    connection = connected(server)
-    wrong = msgspec.msgpack.encode({'type': 'FetchLog', 'key': [1, 'sideways', 0]})
-    connection.send_bytes(len(wrong).to_bytes(4, 'little') + wrong)
-    with pytest.raises(OSError):
-        connection.receive_reply()
-    connection.close()
-
-
-DOWN, UP = Direction.DOWN, Direction.UP
 
 type OpenReader = Callable[..., LogReader]
 
@@ -254,15 +224,3 @@ def test_close_ends_an_exchange_with_a_silent_neighbour(open_reader: OpenReader)
         assert not reader._thread.is_alive()
         with pytest.raises(ReaderClosed):
             reader.take(1, 0, DEADLINE_S)
-
-
-def test_close_ends_a_reader_that_is_far_ahead(
-    log: UpstreamLog, noting: Noting, open_reader: OpenReader
-) -> None:
-    for _ in range(2):
-        log.append(1, DOWN, torch.ones(1))
-    reader = open_reader(noting, DOWN, [(1, 2)], max_bytes=1)
-    wait_for(lambda: reader._fetched)
-    reader.close()
-    with pytest.raises(ReaderClosed):
-        reader.take(1, 0, DEADLINE_S)

@@ -7,7 +7,6 @@ import secrets
 import socket
 import struct
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,7 +16,7 @@ import pytest
 
 from moevement_ext.replicate import greeting
 from moevement_ext.replicate import replica_server as server_module
-from moevement_ext.replicate.client import PeerLost, PeerRefused, ReplicaClient
+from moevement_ext.replicate.client import PeerLost, ReplicaClient
 from moevement_ext.replicate.connection import Connection
 from moevement_ext.replicate.greeting import _Challenge, _Hello, _Response
 from moevement_ext.replicate.protocol import PROTOCOL_VERSION, Ack, FetchHeaders, Refused
@@ -113,12 +112,6 @@ def test_no_client_gives_a_stranger_anything_to_hold() -> None:
     assert len(heard) == 1, 'the client hung up without another word'
 
 
-def test_a_refusal_in_the_greeting_reaches_the_caller() -> None:
-    with stranger_serving(lambda connection: connection.send(Refused('not today'))) as address:
-        with pytest.raises(PeerRefused, match='not today'):
-            ask(ReplicaClient(address, SECRET, DEADLINE_S))
-
-
 @pytest.mark.parametrize('length', [257, 2**22, 2**32 - 1])
 def test_nothing_long_is_received_before_the_greeting(length: int) -> None:
     with socket.create_server(('127.0.0.1', 0)) as listener:
@@ -168,14 +161,6 @@ def test_a_silent_stranger_is_dropped_soon(
     with socket.create_connection(server.address) as sock:
         sock.settimeout(server_module._GREETING_S + DEADLINE_S)
         assert sock.recv(1) == b''
-
-
-def test_a_peer_may_stay_silent(server: ReplicaServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, '_GREETING_S', 1.0)
-    connection = connected(server)
-    time.sleep(1.5)
-    connection.send(FetchHeaders(OWNER, 0))
-    assert connection.receive_reply()
 
 
 def test_connections_in_all_are_limited(

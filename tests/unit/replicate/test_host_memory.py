@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-import logging
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +17,7 @@ from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.name import HeldWindow, RankIdentity, Window
 from moevement_ext.recover.inventory import held_windows
 from moevement_ext.replicate import host_memory
-from moevement_ext.replicate.client import PeerLost, PeerRefused, ReplicaClient
+from moevement_ext.replicate.client import PeerLost, ReplicaClient
 from moevement_ext.replicate.host_memory import HostMemory
 from moevement_ext.replicate.node_plan import Member, Share
 from moevement_ext.replicate.secret import of_attempt
@@ -144,13 +143,6 @@ def test_longer_window_of_an_earlier_start_is_fetched(
     assert {file.capacity for file in memory.windows.files()} == {capacity(window=1)}
 
 
-def test_fetch_that_fails_leaves_its_file_free(job: Job) -> None:
-    for _ in range(4):
-        with pytest.raises(PeerRefused, match='not on this node'):
-            job.ranks[0].fetch(CANDIDATE, 1, lambda file, header: None)
-    assert job.commit(0).name == named(0)
-
-
 def test_window_still_in_transfer_is_requested_later(job: Job) -> None:
     under_way = begun(job.ranks[0].windows, 0)
     with pytest.raises(PeerLost, match='window 0 is still received'):
@@ -264,32 +256,6 @@ def test_unusable_memory_costs_protection_and_not_training(shm: Path) -> None:
     assert [*shared.iterdir()] == []
 
 
-def test_a_replacement_needs_no_file_of_its_own_node(shm: Path, tmp_path: Path) -> None:
-    racks = {'a': 'rack1', 'b': 'rack1', 'c': 'rack2'}
-    members = [member_of(node, domain=rack) for node, rack in racks.items()]
-    config = SparseCheckpointConfig(
-        window=WINDOW, replicas=1, dir=str(shm), topology=str(tmp_path / 'missing')
-    )
-    memory = host_memory_of(config, members, on_degraded=lambda reason: None)
-    try:
-        assert memory.copies.holders[0] == memory.copies.holders[1] == (2,)
-    finally:
-        memory.close(remove=True)
-
-
-@pytest.mark.parametrize('hosts', [('a/1', 'a/1'), ('localhost/1', 'localhost/2')])
-def test_hosts_with_equal_names_are_reported(
-    hosts: tuple[str, str], shm: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """By rank 0, once; they are one failure domain, so that there are no replicas."""
-    members = [member_of('node', host=host) for host in hosts]
-    with caplog.at_level(logging.WARNING):
-        memory = host_memory_of(settings(shm, replicas=1), members)
-    assert memory.copies.least() == 0
-    assert ("several hosts are called 'node'" in caplog.text) is (hosts[0] != hosts[1])
-    memory.close(remove=True)
-
-
 def test_files_have_pages_for_the_window_in_force_and_grow_within_the_plan(
     shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -355,7 +321,6 @@ def full_but_for(make_room: Callable[[int], None]) -> Callable[[int], None]:
 
 
 GPU = torch.device('cuda', 3)
-DEADLINE_S = 30.0
 
 
 @pytest.fixture
@@ -380,20 +345,6 @@ def reserve(shm: Path, device: torch.device, logged: Logged = NOTHING_LOGGED) ->
     return host_memory_of(config, members, share, device)
 
 
-def test_own_windows_are_pinned_while_replicas_are_reserved(
-    shm: Path, served: threading.Event, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runtime = Runtime(0, served)
-    runtime.devices.clear()
-    use(runtime, monkeypatch)
-    memory = reserve(shm, GPU)
-    try:
-        assert runtime.timely and runtime.used == [GPU] * 2
-        assert threading.get_ident() not in runtime.devices
-    finally:
-        memory.close(remove=True)
-
-
 def test_memory_that_cannot_be_pinned_fails_the_set_up_and_is_freed(
     shm: Path, served: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -413,24 +364,6 @@ def test_windows_outlive_a_start_whose_memory_cannot_be_pinned(
     with pytest.raises(HostMemoryError, match='CUDA cannot pin'):
         reserve(shm, GPU)
     assert path.exists(), 'the next start needs it'
-
-
-def test_log_is_reserved_in_parallel(
-    shm: Path, served: threading.Event, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    in_time: list[bool] = []
-
-    class Log(host_memory.UpstreamLog):
-        def __init__(self, *args: Any) -> None:
-            in_time.append(served.wait(DEADLINE_S))
-            super().__init__(*args)
-
-    monkeypatch.setattr(host_memory, 'UpstreamLog', Log)
-    memory = reserve(shm, CPU, Logged(2**12, 2**12))
-    try:
-        assert in_time == [True]
-    finally:
-        memory.close(remove=True)
 
 
 def test_without_room_for_the_log_nothing_is_kept(

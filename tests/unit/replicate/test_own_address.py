@@ -124,8 +124,3 @@ def test_no_setting_gives_other_hosts_an_address_that_only_this_one_reaches(
         assert local_host(several_hosts=True) == '10.0.0.1'
     found['lo'].append('10.9.0.1')  # a host that announces its own route
     assert local_host('lo', several_hosts=True) == '10.9.0.1'
-
-
-def test_link_local_addresses_are_of_no_use_to_others() -> None:
-    found = [ip for ips in own_address._addresses().values() for ip in ips]
-    assert found and not any(ip.startswith('fe80') for ip in found)

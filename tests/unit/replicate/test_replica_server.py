@@ -11,7 +11,7 @@ import pytest
 from moevement_ext.memory.budget import LEDGER_RECORDS
 from moevement_ext.memory.ledger import MAX_SCALARS, Ledger, LedgerEntry
 from moevement_ext.memory.window.name import Agreed
-from moevement_ext.replicate.client import PeerLost, PeerRefused, ReplicaClient
+from moevement_ext.replicate.client import PeerLost, ReplicaClient
 from moevement_ext.replicate.protocol import (
     MAX_MESSAGE_BYTES,
     FetchHeaders,
@@ -106,11 +106,6 @@ def test_a_whole_ledger_is_one_bounded_reply(ledger: Ledger, client: ReplicaClie
     assert client.fetch_ledger(0, LARGEST - 1) == expected
     assert client.fetch_ledger(first, first + 1) == expected[1:2]
     assert client.fetch_ledger(0, 9) == []
-
-
-def test_rank_without_a_ledger_refuses(client: ReplicaClient) -> None:
-    with pytest.raises(PeerRefused, match='no ledger is kept here'):
-        client.fetch_ledger(0, 9)
 
 
 @pytest.mark.parametrize('iteration', [-1, 3, 10])

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.memory.window.name import Agreed, WindowName
@@ -23,18 +22,15 @@ from tests.unit.memory.samples import (
     SECRET,
     WINDOW,
     begun,
-    capacity,
     commit,
     digest,
     named,
     write_slot,
-    write_window,
 )
 from tests.unit.replicate.peers import (
     DEADLINE_S,
     OWNER,
     SlowPeer,
-    inbox_of_owner,
     own_file,
     replica_starts,
     replicas,
@@ -203,31 +199,6 @@ def test_recycled_source_is_not_sent_as_the_old_window(shm: Path, own: OwnerWind
             assert events.next_replicated() == named(9)
 
 
-def test_longer_window_of_an_earlier_attempt_is_replicated_first(shm: Path) -> None:
-    events, of_now = Events(), capacity(window=1)
-    stores = [NodeStore(shm, 'run1', f'node{rank}') for rank in (0, 1)]
-    own = OwnerWindows(stores[0], OWNER, OWNER, of_now)
-    inboxes = inbox_of_owner(stores[1], nbytes=of_now)
-    server = ReplicaServer(stores[1], 1, inboxes, SECRET, timeout_s=DEADLINE_S)
-    with replicating(events, server.address) as replicator:
-        for start, length in ((0, WINDOW), (3, 1), (4, 1), (5, 1)):
-            short = length == 1
-            file = own.begin(named(start)) if short else own.begin_larger(named(start), capacity())
-            assert file is not None
-            write_window(file, window=length)
-            own.commit(file)
-            submit_all(replicator, file)
-            assert events.next_replicated() == named(start)
-            own.persisted(named(start))
-            replicator.agree(Agreed(named(start)))
-    assert events.degraded.empty()
-    assert replica_starts(server) == [5, 4]
-    assert {file.capacity for file in replicas(server).files()} == {of_now}
-    server.stop()
-    for store in stores:
-        store.close()
-
-
 def test_a_window_that_is_given_up_is_sent_no_further(shm: Path, own: OwnerWindows) -> None:
     events = Events()
     with serving(shm, 1) as server, replicating(events, server.address) as replicator:
@@ -341,34 +312,6 @@ def test_earlier_of_two_rollbacks_reaches_a_busy_peer(own: OwnerWindows) -> None
     peer.answers.set()
     assert peer.next_asked() == 0
     replicator.stop()
-
-
-def test_rollback_during_another_reaches_the_peer_too() -> None:
-    events, peer = Events(), SlowPeer()
-    replicator = Replicator(OWNER, {1: peer}, events.replicated.put, events.degraded.put)
-    replicator.discard_after(6)
-    assert peer.next_asked() == 6
-    replicator.discard_after(0)
-    peer.answers.set()
-    assert peer.next_asked() == 0
-    replicator.stop()
-
-
-def test_failing_callback_does_not_end_replication(shm: Path, own: OwnerWindows) -> None:
-    done: queue.Queue[int] = queue.Queue()
-
-    def fail_once(window: WindowName) -> None:
-        done.put(window.start)
-        if window.start == 0:
-            raise RuntimeError('callback')
-
-    with serving(shm, 1) as server:
-        clients = {1: ReplicaClient(server.address, SECRET, DEADLINE_S)}
-        replicator = Replicator(OWNER, clients, fail_once, lambda reason: None)
-        for start in (0, 3):
-            submit_all(replicator, commit(own, start))
-            assert done.get(timeout=DEADLINE_S) == start
-        replicator.stop()
 
 
 def test_a_replica_whose_file_was_removed_is_sent_again(shm: Path, own: OwnerWindows) -> None:
@@ -515,18 +458,6 @@ def test_slots_are_spread_over_their_window(
         taken = [(len(blob.payload) + len(blob.frame)) / rate for blob in blobs]
         assert sent == [0, 0, 0, pytest.approx(taken[0]), pytest.approx(taken[1]), 0]
         assert max(sizes[:-1]) / rate < ITERATION_S
-
-
-def test_no_peer_waits_longer_than_it_would_for_a_slow_link(shm: Path, own: OwnerWindows) -> None:
-    """After a pause within a window slots would be spread over as much."""
-    with linked(shm) as link:
-        job = replicator._Job(commit(own, 0), named(0), WINDOW)
-        link.replicator._jobs.append(job)
-        link.replicator._spread = (WINDOW, 1e-3)
-        assert link.replicator._rate(job) == 2 * replicator.MIN_BYTES_PER_SECOND
-        link.replicator._spread = (WINDOW + 1, 1e9)
-        assert link.replicator._rate(job) is None, 'a window of another length'
-        link.replicator._jobs.clear()
 
 
 def _wait_until_sent(sender: Replicator, slot: int) -> None:

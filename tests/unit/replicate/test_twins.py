@@ -7,12 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 
 from moevement_ext.config import SparseCheckpointConfig
 from moevement_ext.memory.mapped_file import in_pages
-from moevement_ext.memory.window import twin
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.format import GENERATIONS
 from moevement_ext.memory.window.name import Agreed, HeldWindow, WindowName
@@ -179,17 +177,6 @@ def test_a_stub_waits_until_the_twin_has_captured_the_same(twins: Twins) -> None
     assert HeldWindow(CANDIDATE, 0) in twins.held(1)
 
 
-def test_window_without_its_base_does_not_exist(twins: Twins) -> None:
-    file = twins.capture(0)
-    twins.capture(1)
-    send(twins, file)
-    twins.ranks[1].windows.discard(named(0))
-    assert twins.held(1) == []
-    twins.lose_node(0)
-    with pytest.raises(PeerRefused, match='is not on this node'):
-        twins.ranks[0].fetch(CANDIDATE, 1, lambda file, header: None)
-
-
 def test_a_stub_counts_only_as_long_as_its_base_is_there(twins: Twins) -> None:
     file = twins.capture(0)
     twins.capture(1)
@@ -322,14 +309,3 @@ def test_a_twin_that_joined_later_holds_up_no_newer_window(
     followed.submit(twins.capture(0, start=WINDOW))
     wait_for(lambda: followed.replicated)
     assert (followed.replicated, followed.degraded) == ([named(WINDOW)], [])
-
-
-def test_the_size_of_a_stub_is_bounded_before_anything_is_captured(twins: Twins) -> None:
-    file = twins.capture(0)
-    largest = msgspec.structs.replace(
-        make_header(0), records=[r for s in range(WINDOW) for r in make_header(s).records]
-    )
-    needed = twin.stub_window_bytes(file, OWN_PARTS)
-    largest = msgspec.structs.replace(largest, context=bytes(64), run=file.header(0).run)
-    assert needed <= twin.stub_capacity(largest, OWN_PARTS, 0) <= STUB
-    assert np.sum([len(twin.stub_of(file, slot, ()).payload) for slot in range(WINDOW)]) == 0
