@@ -2,22 +2,19 @@
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
 import pytest
 
-from moevement_ext.memory.window import format
 from moevement_ext.memory.window.name import WindowName
-from moevement_ext.memory.window.slot import SlotHeader, decode_context, decode_frame
+from moevement_ext.memory.window.slot import decode_context
 from moevement_ext.plan.byte_planner import WindowPlan
 from moevement_ext.plan.replanning import Cycle
 from tests.unit.memory.samples import PLAN, digest
 from tests.unit.protect.training import (
     DEADLINE_S,
     NAMES,
-    SCHEDULE,
     Training,
     W,
     assert_contents,
@@ -43,22 +40,6 @@ def test_a_window_is_committed_every_w_iterations(training: Training) -> None:
     statistics = training.checkpointer.statistics
     assert (statistics.persisted, statistics.iterations) == (9, 12)
     assert statistics.failures == statistics.skipped_windows == 0
-
-
-def test_a_rank_decodes_no_header_of_its_own(
-    training: Training, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A header of thousands of tensors takes milliseconds, in which no other thread runs."""
-    decoded: list[int] = []
-
-    def counted(frame: bytes) -> SlotHeader:
-        decoded.append(len(frame))
-        return decode_frame(frame)
-
-    monkeypatch.setattr(format, 'decode_frame', counted)
-    training.lifecycle.replicator.spreads = True
-    training.run_until(3 * W + 1)
-    assert len(training.heard) == 3 and not decoded
 
 
 def test_another_plan_takes_over_at_its_origin(training: Training) -> None:
@@ -96,17 +77,6 @@ def test_full_store_skips_a_window_and_delays_training_no_longer_than_allowed(
     assert training.committed() == [3, 9]
     assert_contents(training, 9)
     training.stop()
-
-
-def test_a_file_that_becomes_free_ends_the_wait(training: Training) -> None:
-    training.persisting = False
-    training.run_until(2 * W)
-    freeing = threading.Timer(0.1, training.agree, [WindowName(3, PLAN)])
-    freeing.start()
-    training.run_until(3 * W)
-    assert training.committed()[-1] == 6
-    assert training.checkpointer.statistics.skipped_windows == 0
-    freeing.join()
 
 
 def test_no_file_is_waited_for_once_a_rank_is_lost(shm: Path) -> None:
@@ -149,27 +119,6 @@ def test_persisted_window_is_immutable_until_its_successor_is_persisted(shm: Pat
     training.stop()
 
 
-def remove_file_before_the_commit_of(training: Training, start: int) -> Callable[[], None]:
-    """Train through all of window `start`, whose commit then fails once the result is called."""
-    training.run_until(start + W - 1)
-    gate = threading.Event()
-    # The checksums of earlier slots take long: the sealing thread is busy.
-    training.checkpointer.copier._sealing.submit(gate.wait, DEADLINE_S)
-    [writing] = training.windows.path.glob(f'writing-{start}-*')
-    writing.unlink()
-    training.step()
-    return gate.set
-
-
-def test_a_failure_while_the_plan_changes_does_not_reach_training(training: Training) -> None:
-    fail = remove_file_before_the_commit_of(training, 0)
-    training.checkpointer.schedule_next(msgspec.structs.replace(SCHEDULE, origin=W, digest='plan2'))
-    opening = threading.Timer(0.1, fail)  # begin() waits for the sealing thread
-    opening.start()
-    training.run_until(2 * W)
-    assert training.committed() == [3]
-
-
 def test_removed_files_are_replaced_and_windows_kept_again(training: Training) -> None:
     """As a cleaner of temporary files does, in the middle of a window."""
     training.run_until(2 * W + 1)
@@ -197,15 +146,6 @@ def test_an_iteration_that_begins_again_is_captured_once(training: Training) -> 
     for start in training.committed():
         assert_contents(training, start)
     assert training.checkpointer.statistics.failures == 0
-
-
-def test_state_of_another_window_is_not_captured_into_this_one(training: Training) -> None:
-    training.run_until(2 * W + 1)
-    training.iteration = 3 * W + 1  # the first slot of the next window is left out
-    training.step()
-    training.checkpointer.drain()
-    assert training.checkpointer.statistics.failures == 1
-    assert training.windows.file(WindowName(2 * W, PLAN)) is None
 
 
 def roll_back(training: Training, start: int) -> None:

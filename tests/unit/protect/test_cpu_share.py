@@ -3,7 +3,6 @@
 
 import queue
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,18 +11,8 @@ import torch
 from moevement_ext.capture.copier import Copier
 from moevement_ext.capture.layout import _Copy, in_pieces
 from moevement_ext.config import SparseCheckpointConfig
-from moevement_ext.events import EventLog
-from moevement_ext.memory.node_store import NodeStore
-from moevement_ext.memory.window.generations import OwnerWindows
-from moevement_ext.plan.strategy.moevement import Measured
-from moevement_ext.plan.windows import Cores
-from moevement_ext.protect.protection import Protection, Reserved
-from moevement_ext.protect.statistics import CaptureStatistics
+from moevement_ext.protect.protection import Protection
 from moevement_ext.rates import OtherWork
-from moevement_ext.replicate.client import ReplicaClient
-from moevement_ext.replicate.replicator import Replicator
-from tests.unit.memory.samples import SECRET, capacity, commit, named
-from tests.unit.replicate.peers import DEADLINE_S, OWNER, serving
 from tests.unit.test_rates import burn
 
 pytestmark = pytest.mark.timed
@@ -85,21 +74,6 @@ def test_without_a_share_and_on_a_gpu_the_cores_are_no_limit() -> None:
     assert told(unmeasured) is None
 
 
-@pytest.mark.parametrize('cpu', [None, 1e7])
-def test_cpu_share_limits_the_mean_of_a_window(cpu: float | None) -> None:
-    training, asked = protection(), []
-    training.rank = training._rank
-    training.statistics = CaptureStatistics(EventLog(None, 0))
-    training.statistics.training_s, training.statistics.events.recoveries = 1400.0, 9
-    training.planner = SimpleNamespace(
-        shortest_window=lambda carried, longest: asked.append(carried)
-    )
-    training._longest = 8
-    Reserved._shortest_window(training, Measured(0.5, 1e9, None, cpu))  # type: ignore[arg-type]
-    (carried,) = asked
-    assert carried.cores == (cpu and Cores(5_000_000, 0.02, 0.5 * 10 / 5000))
-
-
 def test_copies_and_seals_are_measured() -> None:
     copier = Copier(torch.device('cpu'))
     try:
@@ -117,28 +91,3 @@ def test_copies_and_seals_are_measured() -> None:
         assert copier.cost.s_per_byte() >= 0.3 / 2**22, 'the seal counts, too'
     finally:
         copier.stop()
-
-
-def test_sends_and_receives_are_measured_on_their_own_threads(shm: Path) -> None:
-    store = NodeStore(shm, 'run1', 'node0')
-    own = OwnerWindows(store, OWNER, OWNER, capacity(), generations=4)
-    replicated: queue.Queue[object] = queue.Queue()
-    with serving(shm) as server:
-        client = ReplicaClient(server.address, SECRET, DEADLINE_S)
-        sender = Replicator(OWNER, {1: client}, replicated.put, replicated.put)
-        receiver = server._inboxes[OWNER]
-        try:
-            file = commit(own, 0)
-            assert sender.cost.s_per_byte() == receiver._cost.s_per_byte() == 0
-            for slot in file.slots():
-                sender.submit(file, slot)
-            assert replicated.get(timeout=DEADLINE_S) == named(0)
-            found = sender.cost.s_per_byte(), receiver._cost.s_per_byte()
-            assert min(found) > 0
-            for slot in file.slots():
-                sender.submit(file, slot)
-            assert replicated.get(timeout=DEADLINE_S) == named(0)
-            assert (sender.cost.s_per_byte(), receiver._cost.s_per_byte()) == found, 'it had it'
-        finally:
-            sender.stop()
-    store.close()

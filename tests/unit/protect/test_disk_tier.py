@@ -31,7 +31,6 @@ from tests.unit.memory.samples import (
     commit,
     named,
     tmpfs_directory,
-    write_window,
 )
 from tests.unit.replicate.peers import wait_for
 
@@ -174,15 +173,6 @@ def test_nothing_is_pruned_before_all_have_the_newer_one(make: Callable[..., Job
     assert slow.starts() == [3, 0]
     slow.disk.moving.set()
     wait_for(lambda: fast.starts() == slow.starts() == [6, 3])
-
-
-def test_window_that_is_not_on_this_disk_is_not_noted_as_complete(
-    make: Callable[..., Job],
-) -> None:
-    """Else a job would start from the disk with a window that this rank lacks."""
-    (rank,) = make(FAST).ranks
-    rank.tier._note_complete(named(3))
-    assert not rank.disk.noted_complete()
 
 
 def test_slow_disk_skips_windows_and_delays_no_rank(
@@ -405,15 +395,3 @@ def test_a_held_file_is_neither_overwritten_nor_missed(make: Callable[..., Job])
     windows.persisted(named(12))
     commit(windows, 15)
     assert windows.file(named(0)) is None, 'its file is used again'
-
-
-def test_rollback_frees_a_held_file_and_its_holder_notices(make: Callable[..., Job]) -> None:
-    windows = make(FAST).ranks[0].windows
-    commit(windows, 3)
-    held = windows.hold(named(3))
-    assert held is not None
-    windows.discard_after(0)
-    assert not held.held
-    file = windows.begin(named(6))
-    assert file is not None
-    write_window(file)

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 
-from moevement_ext.config import DYNAMIC, ConfigurationError
+from moevement_ext.config import DYNAMIC
 from moevement_ext.memory.window.name import WindowName
 from moevement_ext.memory.window.slot import (
     ExpertCopies,
@@ -250,13 +250,3 @@ def test_moetion_compensates_for_lost_tokens(lossy: Callable[[int], Lossy]) -> N
     ledger = ExpertLedger(job.tokens, Moetion(None), SIZES)
     ledger.go_back(header, LAST)
     assert job.tokens.owed == {'expert0': (routed_by(6) - routed_by(4))['expert0'], 'expert1': 0}
-
-
-def test_more_experts_than_there_are_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r'experts 3 must be at most .* a layer, 2\.'):
-        ExpertLedger(Tokens(), Moc(1, 3), SIZES)
-
-
-def test_experts_whose_tokens_are_not_counted_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match='tokens of expert9 are not counted'):
-        ExpertLedger(Tokens(), Moc(1, 1), {'expert9': 64})

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 import queue
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
-from types import SimpleNamespace as Namespace
 from typing import Any
 
 import pytest
@@ -14,9 +12,7 @@ from hypothesis import strategies as st
 from torch.distributed import TCPStore
 
 from moevement_ext.memory.window.name import MAX_GIVEN_UP, Agreed, WindowName
-from moevement_ext.protect import persistence
 from moevement_ext.protect.persistence import PersistenceTracker
-from tests.unit.membership.counted_store import CountedStore, Tally
 from tests.unit.protect.distant_store import DistantStore
 from tests.unit.replicate.peers import wait_for
 
@@ -280,28 +276,6 @@ def test_a_lost_connection_does_not_end_persistence(caplog: pytest.LogCaptureFix
     tracker.stop()
 
 
-def test_withdrawal_does_not_wait_once_the_store_answers_again(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It had been away for long, so that it is asked every half a minute."""
-    monkeypatch.setattr(persistence, '_FIRST_RETRY_SECONDS', 1000.0)
-    monkeypatch.setattr(persistence, '_LAST_RETRY_SECONDS', 1000.0)
-    server = DistantStore()
-    heard: queue.Queue[Agreed] = queue.Queue()
-    tracker = PersistenceTracker(server.connect(TIMEOUT), 0, 2, heard.put)
-    tracker.report(window(0))
-    tracker.report(window(4))
-    wait_for(lambda: not tracker._tasks)
-    server.cut()
-    tracker.look()
-    wait_for(lambda: 'out of reach' in caplog.text)
-    server.repair()
-    tracker.withdraw_after(window(0))
-    assert 'withdrawn' not in caplog.text and not tracker._tasks
-    assert tracker._counted_windows() == [window(0)]
-    tracker.stop()
-
-
 def test_keys_do_not_grow(job: Job) -> None:
     """Not with complete windows, and not with windows that a rank skipped."""
     job.report(window(0), 0, 1, 2)
@@ -315,47 +289,3 @@ def test_keys_do_not_grow(job: Job) -> None:
     job.report(window(start + 4), 1)
     assert job.persisted[1].get(timeout=DEADLINE_S) == window(start + 4)
     assert job.store.num_keys() == keys
-
-
-def test_store_that_is_out_of_reach_is_tried_rarely() -> None:
-    store: Any = Namespace(set_timeout=lambda timeout: None, clone=lambda: store)
-    connection = persistence.StoreConnection(store, '')
-    pauses = [connection.attempt(lambda: 1 / 0) for _ in range(20)]
-    assert pauses[0] == 0.4 and pauses[1:] == [min(2 * pause, 30.0) for pause in pauses[:-1]]
-    assert connection.attempt(lambda: None) == 0.0
-
-
-def test_slow_window_is_polled_rarely() -> None:
-    """All ranks ask one store."""
-    store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
-    tally, heard = Tally(), queue.Queue[Agreed]()
-    connections = [TCPStore('127.0.0.1', store.port, is_master=False) for _ in range(2)]
-    early = PersistenceTracker(CountedStore(connections[0], tally), 0, 2, heard.put)
-    late = PersistenceTracker(connections[1], 1, 2, lambda agreed: None)
-    requests = []
-    for start in range(0, 24, 4):
-        before = tally.read().requests
-        early.report(window(start))
-        time.sleep(1.0)
-        late.report(window(start))
-        assert heard.get(timeout=DEADLINE_S) == Agreed(window(start))
-        requests.append(tally.read().requests - before)
-    early.stop()
-    late.stop()
-    assert min(requests[-2:]) <= 12 < requests[0]
-
-
-def test_a_failing_callback_does_not_end_the_tracker() -> None:
-    heard: queue.Queue[Agreed] = queue.Queue()
-
-    def fail_once(agreed: Agreed) -> None:
-        heard.put(agreed)
-        if agreed == Agreed(window(0)):
-            raise RuntimeError('callback')
-
-    store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
-    tracker = PersistenceTracker(store, 0, 1, fail_once)
-    for start in (0, 4):
-        tracker.report(window(start))
-        assert heard.get(timeout=DEADLINE_S) == Agreed(window(start))
-    tracker.stop()

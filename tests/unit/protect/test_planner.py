@@ -154,15 +154,6 @@ def test_experts_of_ranks_alternate_after_tied_operators(planners: list[Planner]
     assert order(planners[0], {}) == ['embedding', 'expert0', 'expert2', 'expert1', 'expert3']
 
 
-def test_tied_operators_stay_first_regardless_of_popularity(planners: list[Planner]) -> None:
-    shares = {'expert0': 0.4, 'expert1': 0.3, 'expert2': 0.2, 'expert3': 0.1}
-    found = order(planners[0], shares)
-    assert found[0] == 'embedding'
-    assert [name for name in found if name in shares] == [
-        'expert1', 'expert3', 'expert0', 'expert2',
-    ]  # fmt: skip
-
-
 def test_slots_load_all_ranks_regardless_of_popularity() -> None:
     """One rank has the four experts with the fewest tokens, another the four with the most."""
     ranks = [[f'expert{number}' for number in range(first, first + 4)] for first in (0, 4)]

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
-import msgspec
 import pytest
 from torch.distributed import Store, TCPStore
 
@@ -119,28 +118,6 @@ def observed_until_adopted(ranks: list[Rank], start: int, tokens: dict[str, int]
         if not any(rank.waits for rank in ranks):
             return [rank.adopted() for rank in ranks]
     raise AssertionError('not adopted by all')
-
-
-def test_counts_of_outdated_windows_are_deleted(start: Start, master: TCPStore) -> None:
-    """Rank 1 is always a window behind, so that no window is ever decided on."""
-    ranks = [start(number, 2) for number in range(2)]
-
-    def observe(number: int, window: int) -> None:
-        ranks[number].observe(2 * window)
-        wait_for(lambda: master.check([f'load/{number}', f'loads/{2 * window}']))
-        wait_for(
-            lambda: (
-                msgspec.json.decode(master.get(f'load/{number}'), type=WindowLoad).start
-                == 2 * window
-            )
-        )
-
-    for window in range(20):
-        observe(0, window)
-        if window:
-            observe(1, window - 1)
-    keys = [key for key in master.list_keys() if key.startswith('loads/')]
-    assert 0 < len(keys) <= 6
 
 
 def test_a_rank_that_joins_late_adopts_the_plan_in_force_at_once(

@@ -131,11 +131,6 @@ def test_the_node_with_the_least_decides(find: Callable[..., int]) -> None:
     assert find(elsewhere=2) == 2
 
 
-def test_too_little_memory_is_refused_with_the_shortest_window(find: Callable[..., int]) -> None:
-    """By `reserve`, which says how much is missing."""
-    assert find(host_memory_gb=(needed(1) - 1) / GIB) == 1
-
-
 def test_running_job_of_the_same_name_keeps_its_secret(
     shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
