@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Groups of a backend that fails like NCCL (`nccl_like`): ended, and connected anew."""
 
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -17,9 +16,9 @@ from torch.distributed import PrefixStore
 from moevement_ext.membership.rendezvous import RoundEnded
 from moevement_ext.recover.fruitless import in_words
 from moevement_ext.recover.localized import LocalizedRecovery
-from moevement_ext.regroup import nccl, process_groups
+from moevement_ext.regroup import nccl
 from moevement_ext.regroup.nccl import _NOT_IN_A_GROUP, Nccl
-from moevement_ext.regroup.process_groups import ProcessGroups, RegroupError, _Group
+from moevement_ext.regroup.process_groups import RegroupError
 from tests.unit.regroup import ranks
 from tests.unit.regroup.ranks import DEADLINE, Failed, Job, cluster
 
@@ -194,14 +193,6 @@ def test_lost_gpu_is_left_to_the_check_of_the_device(monkeypatch: pytest.MonkeyP
         Nccl().end_calls()
 
 
-def noted(order: list[str], name: str, call: Any) -> Any:
-    def noting(*given: Any) -> Any:
-        order.append(name)
-        return call(*given)
-
-    return noting
-
-
 def test_communicator_without_memory_fails_in_words_and_can_be_made_later() -> None:
     with cluster(2, 'nccl') as job:
         job.all(ranks.unblock)
@@ -292,41 +283,3 @@ def test_backend_of_another_design_is_refused_with_the_remedy() -> None:
 def kind_of_another_design(job: Job) -> None:
     backend = ProcessGroupNCCL2(dist.HashStore(), 0, 1, DEADLINE)
     job.process_groups._kind_name((0,), [backend])
-
-
-def test_fake_groups_on_devices_that_the_backend_cannot_serve_are_refused() -> None:
-    with cluster(1) as job, pytest.raises(Failed, match='nccl cannot: call stand_in_for'):
-        job.ranks[0].call(take_up_fake_group)
-
-
-def take_up_fake_group(job: Job) -> None:
-    import torch.testing._internal.distributed.fake_pg  # noqa: F401
-
-    dist.new_group([0], backend='fake')
-    groups = job.process_groups
-    groups._backend = process_groups.NCCL
-    groups.unblock()
-
-
-def test_groups_connect_on_the_training_threads_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    current, seen = threading.local(), []
-
-    class Communicator:
-        def __init__(self, *given: object) -> None: ...
-
-        def eager_connect_single_device(self, device: torch.device) -> None:
-            seen.append(device)
-
-    monkeypatch.setattr(nccl, 'ProcessGroupNCCL', Communicator)
-    monkeypatch.setattr(torch.cuda, 'is_initialized', lambda: True)
-    monkeypatch.setattr(torch.cuda, 'current_device', lambda: getattr(current, 'index', 0))
-    monkeypatch.setattr(
-        torch.cuda, 'set_device', lambda device: setattr(current, 'index', device.index)
-    )
-    torch.cuda.set_device(torch.device('cuda', 3))
-    groups = object.__new__(ProcessGroups)
-    groups._kinds, groups._unblocked, groups._rank = {'nccl': object.__new__(Nccl)}, False, 3
-    groups._lock, groups._addresses, groups._open = threading.Lock(), [], []
-    group = _Group(Mock(bound_device_id=None), (0, 1, 2, 3), 0, [], 'nccl', None)
-    groups._connect([group], {group.group: None}, {group.name}, timedelta(seconds=5))
-    assert seen == [torch.device('cuda', 3)]

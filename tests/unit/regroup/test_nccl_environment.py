@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Processes survive the loss of a peer by settings that are made for them."""
 
-import inspect
 import os
 
 import pytest
 import torch
-from torch.distributed.elastic.agent.server import local_elastic_agent
 
 from moevement_ext.errors import UserError
 from moevement_ext.regroup import nccl_environment
@@ -49,20 +47,6 @@ def test_torch_never_ends_waits_itself() -> None:
     os.environ[ERROR_HANDLING] = '1'
     prepare()
     assert os.environ[ERROR_HANDLING] == '0'
-
-
-def test_torchruns_agent_sets_no_other_variable(caplog: pytest.LogCaptureFixture) -> None:
-    agent = inspect.getsource(local_elastic_agent.LocalElasticAgent._start_workers)
-    set_by_it = {name for name in SETTINGS if name in agent}
-    os.environ |= dict.fromkeys(set_by_it, '1')
-    prepare()
-    assert set_by_it == {ERROR_HANDLING} and not caplog.records
-
-
-def test_one_process_of_a_node_warns(caplog: pytest.LogCaptureFixture) -> None:
-    os.environ |= {'NCCL_NVLS_ENABLE': '1', 'LOCAL_RANK': '3'}
-    prepare()
-    assert not caplog.records
 
 
 def test_torch_creates_the_backend_that_can_reconnect() -> None:
