@@ -115,15 +115,3 @@ def test_deaths_of_sources_refuse_no_window(monkeypatch: pytest.MonkeyPatch) -> 
             recovery._replay_window(verdict, lambda iteration: None)
         assert not recovery._refused
         recovery._decide()
-
-
-# Reports of a rank
-
-VERSION, ORIGIN = 2**31, 2**40
-
-
-def test_rank_with_a_copied_state_knows_its_iteration(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If an exit is due, the process trains none before it, but the windows have to agree."""
-    recovery = recovery_of(MagicMock(), MagicMock())
-    recovery._resume(COPIED)
-    assert recovery._rank.events.iteration == 9

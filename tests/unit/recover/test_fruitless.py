@@ -133,13 +133,6 @@ def test_a_gpu_without_memory_for_communicators_is_tried_once_more(
     assert job.restarts == 0
 
 
-def test_error_without_a_window_ends(fault_free: Expected, monkeypatch: pytest.MonkeyPatch) -> None:
-    faulty = Faulty(monkeypatch, lambda process, iteration: iteration == 1, method='_write')
-    with pytest.raises(ConnectionRefusedError):
-        run(fault_free, most_errors=2)
-    assert len(faulty.raised) >= 3
-
-
 # Between two steps
 
 
@@ -160,17 +153,6 @@ def test_error_after_each_step_is_the_program_s_own(
     with pytest.raises(type(kind()), match=re.escape(str(kind()))):
         run(fault_free)
     assert len(faulty.raised) == (1 if last or isinstance(kind(), ConnectionError) else MOST)
-
-
-def test_round_ended_after_last_step(fault_free: Expected, monkeypatch: pytest.MonkeyPatch) -> None:
-    faulty = Faulty(
-        monkeypatch,
-        lambda _, iteration: iteration == ITERATIONS and not faulty.raised,
-        lambda: RoundEnded('other bits'),
-        'note',
-        ThreadedJob,
-    )
-    assert not run(fault_free).errors and len(faulty.raised) == 1
 
 
 # The count

@@ -63,21 +63,6 @@ def test_different_seed_of_a_rank_is_refused(strict: bool) -> None:
         check(OWN, OTHER_SEED, OTHER_SEED, strict=strict)
 
 
-def test_doubtful_differences_are_reported(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    found = {'refused': ['--lr: was 1, is 2'], 'doubtful': ['torch: was 2, is 3']}
-    with caplog.at_level(logging.WARNING):
-        assert check(OWN, OWN, OTHER_RINGS) == []
-        assert check(OWN, OWN, **found) == ['--lr: was 1, is 2']
-    assert 'NCCL_ALGO: rank 0 Ring, rank 2 absent' in caplog.text
-    assert 'another launch: torch: was 2, is 3' in caplog.text
-    with pytest.raises(UserError, match='--sparse-ckpt-strict: .*NCCL_ALGO: rank 0 Ring, rank 2'):
-        check(OWN, OWN, OTHER_RINGS, strict=True)
-    with pytest.raises(UserError, match='--lr: was 1, is 2; torch: was 2, is 3. Launch the job as'):
-        check(OWN, OWN, strict=True, **found)
-
-
 def test_windows_of_another_launch_in_a_job_of_slurm_are_not_trained_over(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -118,15 +103,6 @@ def test_all_ranks_learn_of_a_rank_with_other_protection() -> None:
     assert not differences(OWN, other), 'windows of such a launch are usable'
 
 
-def test_settings_that_differ_between_nodes_are_accepted() -> None:
-    one = SparseCheckpointConfig(window=3, dir='/a', disk='/b', events='/c', metrics=9000)
-    other = SparseCheckpointConfig(window=3, dir='/d', disk='/e', topology='/f', strict=True)
-    assert one.of_all_ranks() == other.of_all_ranks()
-    without = SparseCheckpointConfig(window=4, dir='/a')
-    differing = dict(one.of_all_ranks().items() ^ without.of_all_ranks().items())
-    assert differing.keys() == {'--sparse-ckpt-window', '--sparse-ckpt-disk'}
-
-
 OTHER_RECOVERY = replace(OWN, protection={'--sparse-ckpt-recovery': 'global'})
 
 
@@ -160,13 +136,6 @@ def test_joining_process_with_other_flags_is_refused_by_name(
     assert reason == (None if said is None else words)
     doubtful = joining is OTHER_RINGS and not strict
     assert ('NCCL_ALGO: the job Ring, rank 1 absent' in caplog.text) is doubtful
-
-
-def test_joining_process_is_refused_without_recorded_settings() -> None:
-    survivor = Report(True, 'a', 1, [], launched='digest')
-    identity = RankIdentity('run', 'layout', 1, OWN)
-    said = launched_alike.why_not(HashStore(), [survivor], identity, strict=False)
-    assert said == 'rank 1 has other settings than the job'
 
 
 @pytest.mark.parametrize('number', [1, 2])

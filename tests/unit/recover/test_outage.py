@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
-from torch.distributed import DistBackendError, PrefixStore, Store, TCPStore
+from torch.distributed import PrefixStore, Store, TCPStore
 
 from moevement_ext.launch.launcher_events import JobRecovered
 from moevement_ext.membership import mailbox
@@ -17,11 +16,9 @@ from moevement_ext.membership.mailbox import of_launch
 from moevement_ext.membership.report import Report
 from moevement_ext.memory.node_store import Death, forget_deaths, noted_deaths
 from moevement_ext.memory.window.name import Window, WindowName
-from moevement_ext.recover.fruitless import in_words
 from moevement_ext.recover.outage import Gone, Outage, Summary, deaths, of_the_whole_job
 from moevement_ext.recover.verdict import Localized
 from moevement_ext.recover.verification import Verified
-from moevement_ext.regroup.process_groups import RegroupError
 
 
 @pytest.fixture
@@ -86,18 +83,6 @@ def test_first_survivor_reports_once(launcher: Store, capsys: pytest.CaptureFixt
     assert mailbox.read_recovery(launcher) == line
 
 
-def test_reason_without_a_death(launcher: Store, capsys: pytest.CaptureFixture[str]) -> None:
-    outage = Outage(0)
-    reports = [report(10), report(11)]
-    outage.begins('the network', 0.0, reports)
-    outage.met(reports)
-    outage.is_over(PrefixStore('round/7', launcher), Localized(target=8), reports, {})
-    outage.say()
-    out = capsys.readouterr().out
-    assert 'no process died: the network' in out and 'verified' not in out
-    assert 'goes on from: the state that every rank still has' in out
-
-
 def test_a_lost_store_does_not_end_training(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -160,7 +145,6 @@ def test_newest_death_of_each_rank_is_read(tmp_path: Path) -> None:
 
 # The line
 
-NO_MEMORY = "NCCL error, NCCL version 2.28.9\nLast error:\nCuda failure 2 'out of memory'"
 NOW = time.mktime((2026, 1, 31, 4, 32, 52, 0, 0, -1))
 SECONDS = {'noticing it': 0.12, 'starting processes': 7.9, 'connecting': 0.0}
 
@@ -189,13 +173,6 @@ def test_one_line_answers_an_operators_questions() -> None:
     )
 
 
-def test_unknown_facts_do_not_read_like_a_defect() -> None:
-    line = summary(lost=None, away_s=None, spares='', verified=Verified(0, -1, ())).line(NOW)
-    assert 'verified: checksums of the window (it is the newest that was captured)' in line
-    assert 'lost iterations: unknown' in line and 'since a time that nothing here has seen' in line
-    assert 'spares' not in line
-
-
 @pytest.mark.parametrize(
     ('changed', 'exact'),
     [
@@ -210,12 +187,6 @@ def test_launcher_colours_the_same_lines_as_a_worker(changed: dict, exact: bool)
     assert JobRecovered(found.line(NOW), '1 hot').nothing_lost is exact
 
 
-def test_launcher_prints_the_line_with_its_own_time_and_spares() -> None:
-    said = str(JobRecovered(summary().line(NOW), '1 hot'))
-    assert said.startswith('RECOVERED at iteration 37 | rank 1 on node1')
-    assert said.endswith('| spares left: 1 hot') and said.count('spares left') == 1
-
-
 def test_ranks_that_died_together_are_listed_together() -> None:
     killed = [Gone(rank, 'n2', 'was killed by SIGKILL', 1.0 + rank) for rank in (8, 9, 10, 12)]
     said = deaths([*killed, Gone(3, 'n1', '')])
@@ -223,35 +194,3 @@ def test_ranks_that_died_together_are_listed_together() -> None:
     assert said == f'rank 3 on n1 died, ranks 8-10, 12 on n2 were killed by SIGKILL at {first}'
     many = deaths([Gone(rank, f'n{rank}', 'was lost') for rank in range(100)])
     assert many.endswith(' and 96 more') and many.count(' was lost') == 4
-
-
-@pytest.mark.parametrize(
-    ('error', 'said'),
-    [
-        (
-            RuntimeError(
-                '[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:545] Read error '
-                '[127.0.1.1]:3456: Connection reset by peer. This may be caused by a remote peer '
-                'that crashed. GLHF! \U000f0000'
-            ),
-            'the connection to another rank is lost (gloo: Read error [127.0.1.1]:3456: Connection '
-            'reset by peer.)',
-        ),
-        (ConnectionError(), 'ConnectionError: no reason given'),
-        (
-            RegroupError(f'The process group of ranks 0, 1 could not be connected: {NO_MEMORY}'),
-            "RegroupError: no GPU memory for a communicator: Cuda failure 2 'out of memory'",
-        ),
-        (
-            DistBackendError('NCCL error\nLast error:\nFailed to CUDA calloc async 4194304 bytes'),
-            'DistBackendError: no GPU memory for a communicator: Failed to CUDA calloc async '
-            '4194304 bytes',
-        ),
-        (
-            torch.OutOfMemoryError('CUDA out of memory.\nTried to allocate'),
-            'OutOfMemoryError: CUDA out of memory.',
-        ),
-    ],
-)
-def test_messages_of_libraries_are_no_headline(error: Exception, said: str) -> None:
-    assert in_words(error) == said

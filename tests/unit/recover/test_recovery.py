@@ -16,7 +16,6 @@ from moevement_ext.faults import Phase
 from moevement_ext.membership.membership import Membership
 from moevement_ext.memory.budget import Logged
 from moevement_ext.memory.ledger import LedgerEntry
-from moevement_ext.memory.limits import CONNECTIONS_OF_A_RANK
 from moevement_ext.memory.window.name import WindowName
 from moevement_ext.protect.lifecycle import WindowLifecycle
 from moevement_ext.protect.protection import Protection
@@ -107,19 +106,6 @@ def test_windows_without_replica_count_again(fault_free: Expected, withdrawn: li
     """Otherwise a window is persisted, and the one before is overwritten, without its copy."""
     train_through([Fault(1, Phase.FORWARD, FIRST)], fault_free)
     assert len(withdrawn) == 1 and withdrawn != [1]
-
-
-def test_connections_with_the_store(fault_free: Expected, monkeypatch: pytest.MonkeyPatch) -> None:
-    counts = []
-
-    def count(recovery: LocalizedRecovery) -> None:
-        server = recovery._membership._loss._store.port  # type: ignore[attr-defined]
-        peers = [one.raddr for one in psutil.Process().net_connections('tcp')]
-        counts.append(sum(bool(peer) and peer.port == server for peer in peers))
-
-    spy(monkeypatch, LocalizedRecovery, '_decide', count)
-    train_through([Fault(1, Phase.FORWARD, FIRST)], fault_free)
-    assert STAGES < max(counts) <= STAGES * CONNECTIONS_OF_A_RANK
 
 
 def test_same_address_gets_windows(fault_free: Expected, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sources of a window, between real ranks over TCP; it is converted while it is fetched."""
 
-import contextlib
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -192,43 +190,6 @@ def test_close_wakes_a_waiting_reader(job: Job, arriving: Callable) -> None:
             taken.result(20.0)
     assert not window._thread.is_alive()
     assert job.commit(0).name == named(0)  # the file is free
-
-
-@contextlib.contextmanager
-def unreachable_peer() -> Iterator[tuple[str, int]]:
-    """No process accepts or refuses a connection any more, as on a node without power."""
-    listener = socket.create_server(('127.0.0.1', 0), backlog=0)
-    kept = []
-    with contextlib.suppress(TimeoutError):
-        while True:
-            kept.append(socket.create_connection(listener.getsockname(), timeout=0.5))
-    yield listener.getsockname()
-    for sock in (listener, *kept):
-        sock.close()
-
-
-def test_abandoned_connection_blocks_nothing(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, '_TO_END_S', 0.3)
-    file = job.commit(0)
-    expected = digest(file.path)
-    replicate(job, file)
-    inventories, memory = job.inventories(), job.ranks[0]
-    memory.windows.discard(named(0))
-    answering = memory.addresses[1]
-    with unreachable_peer() as address:
-        memory.addresses[1] = address
-        before = ArrivingWindow(memory, CANDIDATE, [[], inventories[1]], OWN)
-        before.close()
-        assert before._thread.is_alive(), 'it connects'
-        memory.addresses[1] = answering
-        window = ArrivingWindow(memory, CANDIDATE, [[], inventories[1]], OWN)
-        try:
-            assert digest(window.file().path) == expected
-        finally:
-            window.close()
-    before._thread.join(DEADLINE_S)
-    assert not before._thread.is_alive()
-    assert memory.windows.file(named(0)) is window.file()
 
 
 # The disk is the last source

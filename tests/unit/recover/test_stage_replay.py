@@ -24,7 +24,6 @@ from tests.unit.memory.samples import RUN, SECRET, TOPOLOGY
 from tests.unit.recover.fake_trainer import FakeTrainer
 from tests.unit.replicate.peers import silent_peer
 from tests.unit.replicate.test_host_memory import CANDIDATE, Job
-from tests.unit.store.processes import until
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -142,20 +141,6 @@ def test_survivor_or_broken_round_asks_nobody(replay: Replay, broken: bool) -> N
     survivor = msgspec.structs.replace(NEW, survivor=True)
     found = take_over(replay, 4, [0, 1], NEW if broken else survivor)
     assert found == ([None] * 4 if broken else [[9.0]] * 4)
-
-
-def test_end_of_the_round_ends_a_fetch(replay: Replay, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_memory, '_LEDGER_TIMEOUT_S', 600.0)
-
-    def end_round() -> None:
-        until(lambda: replay.memory._fetching is not None)
-        replay.end_round()
-
-    ending = threading.Thread(target=end_round)
-    ending.start()
-    with silent_peer(True, OF_JOB) as silent:
-        assert take_over(replay, 4, [0, 1, 1], NEW, [silent]) == [None] * 4
-    ending.join()
 
 
 def test_catch_up_counts_the_evaluations_that_it_skips(replay: Replay) -> None:

@@ -27,7 +27,7 @@ from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.memory.window.name import RankIdentity, Window
 from moevement_ext.memory.window.refusal import RefusedWindow
 from moevement_ext.memory.window.settings import Layout
-from moevement_ext.recover import inventory, whole_job
+from moevement_ext.recover import inventory
 from moevement_ext.recover.absence import refuse_to_forget
 from moevement_ext.recover.conversion import Conversion
 from moevement_ext.recover.reshard import stock
@@ -35,7 +35,6 @@ from moevement_ext.recover.reshard.found import Elsewhere, merged, require_parts
 from moevement_ext.recover.whole_job import obtain
 from moevement_ext.replicate.client import PeerLost
 from tests.unit.memory.samples import (
-    WINDOW,
     capacity,
     commit,
     digest,
@@ -326,29 +325,6 @@ def test_nothing_is_deleted_in_a_directory_that_cannot_be_listed(
 
 
 # What the whole job obtains
-
-
-@pytest.mark.parametrize(
-    ('starts', 'dense', 'last', 'reason'),
-    [
-        ([0, 3], 9, 20, 'the dense checkpoint of iteration 9 is newer than every window'),
-        ([6, 9], -1, 8, 'training ends at iteration 8, and every newer window is of iteration 8'),
-        ([0, 9], 5, 8, 'training ends at iteration 8, and every newer window is of iteration 11'),
-    ],
-)
-def test_too_old_or_too_new_windows(starts: list[int], dense: int, last: int, reason: str) -> None:
-    windows = [Window(named(start), WINDOW) for start in starts]
-    assert whole_job._why_none(windows, [], dense, last).startswith(reason)
-
-
-def test_window_of_a_silent_holder(obtaining: Obtaining, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(directory, 'READ_AGAIN_S', 0.0)
-    obtaining.lost = 10 * TRIES
-    with pytest.raises(UserError, match='rank 1: the connection is lost.*--sparse-ckpt-forget'):
-        obtaining.obtain()
-    assert obtaining.asked == TRIES
-    assert obtaining.obtain(forget=True) is None
-    assert len(obtaining.told) == 1
 
 
 @pytest.mark.parametrize('failing', [1, 100])

@@ -169,12 +169,6 @@ def test_candidates_are_whole_and_in_order(
     assert dense == sorted(dense, reverse=True)
 
 
-def test_a_window_that_ends_later_is_newer_than_one_that_begins_later() -> None:
-    long, short = Window(WindowName(4, 'a'), 4), Window(WindowName(5, 'a'), 1)
-    assert candidates(everywhere(2, short, long), 2) == [long, short]
-    assert candidates(everywhere(3, long), 2) == [], 'it is of a larger job'
-
-
 @given(inventories=INVENTORIES, wanted=PARTS)
 def test_holders_begin_with_the_owner(
     inventories: list[set[HeldWindow]], wanted: HeldWindow
@@ -218,12 +212,6 @@ def test_exactly_the_stages_that_lost_something_replay_whole(job: Job) -> None:
     assert verdict.ranks == {r for r, stage in enumerate(job.stage_of) if stage in verdict.stages}
     assert verdict.replacements == set(range(len(job.reports))) - set(job.survivors)
     assert verdict.replacements <= verdict.ranks
-
-
-@given(committed=ITERATIONS, stages=st.integers(1, 4), tied=st.booleans())
-def test_no_rank_replays_without_a_loss(committed: int, stages: int, tied: bool) -> None:
-    job = Job([survivor(committed, first_logged=NOWHERE)] * stages, [*range(stages)], tied)
-    assert job.verdict(committed) == Localized(target=committed)
 
 
 @pytest.mark.parametrize(

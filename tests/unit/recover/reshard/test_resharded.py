@@ -8,7 +8,6 @@ from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import msgspec
 import numpy as np
@@ -21,13 +20,13 @@ from moevement_ext.errors import HostMemoryError, UserError
 from moevement_ext.job.other_layouts import OtherLayouts
 from moevement_ext.memory.holder_lock import StoreInUseError
 from moevement_ext.memory.node_store import NodeStore
-from moevement_ext.memory.shelf import Shelf, base_of, directories_of, left_by_elastic, read_any
+from moevement_ext.memory.shelf import Shelf, directories_of
 from moevement_ext.memory.window import directory
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.format import Expected
 from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.memory.window.name import RankIdentity, Window, WindowName
-from moevement_ext.memory.window.refusal import CorruptWindow, RefusedWindow, UnreadableWindow
+from moevement_ext.memory.window.refusal import RefusedWindow, UnreadableWindow
 from moevement_ext.memory.window.settings import Layout, Placed, Seat
 from moevement_ext.memory.window.slot import (
     FORMAT_VERSION,
@@ -311,18 +310,6 @@ def test_a_whole_window_that_this_start_cannot_take_is_not_given_up(
     assert obtained(made, shm, pass_soon) is not None, 'a lost connection is tried again'
 
 
-def test_damaged_copy_does_not_speak_for_one_that_cannot_be_read() -> None:
-    def copy(error: Exception) -> Any:
-        return SimpleNamespace(read=Mock(side_effect=error))
-
-    copies = [copy(CorruptWindow('damaged')), copy(UnreadableWindow('no answer'))]
-    with pytest.raises(UnreadableWindow, match='damaged; no answer'):
-        read_any(copies, 0, 0)
-    with pytest.raises(RefusedWindow) as refused:
-        read_any(copies[:1], 0, 0)
-    assert not isinstance(refused.value, UnreadableWindow)
-
-
 @pytest.mark.parametrize('node', ['a', 'b'])
 @pytest.mark.parametrize('passes', [True, False])
 def test_copy_that_cannot_be_opened_now_is_not_damaged(
@@ -414,15 +401,3 @@ def test_a_process_that_joined_late_frees_other_layouts_too(joined: bool, shm: P
     layouts.keep_until_replaced(memory, None)
     memory.forget_other_layouts()
     assert (shm / OLD).exists() != joined
-
-
-def test_run_has_one_directory_per_layout(shm: Path) -> None:
-    for name in ('run', OLD, NEW, 'run.1', 'runs', 'run.aaaaaaaa.bbbbbbbb', 'run.AAAAAAAA'):
-        (shm / name / 'a').mkdir(parents=True)
-    assert directories_of(shm, 'run') == ['run', OLD, NEW]
-    assert Shelf(NodeStore(shm, NEW, 'a'), None).runs() == ['run', OLD]
-    assert [base_of(name) for name in ('run', OLD)] == ['run', 'run']
-    assert left_by_elastic(NodeStore(shm, OLD, 'a')) == [
-        f'{shm / OLD}.bbbbbbbb is of a start with --sparse-ckpt-elastic, and this one is without'
-    ]
-    assert left_by_elastic(NodeStore(shm, 'run', 'b')) == []
