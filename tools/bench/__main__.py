@@ -20,14 +20,11 @@ BENCHMARKS = ('overhead', 'recovery', 'spare-node', 'regroup', 'start')
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments and arguments[0] in BENCHMARKS:
-        module = import_module(f'.{arguments[0].replace("-", "_")}', __package__)
-        return int(module.main(arguments[1:]))
+    given = list(sys.argv[1:] if argv is None else argv)
     parser = Parser(prog='moevement bench', description=__doc__)
     parser.add_argument('benchmark', choices=BENCHMARKS, help='what is measured')
-    parser.parse_args(arguments)
-    return 2
+    name = parser.parse_args(given[:1]).benchmark
+    return int(import_module(f'.{name.replace("-", "_")}', __package__).main(given[1:]))
 
 
 if __name__ == '__main__':

@@ -1,18 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The frame of the benchmarks: ways take turns over several rounds; figures of each over these.
+"""The frame of all benchmarks: ways take turns over several rounds; figures of each over these.
 
 A slow phase of the machine affects all ways; ratios are taken within a round.
 """
 
+import argparse
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, final
 
 import msgspec
 from rich.console import Console
 
+from ..lab import tables
+from ..lab.arguments import Parser, at_least
+from ..lab.benchmark import exit_on_sigterm, prepare, run_benchmark
+from ..lab.errors import LabError
 from ..lab.figures import Spread
 from ..lab.hardware import Hardware
-from ..lab.tables import table
+
+_LEAST_WIDTH = 100
+
+
+class Figure(NamedTuple):
+    """A figure of a measurement, or words about it, and its column."""
+
+    heading: str
+    text: Callable[[float], str] = '{:.2f}'.format
+    of: Callable[[Any, Any], float | str | None] | None = None
+    """From a measurement, and from that of the way it is compared with in the same round; None
+    does not count. By default the attribute of the figure's name."""
+    ranged: bool = True
+    """Show the range over the rounds, too."""
+
+    def cell(self, spread: Spread) -> str:
+        if spread.min == spread.max or not self.ranged:
+            return self.text(spread.median)
+        text = self.text
+        return f'{text(spread.median)}  ({text(spread.min)} to {text(spread.max)})'
 
 
 class Way(msgspec.Struct, frozen=True):
@@ -20,6 +45,7 @@ class Way(msgspec.Struct, frozen=True):
 
     title: str
     figures: dict[str, Spread]
+    words: dict[str, str] = {}
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -27,64 +53,195 @@ class Report(msgspec.Struct, frozen=True):
 
     hardware: Hardware
     settings: dict[str, Any]
+    """Flags."""
     ways: dict[str, Way]
     different: list[str]
     """What must be equal, and is not."""
     rounds: Any
+    """Measurements by way, of each round."""
+    notes: list[str] = []
+    """What the table does not show."""
 
     @property
     def exact(self) -> bool:
         return not self.different
 
 
-def take_turns[R](
-    rounds: int,
-    titles: Mapping[str, str],
-    run: Callable[[str, int], R],
-    seconds: Callable[[R], float],
-    console: Console,
-) -> list[dict[str, R]]:
-    """Run all ways in each round, by name; `run` takes the name and the number of the round."""
-    found: list[dict[str, R]] = []
-    for number in range(1, rounds + 1):
-        found.append({})
-        for name, title in titles.items():
-            one = found[-1][name] = run(name, number)
-            console.print(f'round {number}: {seconds(one):7.3f} s  {title}', highlight=False)
-    return found
+class Bench:
+    """A benchmark with its parsed flags."""
 
+    PROG: ClassVar[str]
+    ABOUT: ClassVar[str]
+    ROUNDS: ClassVar[int] = 3
+    """0: there are no rounds of jobs."""
+    OUTPUT: ClassVar[str] = 'runs/bench'
+    FIGURES: ClassVar[Mapping[str, Figure]]
+    """By name, in the order of their columns."""
 
-def over_rounds[R](
-    rounds: Sequence[Mapping[str, R]],
-    titles: Mapping[str, str],
-    figures: Mapping[str, Callable[[R, R], float | None]],
-) -> dict[str, Way]:
-    """Figures of each way, computed from its measurement and from the first way's in a round.
+    def __init__(self, args: argparse.Namespace, output: Path, data: Path) -> None:
+        self.args, self.output, self.data = args, output, data
+        self.failed: dict[str, str] = {}
+        """Why ways did not run, by title."""
 
-    A figure of None does not count.
-    """
-    first = next(iter(rounds[0]))
-    ways = {}
-    for name in rounds[0]:
-        found = {
-            figure: [value for one in rounds if (value := of(one[name], one[first])) is not None]
-            for figure, of in figures.items()
+    # Each benchmark has its own
+
+    @classmethod
+    def add_flags(cls, parser: argparse.ArgumentParser) -> None:
+        pass
+
+    @classmethod
+    def check(cls, parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+        """Refuse flags that do not go together, and fill in defaults."""
+
+    def titles(self) -> Mapping[str, str]:
+        """Titles of the ways by name, in the order of their turns."""
+        raise NotImplementedError
+
+    def begin(self, number: int) -> None:
+        """Called before each round."""
+
+    def run(self, way: str, number: int) -> Any:
+        """Measure a way in a round."""
+        raise NotImplementedError
+
+    def may_fail(self, way: str) -> bool:
+        """True if the others go on where a way raises LabError."""
+        return False
+
+    def line(self, one: Any) -> str:
+        """Progress after a measurement."""
+        return f'{one.seconds:7.3f} s'
+
+    def beside(self, way: str) -> str:
+        """The way that another one is compared with."""
+        return next(iter(self.titles()))
+
+    def title(self, way: str, last: Any) -> str:
+        return self.titles()[way]
+
+    def different(self, rounds: Sequence[Mapping[str, Any]]) -> list[str]:
+        """What must be equal, and is not."""
+        return []
+
+    def notes(self, report: Report) -> Iterable[str]:
+        return ()
+
+    @classmethod
+    def draw(cls, args: argparse.Namespace, report: Report) -> None:
+        """Write a picture, if one is wanted."""
+
+    # The frame
+
+    @final
+    @classmethod
+    def parse(cls, argv: Sequence[str] | None) -> argparse.Namespace:
+        parser = Parser(prog=cls.PROG, description=cls.ABOUT)
+        if cls.ROUNDS:
+            about = f'rounds over all ways (default: {cls.ROUNDS})'
+            parser.add_argument('--rounds', type=at_least(1), default=cls.ROUNDS, help=about)
+            parser.add_argument('--output', type=Path, default=Path(cls.OUTPUT), help='of logs')
+        for name, what in (('json', 'report'), ('table', 'table, for a document,')):
+            about = f'write the {what} here'
+            parser.add_argument(f'--{name}', type=Path, metavar='FILE', help=about)
+        cls.add_flags(parser)
+        args = parser.parse_args(argv)
+        cls.check(parser, args)
+        return args
+
+    @final
+    @classmethod
+    def main(cls, argv: Sequence[str] | None = None) -> int:
+        exit_on_sigterm()
+        args = cls.parse(argv)
+
+        def show(report: Report, console: Console) -> None:
+            print_report(report, cls.FIGURES, console)
+            if args.table:
+                args.table.write_text(markdown(report, cls.FIGURES), 'utf-8')
+            cls.draw(args, report)
+
+        return run_benchmark(cls.PROG.removeprefix('moevement '), args, cls.measure, show)
+
+    @classmethod
+    def measure(cls, args: argparse.Namespace, console: Console) -> Report:
+        hardware = Hardware.here(gpu=getattr(args, 'share_gpu', False))
+        places = prepare(args, cls.PROG.split()[-1]) if cls.ROUNDS else (Path(), Path())
+        bench = cls(args, *places)
+        return bench.summary(hardware, bench.take_turns(console))
+
+    def take_turns(self, console: Console) -> list[dict[str, Any]]:
+        rounds: list[dict[str, Any]] = []
+        for number in range(1, self.args.rounds + 1):
+            self.begin(number)
+            rounds.append({})
+            for way, title in self.titles().items():
+                try:
+                    rounds[-1][way] = one = self.run(way, number)
+                except LabError as error:
+                    if not self.may_fail(way):
+                        raise
+                    line = self.failed[title] = str(error)
+                else:
+                    line = self.line(one)
+                tables.say(console, f'round {number}: {line}  {title}')
+        return rounds
+
+    def summary(self, hardware: Hardware, rounds: Sequence[Mapping[str, Any]]) -> Report:
+        ways = {
+            way: self._over_rounds(way, [one for one in rounds if way in one])
+            for way in self.titles()
+            if any(way in one for one in rounds)
         }
-        spreads = {figure: Spread.of(values) for figure, values in found.items() if values}
-        ways[name] = Way(titles[name], spreads)
-    return ways
+        if not ways:
+            raise LabError('nothing ran; see the messages above')
+        settings = {
+            name: value
+            for name, value in vars(self.args).items()
+            if isinstance(value, int | float | str | list)
+        }
+        different = self.different(rounds)
+        report = Report(hardware, settings, ways, different, rounds)
+        missing = [f'{title} did not run: {why}' for title, why in self.failed.items()]
+        return msgspec.structs.replace(report, notes=[*missing, *self.notes(report)])
+
+    def _over_rounds(self, way: str, rounds: Sequence[Mapping[str, Any]]) -> Way:
+        figures: dict[str, Spread] = {}
+        words: dict[str, str] = {}
+        for name, figure in self.FIGURES.items():
+            found = [
+                figure.of(one[way], one.get(self.beside(way)))
+                if figure.of
+                else getattr(one[way], name)
+                for one in rounds
+            ]
+            if values := [value for value in found if isinstance(value, int | float)]:
+                figures[name] = Spread.of(values)
+            if said := [value for value in found if isinstance(value, str)]:
+                words[name] = ', '.join(dict.fromkeys(said))
+        return Way(self.title(way, rounds[-1][way]), figures, words)
 
 
-def print_ways(
-    ways: Iterable[Way], columns: Mapping[str, tuple[str, int]], console: Console
-) -> None:
-    """Print a row for each way. `columns`: heading and number of digits, by figure."""
-    rows = (
-        (way.title, *(_cell(way, figure, digits) for figure, (_, digits) in columns.items()))
-        for way in ways
-    )
-    console.print(table(('', *(f'>{heading}' for heading, _ in columns.values())), rows))
+def rows(report: Report, figures: Mapping[str, Figure]) -> list[list[str]]:
+    """Cells of the table, a row for each way."""
+
+    def cell(way: Way, name: str) -> str:
+        found = way.figures.get(name)
+        return figures[name].cell(found) if found else way.words.get(name, '-')
+
+    return [[way.title, *(cell(way, name) for name in figures)] for way in report.ways.values()]
 
 
-def _cell(way: Way, figure: str, digits: int) -> str:
-    return way.figures[figure].text(digits) if figure in way.figures else '-'
+def markdown(report: Report, figures: Mapping[str, Figure]) -> str:
+    cells = [[title.replace('*', '\\*'), *others] for title, *others in rows(report, figures)]
+    return tables.markdown(('', *(figure.heading for figure in figures.values())), cells)
+
+
+def print_report(report: Report, figures: Mapping[str, Figure], console: Console) -> None:
+    tables.say(console, report.hardware.line())
+    columns = ['', *(f'>{figure.heading}' for figure in figures.values())]
+    # At the width of a narrow terminal, rich would cut the columns.
+    least = _LEAST_WIDTH + 10 * len(columns)
+    wide = Console(file=console.file, width=max(console.width, least))
+    wide.print(tables.table(columns, rows(report, figures)), soft_wrap=True)
+    for line in report.notes:
+        tables.say(console, line)

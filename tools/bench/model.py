@@ -34,3 +34,11 @@ def training_flags(
     sizes = ['--pipeline-model-parallel-size', str(ranks // NODES)]
     sizes += ['--expert-model-parallel-size', '2']
     return _MODEL.training_flags([*_TRAINING, *kind.split(), *sizes], data, iterations)
+
+
+def staged_flags(
+    data: Path, stages: int, iterations: int, precision: str | None = None
+) -> list[str]:
+    """The same for one pipeline stage on each rank; the last value of a flag counts."""
+    layout = ['--pipeline-model-parallel-size', str(stages), '--expert-model-parallel-size', '1']
+    return training_flags(data, NODES, iterations, precision) + layout

@@ -21,32 +21,26 @@ Exit status: 0 done, 1 the final states differ, 2 a run failed.
 import argparse
 import math
 import statistics
-import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
-from rich.console import Console
 
 from moevement_ext.events import Event, WindowCommitted, WindowOnDisk
 
 from ..lab import models, precisions
-from ..lab.arguments import Parser, at_least
-from ..lab.benchmark import add_output_flags, exit_on_sigterm, prepare, run_benchmark
+from ..lab.arguments import at_least
 from ..lab.cpu_clock import CpuClock
 from ..lab.errors import LabError
 from ..lab.evidence import kind_of
-from ..lab.hardware import Hardware
-from ..lab.job import Job, memory_directory, train
-from ..lab.launch import PROGRAM, Launch, Launcher
+from ..lab.job import Job, Trained, memory_directory, train
+from ..lab.launch import PROGRAM, ROOT, Launch, Launcher
 from ..lab.models import dense_flags, sparse_flags
 from ..lab.run_log import RunLog
-from ..lab.tables import say
 from . import model
-from .frame import Report, Way, over_rounds, print_ways, take_turns
+from .frame import Bench, Figure, Report
 from .model import NODES
 
 PLAIN, SPARSE, AGAINST = 'plain', 'sparse', 'sparse-against'
@@ -103,155 +97,6 @@ def final_loss(log: RunLog, iterations: int) -> float | None:
     return statistics.fmean(last) if whole else None
 
 
-FIGURES: dict[str, Callable[[Run, Run], float | None]] = {
-    'iteration_ms': lambda run, plain: 1000 * run.iteration_s,
-    'ratio': lambda run, plain: run.iteration_s / plain.iteration_s,
-    'cpu_s': lambda run, plain: run.cpu_s,
-    'cpu_ratio': lambda run, plain: run.cpu_s / plain.cpu_s,
-    'helpers': lambda run, plain: run.helpers_s / plain.cpu_s,
-    'exposed_ms': lambda run, plain: run.exposed_ms,
-    'loss': lambda run, plain: run.loss,
-}
-_COLUMNS = {
-    'iteration_ms': ('iteration (ms)', 0),
-    'ratio': ('ratio', 3),
-    'cpu_s': ('CPU s / rank', 2),
-    'cpu_ratio': ('CPU ratio', 2),
-    'helpers': ('helpers', 3),
-    'exposed_ms': ('exposed (ms)', 1),
-    'loss': ('loss', 3),
-}
-
-
-def print_report(report: Report, console: Console) -> None:
-    settings = report.settings
-    engine = {None: '', True: ', stand-ins for Transformer Engine', False: ', Transformer Engine'}
-    say(console, report.hardware.line() + engine[settings['stand_ins']])
-    print_ways(report.ways.values(), _COLUMNS, console)
-    say(
-        console,
-        f'{settings["ranks"]} ranks on 2 emulated nodes, {settings["rounds"]} rounds of '
-        f'{settings["iterations"]} iterations, the first {settings["warm_up"]} dropped; per round '
-        'the median, over rounds the median (and the range). Slots are those of the last window of '
-        'the last rank, in MiB; one slot is what a dense checkpoint takes. Helpers: CPU time of '
-        "Python threads other than the training thread, over all of plain Megatron's. "
-        'Losses: mean of the last tenth of the iterations, - after a NaN.',
-    )
-    verdict = f'DIFFERENT in {", ".join(report.different)}' if report.different else 'equal'
-    say(console, f'Final states of all runs of a precision, bit for bit: {verdict}.')
-
-
-def title_of(run: Run) -> str:
-    """Title with windows and slots, as far as a run has them."""
-    windows = sorted(set(run.windows))
-    if not windows:
-        return TITLES[run.variant]
-    slots = ' '.join(f'{nbytes / _MIB:.1f}' for nbytes in run.slot_bytes)
-    return f'{TITLES[run.variant]}, window {", ".join(map(str, windows))}, slots {slots}'
-
-
-class Bench(NamedTuple):
-    """Parameters of the benchmark."""
-
-    data: Path
-    output: Path
-    ranks: int
-    iterations: int
-    warm_up: int
-    window: str
-    against: Path | None = None
-    precision: str = BF16
-    """One of `FORMATS`, or of `precisions.NATIVE`."""
-    stand_ins: bool | None = None
-    """False: all ranks use the first GPU and Transformer Engine. None: only native precision."""
-    only: Sequence[str] = tuple(TITLES)
-
-    @property
-    def variants(self) -> list[str]:
-        """Names of the runs that take turns; plain Megatron is the first."""
-        if self.stand_ins is not None:
-            return [PLAIN, SPARSE]
-        beside = (name for name in self.only if self.against is not None or name != AGAINST)
-        return [PLAIN, *(name for name in beside if name != PLAIN)]
-
-    def run(self, variant: str, round_number: int) -> Run:
-        folder = self.output / f'{round_number}-{variant}'
-        clock = CpuClock()
-
-        def sample(job: Job) -> None:
-            for log in job.follow('the end', _POLL_S):
-                clock.sample(job, log)
-
-        with (
-            memory_directory() as memory,
-            tempfile.TemporaryDirectory(
-                prefix='checkpoints-', dir=self.output.parent
-            ) as checkpoints,
-        ):
-            flags = [*self.training_flags(), *self.protection(variant, memory, Path(checkpoints))]
-            if '--sparse-ckpt' in flags:
-                flags += ['--sparse-ckpt-events', str(folder / 'events')]
-            found = train(self._launch(variant, folder, flags), sample, Launcher.TORCHRUN)
-        log = found.log
-        if len(log.iterations) != self.iterations and self.stand_ins is None:
-            raise LabError(f'{variant}: {len(log.iterations)} of {self.iterations} iterations')
-        on_disk = len({window.start for window in kind_of(found.events, WindowOnDisk)})
-        if variant == DISK and not on_disk:
-            raise LabError(f'{variant}: no window was copied to disk; take more --iterations')
-        measured = log.iterations[self.warm_up - 1 :]
-        seconds = log.wall_seconds(self.warm_up)
-        if not seconds:
-            raise LabError(f'{variant}: no iteration after the first {self.warm_up} has a loss')
-        slots = log.captured
-        exposed = [slot.exposed_ms for slot in slots[self.warm_up :]]
-        span = measured[0].time, measured[-1].time
-        iterations = len(seconds) * self.ranks
-        return Run(
-            variant=variant,
-            iteration_s=statistics.median(seconds),
-            all_iterations_s=seconds,
-            cpu_s=clock.seconds(*span) / iterations,
-            helpers_s=helpers_s(found.events, self.warm_up),
-            exposed_ms=statistics.mean(exposed) if exposed else None,
-            windows=[slot.window for slot in slots],
-            slot_bytes=[slot.nbytes for slot in slots[-slots[-1].window :]] if slots else [],
-            digest=found.state.digest,
-            on_disk=on_disk,
-            loss=final_loss(log, self.iterations),
-        )
-
-    def _launch(self, variant: str, folder: Path, flags: Sequence[str]) -> Launch:
-        launch = Launch(folder, flags, NODES, self.ranks // NODES)
-        if self.stand_ins is not None:
-            program = precisions.program(self.stand_ins)
-            launch = launch._replace(program_file=program, share_gpu=not self.stand_ins)
-        if variant == AGAINST and self.against is not None:
-            launch = launch._replace(checkout=self.against)
-        return launch
-
-    def training_flags(self) -> list[str]:
-        """Flags of plain Megatron; the last value of a flag counts."""
-        precision = BF16 if self.precision == AGAIN else self.precision
-        flags = model.training_flags(self.data, self.ranks, self.iterations, precision)
-        flags += ['--seed', '4321'] if self.precision == AGAIN else []
-        return [*flags, *(precisions.ENGINE if self.stand_ins is False else ())]
-
-    def protection(self, variant: str, memory: Path, checkpoints: Path) -> list[str]:
-        """Flags of a way to protect a run, except the folder of events."""
-        disk = ['--sparse-ckpt-disk', str(checkpoints), '--sparse-ckpt-disk-every', '1']
-        sparse = sparse_flags(memory, model.RUN_ID, self.window)
-        flags = {
-            SPARSE: sparse,
-            AGAINST: sparse,
-            # The next window is copied as soon as all ranks have copied the one before.
-            DISK: [*sparse, *disk],
-            DENSE_IN_MEMORY: sparse_flags(memory, model.RUN_ID, 1),
-            SYNC: dense_flags(checkpoints, 1, asynchronous=False),
-            ASYNC: dense_flags(checkpoints, 1, asynchronous=True),
-        }
-        return flags.get(variant, [])
-
-
 def helpers_s(events: Iterable[Event], warm_up: int) -> float:
     """CPU seconds of helper threads per rank and iteration, between commits after the warm-up."""
     by_rank: dict[int, list[WindowCommitted]] = defaultdict(list)
@@ -268,108 +113,189 @@ def _end(committed: WindowCommitted) -> int:
     return committed.start + len(committed.slots)
 
 
-def summarize(bench: Bench, hardware: Hardware, rounds: dict[str, list[dict[str, Run]]]) -> Report:
-    """Report on rounds by precision; all runs of a precision must end in the same bits."""
-    ways: dict[str, Way] = {}
-    for precision, of_precision in rounds.items():
-        titles = {name: f'{precision}: {title_of(run)}' for name, run in of_precision[-1].items()}
-        found = over_rounds(of_precision, titles, FIGURES)
-        ways |= {f'{precision}/{name}': way for name, way in found.items()}
-    different = [
-        precision
-        for precision, of_precision in rounds.items()
-        if len({run.digest for runs in of_precision for run in runs.values()}) > 1
-    ]
-    settings = {
-        'ranks': bench.ranks,
-        'rounds': len(next(iter(rounds.values()))),
-        'iterations': bench.iterations,
-        'warm_up': bench.warm_up,
-        'window': bench.window,
-        'stand_ins': bench.stand_ins,
+class OverheadBench(Bench):
+    """Runs of the same job, protected in several ways, in one or several precisions.
+
+    The name of a way is `<precision>/<variant>`.
+    """
+
+    PROG, ABOUT = 'moevement bench overhead', __doc__
+    FIGURES = {
+        'iteration_ms': Figure(
+            'iteration (ms)', '{:.0f}'.format, lambda run, plain: 1000 * run.iteration_s
+        ),
+        'ratio': Figure(
+            'ratio', '{:.3f}'.format, lambda run, plain: run.iteration_s / plain.iteration_s
+        ),
+        'cpu_s': Figure('CPU s / rank'),
+        'cpu_ratio': Figure('CPU ratio', of=lambda run, plain: run.cpu_s / plain.cpu_s),
+        'helpers': Figure(
+            'helpers', '{:.3f}'.format, lambda run, plain: run.helpers_s / plain.cpu_s
+        ),
+        'exposed_ms': Figure('exposed (ms)', '{:.1f}'.format),
+        'loss': Figure('loss', '{:.3f}'.format),
     }
-    return Report(hardware, settings, ways, different, rounds)
 
+    @classmethod
+    def add_flags(cls, parser: argparse.ArgumentParser) -> None:
+        add = parser.add_argument
+        add('--iterations', type=int, default=12, help='iterations per run (default: 12)')
+        add('--warm-up', type=at_least(1), default=4, help='iterations to drop (default: 4)')
+        add('--ranks', type=int, choices=model.RANKS, default=2)
+        add('--only', choices=TITLES, nargs='+', default=list(TITLES),
+            help='ways to protect a run, besides plain Megatron (default: all)')  # fmt: skip
+        add('--window', default=AUTO, help='iterations, or auto (default: auto; 4 with '
+            '--precision)')  # fmt: skip
+        add('--against', type=Path, metavar='DIR', help='another checkout to compare')
+        narrow = ','.join(name for name in precisions.FLAGS if name != BF16)
+        add('--precision', metavar='NAMES', help=f'measure these, {ALL} or some of {narrow}, '
+            'besides bf16')  # fmt: skip
+        add('--stand-ins', action='store_true', help='on a CPU, with stand-ins for Transformer '
+            'Engine of the tests (default: on the first GPU, with Transformer Engine)')  # fmt: skip
 
-def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(prog='moevement bench overhead', description=__doc__)
-    add = parser.add_argument
-    add('--rounds', type=at_least(1), default=3, help='rounds over all variants (default: 3)')
-    add('--iterations', type=int, default=12, help='iterations per run (default: 12)')
-    add('--warm-up', type=at_least(1), default=4, help='iterations to drop (default: 4)')
-    add('--ranks', type=int, choices=model.RANKS, default=2)
-    add('--only', choices=TITLES, nargs='+', default=list(TITLES),
-        help='ways to protect a run, besides plain Megatron (default: all)')  # fmt: skip
-    add('--window', default=AUTO, help='iterations, or auto (default: auto; 4 with --precision)')
-    add_output_flags(parser)
-    add('--against', type=Path, metavar='DIR', help='another checkout to compare')
-    add('--precision', metavar='NAMES', help=f'measure these, {ALL} or some of '
-        f'{",".join(name for name in precisions.FLAGS if name != BF16)}, besides bf16')  # fmt: skip
-    add('--stand-ins', action='store_true', help='on a CPU, with stand-ins for Transformer Engine '
-        'of the tests (default: on the first GPU, with Transformer Engine)')  # fmt: skip
-    args = parser.parse_args(argv)
-    if args.iterations < args.warm_up + 3:
-        parser.error(f'--iterations {args.iterations}: must be at least --warm-up + 3')
-    if args.against is not None:
-        args.against = args.against.resolve()
-        if not (args.against / PROGRAM).is_file():
+    @classmethod
+    def check(cls, parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+        """Also set `share_gpu`, and the precisions to those of `FORMATS`."""
+        if args.iterations < args.warm_up + 3:
+            parser.error(f'--iterations {args.iterations}: must be at least --warm-up + 3')
+        if args.against is not None and not (args.against / PROGRAM).is_file():
             parser.error(f'--against {args.against}: no checkout of this project ({PROGRAM})')
-    _check_precision(parser, args)
-    return args
+        args.share_gpu = args.precision is not None and not args.stand_ins
+        if args.precision is None:
+            if args.stand_ins:
+                parser.error('--stand-ins is for --precision: give both')
+            args.only = [one for one in args.only if args.against is not None or one != AGAINST]
+            return
+        if args.against is not None:
+            parser.error('--against is not measured with --precision: leave one out')
+        names = list(FORMATS) if args.precision == ALL else args.precision.split(',')
+        if not set(names) <= set(FORMATS):
+            known = ','.join(FORMATS)
+            parser.error(f'--precision {args.precision}: must be {ALL} or some of {known}')
+        args.precision = [BF16, *(name for name in names if name != BF16)]
+        args.only = [SPARSE]
+        args.window = _WINDOW_OF_FORMATS if args.window == AUTO else args.window
+        if args.iterations < args.warm_up + int(args.window):
+            parser.error(f'--iterations {args.iterations}: must be at least --warm-up + --window')
+        try:
+            precisions.program(args.stand_ins)
+        except ValueError as error:
+            parser.error(str(error))
+
+    def titles(self) -> Mapping[str, str]:
+        variants = [PLAIN, *(name for name in self.args.only if name != PLAIN)]
+        measured = self.args.precision or [models.native_precision()]
+        return {f'{name}/{one}': f'{name}: {TITLES[one]}' for name in measured for one in variants}
+
+    def beside(self, way: str) -> str:
+        return f'{way.rpartition("/")[0]}/{PLAIN}'
+
+    def line(self, one: Run) -> str:
+        return f'{one.iteration_s:7.3f} s'
+
+    def run(self, way: str, number: int) -> Run:
+        args, (precision, _, variant) = self.args, way.rpartition('/')
+        folder = self.output / precision.replace(', ', '-') / f'{number}-{variant}'
+        clock = CpuClock()
+
+        def sample(job: Job) -> None:
+            for log in job.follow('the end', _POLL_S):
+                clock.sample(job, log)
+
+        with (
+            memory_directory() as memory,
+            tempfile.TemporaryDirectory(prefix='checkpoints-', dir=self.output) as checkpoints,
+        ):
+            own = self.protection(variant, memory, Path(checkpoints))
+            flags = [*self.training_flags(precision), *own]
+            if '--sparse-ckpt' in flags:
+                flags += ['--sparse-ckpt-events', str(folder / 'events')]
+            launch = Launch(folder, flags, NODES, args.ranks // NODES, share_gpu=args.share_gpu)
+            if args.precision:
+                launch = launch._replace(program_file=precisions.program(args.stand_ins))
+            checkout = args.against.resolve() if variant == AGAINST else ROOT
+            found = train(launch._replace(checkout=checkout), sample, Launcher.TORCHRUN)
+        return self._measured(variant, found, clock)
+
+    def _measured(self, variant: str, found: Trained, clock: CpuClock) -> Run:
+        args = self.args
+        log, warm_up = found.log, args.warm_up
+        if len(log.iterations) != args.iterations and not args.precision:
+            raise LabError(f'{variant}: {len(log.iterations)} of {args.iterations} iterations')
+        on_disk = len({window.start for window in kind_of(found.events, WindowOnDisk)})
+        if variant == DISK and not on_disk:
+            raise LabError(f'{variant}: no window was copied to disk; take more --iterations')
+        seconds = log.wall_seconds(warm_up)
+        if not seconds:
+            raise LabError(f'{variant}: no iteration after the first {warm_up} has a loss')
+        slots = log.captured
+        exposed = [slot.exposed_ms for slot in slots[warm_up:]]
+        measured = log.iterations[warm_up - 1 :]
+        cpu_s = clock.seconds(measured[0].time, measured[-1].time)
+        return Run(
+            variant=variant,
+            iteration_s=statistics.median(seconds),
+            all_iterations_s=seconds,
+            cpu_s=cpu_s / (len(seconds) * args.ranks),
+            helpers_s=helpers_s(found.events, warm_up),
+            exposed_ms=statistics.mean(exposed) if exposed else None,
+            windows=[slot.window for slot in slots],
+            slot_bytes=[slot.nbytes for slot in slots[-slots[-1].window :]] if slots else [],
+            digest=found.state.digest,
+            on_disk=on_disk,
+            loss=final_loss(log, args.iterations),
+        )
+
+    def training_flags(self, precision: str) -> list[str]:
+        """Flags of plain Megatron; the last value of a flag counts."""
+        args, again = self.args, precision == AGAIN
+        kind = BF16 if again else precision
+        flags = model.training_flags(self.data, args.ranks, args.iterations, kind)
+        flags += ['--seed', '4321'] if again else []
+        return [*flags, *(precisions.ENGINE if args.share_gpu else ())]
+
+    def protection(self, variant: str, memory: Path, checkpoints: Path) -> list[str]:
+        """Flags of a way to protect a run, except the folder of events."""
+        sparse = sparse_flags(memory, model.RUN_ID, self.args.window)
+        flags = {
+            SPARSE: sparse,
+            AGAINST: sparse,
+            # The next window is copied as soon as all ranks have copied the one before.
+            DISK: [
+                *sparse, '--sparse-ckpt-disk', str(checkpoints), '--sparse-ckpt-disk-every', '1',
+            ],
+            DENSE_IN_MEMORY: sparse_flags(memory, model.RUN_ID, 1),
+            SYNC: dense_flags(checkpoints, 1, asynchronous=False),
+            ASYNC: dense_flags(checkpoints, 1, asynchronous=True),
+        }  # fmt: skip
+        return flags.get(variant, [])
+
+    def title(self, way: str, last: Run) -> str:
+        """With windows and slots, as far as a run has them."""
+        windows = ', '.join(map(str, sorted(set(last.windows))))
+        slots = ' '.join(f'{nbytes / _MIB:.1f}' for nbytes in last.slot_bytes)
+        return self.titles()[way] + (f', window {windows}, slots {slots}' if windows else '')
+
+    def different(self, rounds: Sequence[Mapping[str, Run]]) -> list[str]:
+        """Precisions of which not all runs ended in the same bits."""
+        digests: dict[str, set[str]] = defaultdict(set)
+        for way, run in (pair for one in rounds for pair in one.items()):
+            digests[way.rpartition('/')[0]].add(run.digest)
+        return [name for name, found in digests.items() if len(found) > 1]
+
+    def notes(self, report: Report) -> Iterator[str]:
+        args = self.args
+        engine = ', stand-ins for Transformer Engine' if args.stand_ins else ''
+        yield (
+            f'{args.ranks} ranks on 2 emulated nodes{engine}, {args.rounds} rounds of '
+            f'{args.iterations} iterations, the first {args.warm_up} dropped; per round '
+            'the median, over rounds the median (and the range). Slots are those of the last '
+            'window of the last rank, in MiB; one slot is what a dense checkpoint takes. Helpers: '
+            'CPU time of Python threads other than the training thread, over all of plain '
+            "Megatron's. Losses: mean of the last tenth of the iterations, - after a NaN."
+        )
+        verdict = f'DIFFERENT in {", ".join(report.different)}' if report.different else 'equal'
+        yield f'Final states of all runs of a precision, bit for bit: {verdict}.'
 
 
-def _check_precision(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Convert names to those of `FORMATS`, in place."""
-    if args.precision is None:
-        if args.stand_ins:
-            parser.error('--stand-ins is for --precision: give both')
-        return
-    if args.against is not None:
-        parser.error('--against is not measured with --precision: leave one out')
-    names = list(FORMATS) if args.precision == ALL else args.precision.split(',')
-    if not set(names) <= set(FORMATS):
-        parser.error(f'--precision {args.precision}: must be {ALL} or some of {",".join(FORMATS)}')
-    args.precision = [BF16, *(name for name in names if name != BF16)]
-    args.window = _WINDOW_OF_FORMATS if args.window == AUTO else args.window
-    if args.iterations < args.warm_up + int(args.window):
-        parser.error(f'--iterations {args.iterations}: must be at least --warm-up + --window')
-    try:
-        precisions.program(args.stand_ins)
-    except ValueError as error:
-        parser.error(str(error))
-
-
-def measure(args: argparse.Namespace, console: Console) -> Report:
-    stand_ins = args.stand_ins if args.precision else None
-    hardware = Hardware.here(gpu=stand_ins is False)
-    output, data = prepare(args, 'overhead')
-    bench = Bench(
-        data, output, args.ranks, args.iterations, args.warm_up, args.window, args.against,
-        stand_ins=stand_ins, only=args.only,
-    )  # fmt: skip
-    measured = args.precision or [models.native_precision()]
-    titles = {
-        f'{name}/{way}': f'{name}: {TITLES[way]}' for name in measured for way in bench.variants
-    }
-
-    def run(way: str, number: int) -> Run:
-        name, _, variant = way.rpartition('/')
-        (folder := output / name.replace(', ', '-')).mkdir(parents=True, exist_ok=True)
-        return bench._replace(precision=name, output=folder).run(variant, number)
-
-    found = take_turns(args.rounds, titles, run, lambda run: run.iteration_s, console)
-    rounds = {
-        name: [{way: one[f'{name}/{way}'] for way in bench.variants} for one in found]
-        for name in measured
-    }
-    return summarize(bench, hardware, rounds)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    exit_on_sigterm()
-    args = parse_arguments(argv)
-    return run_benchmark('bench_overhead', args, measure, print_report)
-
-
-if __name__ == '__main__':
-    sys.exit(main())
+main = OverheadBench.main

@@ -22,32 +22,27 @@ Exit status: 0 done, 1 states that must be equal differ, 2 a run failed or did n
 
 import argparse
 import math
-import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
-from rich.console import Console
 
 from moevement_ext.config import LOCALIZED, RESTART, WHOLE_JOB
 from moevement_ext.events import Event, NextTier, Recovered, WorkerStarted
 
-from ..lab.arguments import Parser, at_least
-from ..lab.benchmark import add_output_flags, exit_on_sigterm, prepare, run_benchmark
+from ..lab.arguments import at_least
 from ..lab.errors import LabError
 from ..lab.evidence import Tier, kind_of
 from ..lab.figures import medians
 from ..lab.following import read_events
-from ..lab.hardware import Hardware
-from ..lab.job import Job, Trained, memory_directory, train
+from ..lab.job import Job, memory_directory, train
 from ..lab.launch import Launch, add_share_gpu
 from ..lab.models import dense_flags, native_precision, sparse_flags
 from ..lab.run_log import RunLog
-from ..lab.tables import say
 from . import model
-from .frame import Report, over_rounds, print_ways, take_turns
+from .comeback import comeback, stage_iterations
+from .frame import Bench, Figure, Report
 
 STAGES = 4
 VICTIM = 2
@@ -62,250 +57,165 @@ TITLES = {
     DISK: 'whole job, torch_dist',
     ELASTIC: 'whole job, --sparse-ckpt-elastic, same layout',
 }
+_OF_ONE_WORKER = (SPARE, COLD)
 _ITERATIONS_AFTER = 3
 _MAX_RESTARTS = 1000
-USUAL = tuple(name for name in TITLES if name != ELASTIC)
 
 
-class Comeback(msgspec.Struct, frozen=True):
+class Back(msgspec.Struct, frozen=True):
     """The recovery of one job that lost workers."""
 
     seconds: float
     """Seconds from the kill to the first new iteration."""
     phases: dict[str, float]
-    """Seconds by phase, in order; their sum is `seconds`."""
-    stage_iterations: int
+    """Seconds by phase: those of every recovery, then parts of them by the engine."""
+    stage_iterations: float
     """Number of repeated iterations, times the number of stages that repeated them."""
     different: list[str]
     """Kinds of state that differ from the undisturbed run."""
 
 
-def sparse_recovery(
-    log: RunLog, killed_at: float, events: Sequence[Event], different: list[str]
-) -> Comeback:
-    """Phases in the events of the slowest of the ranks that repeated most iterations.
+def recovered(
+    log: RunLog, killed_at: float, events: Sequence[Event], different: list[str], dense: bool
+) -> Back:
+    """Evaluate a job that lost workers.
 
     Args:
         log: log of the last rank, over all its processes.
         killed_at: time of the signal (seconds since the epoch).
-        events: those of all ranks, in the order of time.
+        events: those of all ranks.
         different: kinds of state that differ from the undisturbed run.
+        dense: checkpoints of Megatron are the only ones.
+
+    Raises LabError: the job did not recover, or not from windows in host memory.
     """
     after = [event for event in events if event.time > killed_at]
     for event in kind_of(after, NextTier):
         raise LabError(f'host memory was not used: {event.reason}')
-    back = {event.rank: event for event in kind_of(after, Recovered)}
-    if missing := sorted(set(range(STAGES)) - set(back)):
+    back = {event.rank for event in kind_of(after, Recovered)}
+    if not dense and (missing := sorted(set(range(STAGES)) - back)):
         raise LabError(f'ranks {missing} did not report a recovery')
-    slowest = max(back.values(), key=lambda event: (event.replayed, event.time))
-    started = [event for event in kind_of(after, WorkerStarted) if event.rank == slowest.rank]
-    before = [item.number for item in log.attempts[0] if item.time <= killed_at]
-    committed = slowest.target if slowest.localized else before[-1]
-    assert isinstance(committed, int)  # a localized recovery always sets it
-    new = log.first_after(committed)
-    last = max(event.time for event in back.values())
-    phases = {
-        'process start': started[-1].time - killed_at,
-        **{name.replace('_', ' '): value for name, value in slowest.seconds.items() if value},
-        'all else': last - started[-1].time - sum(slowest.seconds.values()),
-        'new iteration': new.time - last,
+    started = [event.time for event in kind_of(after, WorkerStarted)]
+    found = comeback(log, after, started, killed_at)
+    engine = {name.replace('_', ' '): seconds for name, seconds in found.engine.items()}
+    again = stage_iterations(log, after, STAGES)
+    return Back(found.seconds, {**found.phases, **engine}, again, different)
+
+
+class RecoveryBench(Bench):
+    """Recoveries of a job that lost workers."""
+
+    PROG, ABOUT, ROUNDS = 'moevement bench recovery', __doc__, 2
+    FIGURES = {
+        'seconds': Figure('seconds to a new iteration'),
+        'ratio': Figure('ratio', of=lambda one, first: one.seconds / first.seconds),
+        'stage_iterations': Figure('stage-iterations again', '{:.0f}'.format),
     }
-    again = sum(event.replayed for event in back.values())
-    return Comeback(new.time - killed_at, phases, again, different)
 
+    @classmethod
+    def add_flags(cls, parser: argparse.ArgumentParser) -> None:
+        add = parser.add_argument
+        add('--lose', choices=(WORKER, ALL), default=WORKER, help='workers to kill '
+            '(default: worker)')  # fmt: skip
+        add('--only', choices=TITLES, nargs='+', default=list(TITLES)[:-1], help='ways to recover '
+            '(default: all but the last)')  # fmt: skip
+        add('--window', type=at_least(1), default=4, help='iterations per window (default: 4)')
+        add('--dense-interval', type=at_least(1), default=10, help='iterations between torch_dist '
+            'checkpoints (default: 10)')  # fmt: skip
+        add_share_gpu(parser)
 
-def dense_restart(log: RunLog, killed_at: float, different: list[str]) -> Comeback:
-    """Phases in the log: restart with load, repeated iterations, first new iteration."""
-    first, died_after = log.attempts[1][0], log.attempts[0][-1].number
-    new = log.first_after(died_after)
-    training_at = first.time - first.elapsed_ms / 1000
-    again = [item.time for item in log.attempts[1] if item.number <= died_after]
-    caught_up_at = max(again, default=training_at)
-    phases = {
-        'process start, load': training_at - killed_at,
-        'recompute': caught_up_at - training_at,
-        'new iteration': new.time - caught_up_at,
-    }
-    recomputed = STAGES * (died_after - first.number + 1)
-    return Comeback(new.time - killed_at, phases, recomputed, different)
+    @classmethod
+    def check(cls, parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+        if args.lose == ALL and set(args.only) <= set(_OF_ONE_WORKER):
+            parser.error(f'--only {" ".join(args.only)}: not with --lose {ALL}')
 
+    def __init__(self, args: argparse.Namespace, output: Path, data: Path) -> None:
+        super().__init__(args, output, data)
+        # Halfway between two checkpoints, once at least two windows are complete.
+        interval = args.dense_interval
+        self.kill_at = interval * math.ceil(2 * args.window / interval) + interval // 2
+        # Flags of the other benchmarks with another layout.
+        precision = native_precision(args.share_gpu)
+        iterations = self.kill_at + _ITERATIONS_AFTER
+        self._flags = model.staged_flags(data, STAGES, iterations, precision)
+        self._reference = train(self._launch(output / 'undisturbed', self._flags))
 
-FIGURES: dict[str, Callable[[Comeback, Comeback], float]] = {
-    'seconds': lambda one, first: one.seconds,
-    'ratio': lambda one, first: one.seconds / first.seconds,
-    'stage_iterations': lambda one, first: one.stage_iterations,
-}
-_COLUMNS = {
-    'seconds': ('seconds to a new iteration', 2),
-    'ratio': ('ratio', 2),
-    'stage_iterations': ('stage-iterations again', 0),
-}
+    def titles(self) -> Mapping[str, str]:
+        left_out = _OF_ONE_WORKER if self.args.lose == ALL else ()
+        asked = set(self.args.only).difference(left_out)
+        return {way: title for way, title in TITLES.items() if way in asked}
 
-
-def summarize(
-    hardware: Hardware, settings: dict[str, object], rounds: list[dict[str, Comeback]]
-) -> Report:
-    """Report; plain checkpoints need not lead to the bits of an undisturbed run."""
-    ways = over_rounds(rounds, TITLES, FIGURES)
-    kinds = {name: _different(name, rounds) for name in ways if name != DISK}
-    different = [f'{TITLES[name]}: {", ".join(found)}' for name, found in kinds.items() if found]
-    return Report(hardware, settings, ways, different, rounds)
-
-
-def _different(name: str, rounds: list[dict[str, Comeback]]) -> list[str]:
-    return sorted({kind for one in rounds for kind in one[name].different})
-
-
-def print_report(report: Report, console: Console) -> None:
-    say(console, report.hardware.line())
-    print_ways(report.ways.values(), _COLUMNS, console)
-    for name, way in report.ways.items():
-        phases = medians([one[name].phases for one in report.rounds])
-        say(console, f'{way.title}: {", ".join(f"{p} {s:.2f}" for p, s in phases.items())} s')
-    settings = report.settings
-    victim = f'rank {VICTIM}' if settings['lose'] == WORKER else 'all'
-    say(
-        console,
-        f'{STAGES} stages on {STAGES} emulated nodes, {len(report.rounds)} rounds; {victim} killed '
-        f'after iteration {settings["kill_after"]}; window {settings["window"]}, torch_dist every '
-        f'{settings["dense_interval"]} iterations.',
-    )
-    for name, way in report.ways.items():
-        differ = ', '.join(_different(name, report.rounds))
-        what = f'Final state against that of an undisturbed run, {way.title}'
-        say(console, f'{what}: {f"differs in: {differ}" if differ else "equal"}.')
-
-
-class Bench(NamedTuple):
-    """Parameters of the benchmark."""
-
-    data: Path
-    output: Path
-    window: int
-    lose: str = WORKER
-    share_gpu: bool = False
-    only: Sequence[str] = USUAL
-
-    @property
-    def methods(self) -> list[str]:
-        return [
-            name
-            for name in TITLES
-            if name in self.only and (self.lose == WORKER or name not in (SPARE, COLD))
-        ]
-
-    def undisturbed(self, iterations: int) -> Trained:
-        return train(self._launch(self.output / 'undisturbed', self.training_flags(iterations)))
-
-    def localized(self, method: str, number: int, kill_at: int, reference: Trained) -> Comeback:
-        """Kill one worker, which the launcher replaces."""
-        folder = self.output / f'{number}-{method}'
-        with memory_directory() as memory:
-            flags = self.training_flags(kill_at + _ITERATIONS_AFTER)
-            flags += self._sparse_flags(memory, folder, LOCALIZED)
-            spares = 1 if method == SPARE else 0
-            launch = self._launch(folder, flags, _MAX_RESTARTS, spares)
-            found = train(launch, lambda job: job.kill_after(kill_at, [VICTIM]))
-        back = found.recovery
-        if back is None or back.tier is not Tier.LOCALIZED or back.died != 1:
-            raise LabError(f'{method}: the recovery was not localized; see {folder}')
-        assert found.hurt_at is not None
-        different = found.different(reference)
-        return sparse_recovery(found.log, found.hurt_at, found.events, different)
-
-    def restarted(
-        self, method: str, number: int, kill_at: int, interval: int, reference: Trained
-    ) -> Comeback:
-        """Kill workers, so that the launcher kills the others and restarts all."""
-        folder = self.output / f'{number}-{method}'
-        with memory_directory() as memory, self._checkpoints() as checkpoints:
-            flags = self.training_flags(kill_at + _ITERATIONS_AFTER)
-            if method == DISK:
-                flags += dense_flags(Path(checkpoints), interval, asynchronous=False)
+    def run(self, way: str, number: int) -> Back:
+        folder = self.output / f'{number}-{way}'
+        with (
+            memory_directory() as memory,
+            tempfile.TemporaryDirectory(prefix='checkpoints-', dir=self.output) as checkpoints,
+        ):
+            if way == DISK:
+                interval = self.args.dense_interval
+                own = dense_flags(Path(checkpoints), interval, asynchronous=False)
             else:
-                flags += self._sparse_flags(memory, folder, WHOLE_JOB)
-                flags += ['--sparse-ckpt-elastic', RESTART] if method == ELASTIC else []
-            with Job(self._launch(folder / 'killed', flags)) as job:
-                victims = [VICTIM] if self.lose == WORKER else range(STAGES)
-                killed_at = job.kill_after(kill_at, victims)
-                job.wait()
-                before = job.read_log()
-            again = train(self._launch(folder / 'recovered', flags))
-        log = RunLog([*before.attempts, *again.log.attempts], [])
-        if len(log.attempts) != 2:
-            raise LabError(f'{method}: killed once, but the logs have {len(log.attempts)} attempts')
-        different = again.different(reference)
-        if method == DISK:
-            return dense_restart(log, killed_at, different)
-        return sparse_recovery(log, killed_at, read_events(folder / 'events'), different)
+                own = sparse_flags(memory, model.RUN_ID, self.args.window, folder / 'events')
+                scope = LOCALIZED if way in _OF_ONE_WORKER else WHOLE_JOB
+                own += ['--sparse-ckpt-recovery', scope]
+                own += ['--sparse-ckpt-elastic', RESTART] if way == ELASTIC else []
+            flags = [*self._flags, *own]
+            if way in _OF_ONE_WORKER:
+                return self._localized(way, folder, flags)
+            return self._restarted(way, folder, flags)
 
-    def training_flags(self, iterations: int) -> list[str]:
-        """Flags of the other benchmarks with another layout: the last value of a flag counts."""
-        layout = ['--pipeline-model-parallel-size', str(STAGES)]
-        layout += ['--expert-model-parallel-size', '1']
-        precision = native_precision(self.share_gpu)
-        return model.training_flags(self.data, 2, iterations, precision) + layout
+    def _localized(self, way: str, folder: Path, flags: Sequence[str]) -> Back:
+        """Kill one worker, which the launcher replaces."""
+        launch = self._launch(folder, flags, _MAX_RESTARTS, int(way == SPARE))
+        found = train(launch, lambda job: job.kill_after(self.kill_at, [VICTIM]))
+        back, hurt_at = found.recovery, found.hurt_at
+        if hurt_at is None or back is None or back.tier is not Tier.LOCALIZED or back.died != 1:
+            raise LabError(f'{way}: the recovery was not localized; see {folder}')
+        different = found.different(self._reference)
+        return recovered(found.log, hurt_at, found.events, different, dense=False)
+
+    def _restarted(self, way: str, folder: Path, flags: Sequence[str]) -> Back:
+        """Kill workers, so that the launcher kills the others and restarts all."""
+        victims = [VICTIM] if self.args.lose == WORKER else range(STAGES)
+        with Job(self._launch(folder / 'killed', flags)) as job:
+            killed_at = job.kill_after(self.kill_at, victims)
+            job.wait()
+            before = job.read_log()
+        again = train(self._launch(folder / 'recovered', flags))
+        log = RunLog([*before.attempts, *again.log.attempts], [])
+        events = read_events(folder / 'events') if way != DISK else []
+        different = again.different(self._reference)
+        return recovered(log, killed_at, events, different, dense=way == DISK)
 
     def _launch(
         self, folder: Path, flags: Sequence[str], max_restarts: int = 0, spares: int = 0
     ) -> Launch:
-        return Launch(folder, flags, STAGES, 1, max_restarts, spares, share_gpu=self.share_gpu)
+        share = self.args.share_gpu
+        return Launch(folder, flags, STAGES, 1, max_restarts, spares, share_gpu=share)
 
-    def _sparse_flags(self, memory: Path, folder: Path, recovery: str) -> list[str]:
-        flags = sparse_flags(memory, model.RUN_ID, self.window, folder / 'events')
-        return [*flags, '--sparse-ckpt-recovery', recovery]
+    def different(self, rounds: Sequence[Mapping[str, Back]]) -> list[str]:
+        """Plain checkpoints need not lead to the bits of an undisturbed run."""
+        differ = {way: _different(way, rounds) for way in rounds[0] if way != DISK}
+        return [f'{TITLES[way]}: {", ".join(kinds)}' for way, kinds in differ.items() if kinds]
 
-    def _checkpoints(self) -> tempfile.TemporaryDirectory[str]:
-        return tempfile.TemporaryDirectory(prefix='checkpoints-', dir=self.output)
-
-
-def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(prog='moevement bench recovery', description=__doc__)
-    add = parser.add_argument
-    add('--lose', choices=(WORKER, ALL), default=WORKER, help='workers to kill (default: worker)')
-    add('--only', choices=TITLES, nargs='+', default=list(USUAL), help='ways to recover (default: '
-        'all but the last)')  # fmt: skip
-    add('--rounds', type=at_least(1), default=2, help='rounds over all ways (default: 2)')
-    add('--window', type=at_least(1), default=4, help='iterations per window (default: 4)')
-    add('--dense-interval', type=at_least(1), default=10, help='iterations between torch_dist '
-        'checkpoints (default: 10)')  # fmt: skip
-    add_output_flags(parser)
-    add_share_gpu(parser)
-    args = parser.parse_args(argv)
-    if args.lose == ALL and not {WHOLE, DISK, ELASTIC} & set(args.only):
-        parser.error(f'--only {" ".join(args.only)}: not with --lose {ALL}')
-    return args
+    def notes(self, report: Report) -> Iterator[str]:
+        for name, way in report.ways.items():
+            phases = medians([one[name].phases for one in report.rounds])
+            yield f'{way.title}: {", ".join(f"{p} {s:.2f}" for p, s in phases.items())} s'
+        victim = f'rank {VICTIM}' if self.args.lose == WORKER else 'all'
+        yield (
+            f'{STAGES} stages on {STAGES} emulated nodes, {len(report.rounds)} rounds; {victim} '
+            f'killed after iteration {self.kill_at}; window {self.args.window}, torch_dist every '
+            f'{self.args.dense_interval} iterations.'
+        )
+        for name, way in report.ways.items():
+            differ = ', '.join(_different(name, report.rounds))
+            what = f'Final state against that of an undisturbed run, {way.title}'
+            yield f'{what}: {f"differs in: {differ}" if differ else "equal"}.'
 
 
-def measure(args: argparse.Namespace, console: Console) -> Report:
-    hardware = Hardware.here(gpu=args.share_gpu)
-    output, data = prepare(args, 'recovery')
-    bench = Bench(data, output, args.window, args.lose, args.share_gpu, args.only)
-    interval = args.dense_interval
-    # Halfway between two checkpoints, once at least two windows are complete.
-    kill_at = interval * math.ceil(2 * args.window / interval) + interval // 2
-    reference = bench.undisturbed(kill_at + _ITERATIONS_AFTER)
-
-    def run(name: str, number: int) -> Comeback:
-        if name in (WHOLE, DISK, ELASTIC):
-            return bench.restarted(name, number, kill_at, interval, reference)
-        return bench.localized(name, number, kill_at, reference)
-
-    titles = {name: TITLES[name] for name in bench.methods}
-    rounds = take_turns(args.rounds, titles, run, lambda one: one.seconds, console)
-    settings = {
-        'lose': args.lose,
-        'window': args.window,
-        'kill_after': kill_at,
-        'dense_interval': interval,
-    }
-    return summarize(hardware, settings, rounds)
+def _different(way: str, rounds: Sequence[Mapping[str, Back]]) -> list[str]:
+    return sorted({kind for one in rounds for kind in one[way].different})
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    exit_on_sigterm()
-    return run_benchmark('bench_recovery', parse_arguments(argv), measure, print_report)
-
-
-if __name__ == '__main__':
-    sys.exit(main())
+main = RecoveryBench.main

@@ -11,17 +11,15 @@ Exit status: 0 done, 1 a counted resource (all but memory) grew, 2 a process fai
 
 import argparse
 import multiprocessing
-import sys
 import threading
 import time
-import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, wait
 from datetime import timedelta
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from threading import BrokenBarrierError
+from typing import Any, ClassVar, NamedTuple
 
-import msgspec
 import psutil
 import torch
 import torch.distributed as dist
@@ -31,13 +29,9 @@ from torch.distributed import PrefixStore, Store, TCPStore
 from moevement_ext.regroup.interruptible_store import InterruptibleStore
 from moevement_ext.regroup.process_groups import ProcessGroups
 
-from ..lab.arguments import Parser, at_least
-from ..lab.benchmark import exit_on_sigterm, run_benchmark
+from ..lab.arguments import at_least
 from ..lab.errors import LabError
-from ..lab.figures import Spread
-from ..lab.hardware import Hardware
-from ..lab.tables import say, table
-from .frame import Report, Way, print_ways
+from .frame import Bench, Figure, Report
 
 WAYS = ('unblock', 'renew')
 _COUNTED = ('file_descriptors', 'threads', 'shm_files', 'store_keys')
@@ -46,12 +40,12 @@ _SHM = '/dev/shm/'
 _MIB = 1 << 20
 
 
-class RankReport(msgspec.Struct, frozen=True):
+class RankReport(NamedTuple):
     """Results of one process."""
 
     groups: int
-    unblock_s: list[float]
-    renew_s: list[float]
+    cycles: list[tuple[float, float]]
+    """Seconds to leave the all-reduce, and to connect all groups."""
     growth: dict[str, float]
 
 
@@ -68,11 +62,13 @@ def _group_ranks(processes: int) -> list[list[int]]:
 class _Rank:
     """One process of the benchmark."""
 
-    def __init__(self, args: argparse.Namespace, rank: int, port: int, barrier: Any) -> None:
+    together: ClassVar[Any]
+    """Barrier of all processes."""
+
+    def __init__(self, args: argparse.Namespace, rank: int, port: int) -> None:
         torch.set_num_threads(1)
         self._args = args
         self._rank = rank
-        self._together = barrier
         self._store = TCPStore('127.0.0.1', port, is_master=False)
         first: Store = PrefixStore('start', self._store)
         dist.init_process_group('gloo', store=first, rank=rank, world_size=args.processes)
@@ -87,23 +83,22 @@ class _Rank:
         before = self._resources()
         times = [self._cycle(self._args.warm_up + cycle) for cycle in range(self._args.cycles)]
         after = self._resources()
-        unblock, renew = map(list, zip(*times, strict=True))
         growth = {name: after[name] - value for name, value in before.items()}
-        return RankReport(len(self._groups), unblock, renew, growth)
+        return RankReport(len(self._groups), times, growth)
 
     def _cycle(self, cycle: int) -> tuple[float, float]:
-        """Run one cycle; returns the seconds to leave the all-reduce, and to connect all groups."""
+        """Run one cycle; returns its two times."""
         tensor = torch.ones(1)
         for group in self._groups:
             dist.all_reduce(tensor, group=group)
         pending = dist.all_reduce(tensor, async_op=True) if self._rank else None
-        self._together.wait(_TIMEOUT.total_seconds())
+        self.together.wait(_TIMEOUT.total_seconds())
         start = time.monotonic()
         self._process_groups.unblock()
         if pending is not None:
             _expect_error(pending)
         unblocked = time.monotonic()
-        self._together.wait(_TIMEOUT.total_seconds())
+        self.together.wait(_TIMEOUT.total_seconds())
         renewing = time.monotonic()
         prefix = PrefixStore(f'cycle{cycle}', self._store)
         store = InterruptibleStore(prefix, threading.Event(), _TIMEOUT)
@@ -115,7 +110,7 @@ class _Rank:
         process = psutil.Process()
         self._process_groups.await_destruction()
         # No process is connecting: the counts of all ranks describe the same state.
-        self._together.wait(_TIMEOUT.total_seconds())
+        self.together.wait(_TIMEOUT.total_seconds())
         taken = {
             'file_descriptors': process.num_fds(),
             'threads': process.num_threads(),
@@ -123,7 +118,7 @@ class _Rank:
             'shm_files': sum(map.path.startswith(_SHM) for map in process.memory_maps()),
             'store_keys': self._store.num_keys(),
         }
-        self._together.wait(_TIMEOUT.total_seconds())
+        self.together.wait(_TIMEOUT.total_seconds())
         return taken
 
 
@@ -135,93 +130,79 @@ def _expect_error(work: dist.Work) -> None:
     raise RuntimeError('an all-reduce that one rank never entered has returned')
 
 
-def _serve(args: argparse.Namespace, rank: int, port: int, barrier: Any, pipe: Connection) -> None:
+def _prepare(barrier: Any) -> None:
+    """Called first in each process: a barrier does not travel otherwise."""
+    _Rank.together = barrier
+
+
+def _serve(args: argparse.Namespace, port: int, rank: int) -> RankReport:
     try:
-        pipe.send(_Rank(args, rank, port, barrier).run())
-    except Exception:
-        barrier.abort()
-        pipe.send(traceback.format_exc())
-
-
-def measure(args: argparse.Namespace, console: Console) -> Report:
-    hardware = Hardware.here(gpu=False)
-    ranks = run_ranks(args)
-    growth = {name: max(rank.growth[name] for rank in ranks) for name in ranks[0].growth}
-    settings = {
-        'processes': args.processes,
-        'groups_per_process': ranks[0].groups,
-        'cycles': args.cycles,
-        'warm_up': args.warm_up,
-        'growth': growth,
-    }
-    grown = [name for name in _COUNTED if growth[name] > 0]
-    ways = {name: _slowest([getattr(rank, f'{name}_s') for rank in ranks], name) for name in WAYS}
-    return Report(hardware, settings, ways, grown, msgspec.to_builtins(ranks))
-
-
-def _slowest(times: Sequence[Sequence[float]], title: str) -> Way:
-    """Over the cycles; of each cycle the slowest process."""
-    return Way(title, {'seconds': Spread.of([max(cycle) for cycle in zip(*times, strict=True)])})
+        return _Rank(args, rank, port).run()
+    except BaseException:
+        _Rank.together.abort()
+        raise
 
 
 def run_ranks(args: argparse.Namespace) -> list[RankReport]:
+    """Run all processes. Raises LabError: one failed or died."""
     store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context('forkserver')
     context.set_forkserver_preload(['torch.distributed'])
-    barrier = context.Barrier(args.processes)
-    pipes = []
-    for rank in range(args.processes):
-        ours, theirs = context.Pipe()
-        arguments = (args, rank, store.port, barrier, theirs)
-        context.Process(target=_serve, args=arguments, daemon=True).start()
-        theirs.close()
-        pipes.append(ours)
-    return [_received(rank, pipe) for rank, pipe in enumerate(pipes)]
+    barrier = (context.Barrier(args.processes),)
+    with ProcessPoolExecutor(args.processes, context, _prepare, barrier) as pool:
+        ranks = [pool.submit(_serve, args, store.port, rank) for rank in range(args.processes)]
+        wait(ranks)
+    errors = [error for rank in ranks if (error := rank.exception()) is not None]
+    first = [error for error in errors if not isinstance(error, BrokenBarrierError)]
+    for error in first or errors:
+        raise LabError(f'a process failed: {error!r}', str(error.__cause__ or '')) from error
+    return [rank.result() for rank in ranks]
 
 
-def _received(rank: int, pipe: Connection) -> RankReport:
-    try:
-        answer = pipe.recv()
-    except (EOFError, ConnectionResetError):
-        raise LabError(f'rank {rank} died') from None
-    if not isinstance(answer, RankReport):
-        raise LabError(f'rank {rank}: {answer}')
-    return answer
+class RegroupBench(Bench):
+    """Cycles of all processes; of each the slowest process counts."""
+
+    PROG, ABOUT, ROUNDS = 'moevement bench regroup', __doc__, 0
+    FIGURES = {'seconds': Figure('seconds', '{:.4f}'.format, lambda seconds, _: seconds)}
+
+    @classmethod
+    def add_flags(cls, parser: argparse.ArgumentParser) -> None:
+        add = parser.add_argument
+        add('--processes', type=int, default=4, help='even (default: 4)')
+        add('--cycles', type=at_least(1), default=1000, help='(default: 1000)')
+        add('--warm-up', type=at_least(1), default=50, help='cycles before (default: 50)')
+
+    @classmethod
+    def check(cls, parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+        if args.processes < 2 or args.processes % 2:
+            parser.error(f'--processes {args.processes}: must be even and at least 2')
+
+    def __init__(self, args: argparse.Namespace, output: Path, data: Path) -> None:
+        super().__init__(args, output, data)
+        self._ranks = run_ranks(args)
+
+    def titles(self) -> Mapping[str, str]:
+        return {way: way for way in WAYS}
+
+    def take_turns(self, console: Console) -> list[dict[str, float]]:
+        times = zip(*(rank.cycles for rank in self._ranks), strict=True)
+        return [dict(zip(WAYS, map(max, *cycle), strict=True)) for cycle in times]
+
+    def _growth(self) -> dict[str, float]:
+        growth = [rank.growth for rank in self._ranks]
+        return {name: max(one[name] for one in growth) for name in growth[0]}
+
+    def different(self, rounds: Sequence[Mapping[str, float]]) -> list[str]:
+        return [name for name in _COUNTED if self._growth()[name] > 0]
+
+    def notes(self, report: Report) -> Iterator[str]:
+        yield (
+            f'{self.args.processes} processes with {self._ranks[0].groups} groups each, '
+            f'{self.args.cycles} cycles after {self.args.warm_up}; the slowest process of each '
+            'cycle, median (and the range).'
+        )
+        grown = (f'{name.replace("_", " ")} {n:g}' for name, n in self._growth().items())
+        yield f'Growth: {", ".join(grown)}.'
 
 
-def print_report(report: Report, console: Console) -> None:
-    settings = report.settings
-    say(console, report.hardware.line())
-    say(
-        console,
-        f'{settings["processes"]} processes with {settings["groups_per_process"]} groups each, '
-        f'{settings["cycles"]} cycles after {settings["warm_up"]}; the slowest process of each '
-        'cycle, median (and the range).',
-    )
-    print_ways(report.ways.values(), {'seconds': ('seconds', 4)}, console)
-    growth = settings['growth'].items()
-    rows = ((name.replace('_', ' '), f'{value:g}') for name, value in growth)
-    console.print(table(('', '>growth'), rows))
-
-
-def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(prog='moevement bench regroup', description=__doc__)
-    parser.add_argument('--processes', type=int, default=4, help='even (default: 4)')
-    parser.add_argument('--cycles', type=at_least(1), default=1000, help='(default: 1000)')
-    parser.add_argument(
-        '--warm-up', type=at_least(1), default=50, help='cycles before (default: 50)'
-    )
-    parser.add_argument('--json', type=Path, metavar='FILE', help='write the report here')
-    args = parser.parse_args(argv)
-    if args.processes < 2 or args.processes % 2:
-        parser.error(f'--processes {args.processes}: must be even and at least 2')
-    return args
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    exit_on_sigterm()
-    return run_benchmark('bench_regroup', parse_arguments(argv), measure, print_report)
-
-
-if __name__ == '__main__':
-    sys.exit(main())
+main = RegroupBench.main

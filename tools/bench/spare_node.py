@@ -16,13 +16,12 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import msgspec
-from rich.console import Console
 
 from moevement_ext.events import Event, Protected, WorkerStarted
 from moevement_ext.launch.hosts import SlurmStarter
@@ -34,27 +33,24 @@ from moevement_ext.launch.supervisor import Supervisor
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.reservation import ReservedPages
 
-from ..lab.arguments import Parser, above_0, at_least
-from ..lab.benchmark import add_output_flags, exit_on_sigterm, prepare, run_benchmark
+from ..lab.arguments import above_0
 from ..lab.digests import StateDigest, kinds_of_difference, read_digest
 from ..lab.errors import LabError
 from ..lab.evidence import kind_of
 from ..lab.following import read_events
-from ..lab.hardware import Hardware
 from ..lab.job import DIGEST, memory_directory, train
 from ..lab.launch import Launch
 from ..lab.models import sparse_flags
 from ..lab.run_log import parse_log
-from ..lab.tables import say
 from . import model
-from .frame import Report, over_rounds, print_ways, take_turns
+from .frame import Bench, Figure, Report
 
 _HOSTS = ('a', 'b', 'c')
 _STAGES = 2
 _VICTIM = 0
 _KILL_AFTER, _ITERATIONS = 8, 11
+_SENT_BYTES = 2**20  # in an iteration: 4 micro-batches [128, 4, 256] of 16 bits
 IN_ADVANCE, LATER = 'reserved in advance', 'reserved after the loss'
-WAYS = {IN_ADVANCE: IN_ADVANCE, LATER: LATER}
 
 
 class Loss(msgspec.Struct, frozen=True):
@@ -69,20 +65,6 @@ class Loss(msgspec.Struct, frozen=True):
     """Bytes reserved on the spare node when the other node was lost."""
     different: list[str]
     """Kinds of state that differ from plain Megatron at the end."""
-
-
-FIGURES: dict[str, Callable[[Loss, Loss], float]] = {
-    'seconds': lambda one, first: one.seconds,
-    'set_up_s': lambda one, first: one.set_up_s,
-    'kept_gib': lambda one, first: one.kept / 2**30,
-    'in_advance_gib': lambda one, first: one.in_advance / 2**30,
-}
-_COLUMNS = {
-    'seconds': ('s to a new iteration', 2),
-    'set_up_s': ('of them set-up', 2),
-    'kept_gib': ('GiB a rank', 2),
-    'in_advance_gib': ('GiB in advance', 2),
-}
 
 
 class _Starter(SlurmStarter):
@@ -117,10 +99,11 @@ def _begin_agent(host: str, address: Address) -> Step:
 
 def lose_a_node(folder: Path, launch: Launch, way: str, reference: StateDigest) -> Loss:
     events = folder / 'events'
-    flags = [*launch.program()[1:], '--sparse-ckpt-events', str(events)]
+    program, *flags = launch.program()
+    own = ('--sparse-ckpt-events', str(events), '--sparse-ckpt-digest', str(folder / DIGEST))
     config = LaunchConfig(
-        launch.program()[0],
-        (*flags, '--sparse-ckpt-digest', str(folder / DIGEST)),
+        program,
+        (*flags, *own),
         nodes=_STAGES,
         log_dir=folder / 'logs',
         faults=(StagedFault(StagedAction.KILL_NODE, _VICTIM, _KILL_AFTER),),
@@ -131,88 +114,62 @@ def lose_a_node(folder: Path, launch: Launch, way: str, reference: StateDigest) 
         starters.append(_Starter(way == IN_ADVANCE, *of_job))
         return starters[0]
 
-    with _environment(launch), (folder / 'launcher.jsonl').open('wb') as said:
+    def note(event: Event) -> None:
+        said.write(line_of(event))
 
-        def note(event: Event) -> None:
-            said.write(line_of(event))
-
+    environment = mock.patch.dict(os.environ, launch.environment(), clear=True)
+    with environment, (folder / 'launcher.jsonl').open('wb') as said:
         code = Supervisor(config, note, starter).run()
-    if code or starters[0].lost_at is None:
+    lost = starters[0]
+    if code or lost.lost_at is None:
         raise LabError(f'{way}: the job ended with exit status {code}; see {folder}')
-    lost_at = starters[0].lost_at
     log = parse_log((folder / 'logs' / f'rank{_STAGES - 1}.log').read_text('utf-8'))
-    new = log.first_after(log.newest_until(lost_at))
-    after = [one for one in read_events(events) if one.rank == _VICTIM and one.time > lost_at]
-    began = next(iter(kind_of(after, WorkerStarted))).time
-    ready = next(iter(kind_of(after, Protected))).time
+    new = log.first_after(log.newest_until(lost.lost_at))
+    after = [one for one in read_events(events) if one.rank == _VICTIM and one.time > lost.lost_at]
+    began, ready = (kind_of(after, kind)[0].time for kind in (WorkerStarted, Protected))
     different = kinds_of_difference(reference, read_digest(folder / DIGEST))
-    kept, in_advance = starters[0].kept, starters[0].in_advance
-    return Loss(new.time - lost_at, ready - began, kept, in_advance, different)
+    return Loss(new.time - lost.lost_at, ready - began, lost.kept, lost.in_advance, different)
 
 
-@contextmanager
-def _environment(launch: Launch) -> Iterator[None]:
-    """Set the environment of the job's workers in this process, within the context."""
-    former = dict(os.environ)
-    os.environ.update(launch.environment())
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(former)
+class SpareNodeBench(Bench):
+    """Losses of a node, with and without memory reserved on the spare one."""
 
+    PROG, ABOUT = 'moevement bench spare-node', __doc__
+    FIGURES = {
+        'seconds': Figure('s to a new iteration'),
+        'set_up_s': Figure('of them set-up'),
+        'kept_gib': Figure('GiB a rank', of=lambda one, first: one.kept / 2**30),
+        'in_advance_gib': Figure('GiB in advance', of=lambda one, first: one.in_advance / 2**30),
+    }
 
-def _flags(data: Path) -> list[str]:
-    layout = ['--pipeline-model-parallel-size', str(_STAGES), '--expert-model-parallel-size', '1']
-    return model.training_flags(data, 2, _ITERATIONS) + layout
+    @classmethod
+    def add_flags(cls, parser: argparse.ArgumentParser) -> None:
+        about = 'GiB of the log of a rank (default: 0.8)'
+        parser.add_argument('--gib', type=above_0, default=0.8, help=about)
 
+    def __init__(self, args: argparse.Namespace, output: Path, data: Path) -> None:
+        super().__init__(args, output, data)
+        self._plain = model.staged_flags(data, _STAGES, _ITERATIONS)
+        self._reference = train(Launch(output / 'plain', self._plain, _STAGES, 1)).state
+        # The log has room for the tensors sent in so many iterations.
+        self._log = ['--sparse-ckpt-log-lag', str(round(args.gib * 2**30 / _SENT_BYTES))]
 
-def _log_of(gib: float) -> list[str]:
-    """Flags that enlarge the log by `gib` GiB, given in iterations of sent tensors."""
-    sent_bytes = 2**20  # 4 micro-batches [128, 4, 256] of 16 bits
-    return ['--sparse-ckpt-log-lag', str(round(gib * 2**30 / sent_bytes))]
+    def titles(self) -> Mapping[str, str]:
+        return {way: way for way in (IN_ADVANCE, LATER)}
 
-
-def measure(args: argparse.Namespace, console: Console) -> Report:
-    hardware = Hardware.here(gpu=False)
-    output, data = prepare(args, 'spare-node')
-    plain = _flags(data)
-    reference = train(Launch(output / 'plain', plain, _STAGES, 1)).state
-
-    def run(way: str, number: int) -> Loss:
-        folder = output / f'{number}-{way.replace(" ", "-")}'
+    def run(self, way: str, number: int) -> Loss:
+        folder = self.output / f'{number}-{way.replace(" ", "-")}'
         folder.mkdir()
         with memory_directory() as memory:
-            flags = [*plain, *sparse_flags(memory, model.RUN_ID, 1), *_log_of(args.gib)]
-            return lose_a_node(folder, Launch(folder, flags, _STAGES, 1), way, reference)
+            flags = [*self._plain, *sparse_flags(memory, model.RUN_ID, 1), *self._log]
+            launch = Launch(folder, flags, _STAGES, 1)
+            return lose_a_node(folder, launch, way, self._reference)
 
-    return summarize(hardware, take_turns(args.rounds, WAYS, run, lambda one: one.seconds, console))
+    def different(self, rounds: Sequence[Mapping[str, Loss]]) -> list[str]:
+        return sorted({kind for one in rounds for loss in one.values() for kind in loss.different})
 
-
-def summarize(hardware: Hardware, rounds: list[dict[str, Loss]]) -> Report:
-    different = sorted({kind for one in rounds for loss in one.values() for kind in loss.different})
-    return Report(hardware, {}, over_rounds(rounds, WAYS, FIGURES), different, rounds)
-
-
-def show(report: Report, console: Console) -> None:
-    say(console, report.hardware.line())
-    print_ways(report.ways.values(), _COLUMNS, console)
-    say(console, f'Final states: {", ".join(report.different) or "equal"}.')
+    def notes(self, report: Report) -> Iterator[str]:
+        yield f'Final states: {", ".join(report.different) or "equal"}.'
 
 
-def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(prog='moevement bench spare-node', description=__doc__)
-    add = parser.add_argument
-    add('--rounds', type=at_least(1), default=3, help='rounds over both variants (default: 3)')
-    add('--gib', type=above_0, default=0.8, help='GiB of the log of a rank (default: 0.8)')
-    add_output_flags(parser)
-    return parser.parse_args(argv)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    exit_on_sigterm()
-    return run_benchmark('bench_spare_node', parse_arguments(argv), measure, show)
-
-
-if __name__ == '__main__':
-    sys.exit(main())
+main = SpareNodeBench.main

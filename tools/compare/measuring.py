@@ -4,40 +4,103 @@
 import itertools
 import statistics
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
-from moevement_ext.events import Recovered, TokensLost, WindowOnDisk, WindowPersisted
+from moevement_ext.events import TokensLost, WindowOnDisk, WindowPersisted
 
+from ..bench.comeback import PHASES, Comeback, comeback, kept, stage_iterations
 from ..lab.errors import LabError
 from ..lab.evidence import kind_of
-from ..lab.run_log import Iteration, RunLog
-from .rows import Keeps
-from .running import RANKS, STAGES, Course, InjectedFault, Lived
+from ..lab.figures import medians
+from ..lab.run_log import RunLog
+from .rows import Keeps, Row
+from .running import RANKS, STAGES, Course, Lived
 
-PHASES = ('process start', 'restore', 'iterations again', 'new iteration')
-"""Phases of every recovery, in order."""
-
-
-class Comeback(NamedTuple):
-    """The recovery from one fault."""
-
-    seconds: float
-    """From the fault to the first iteration that had not been trained before it."""
-    phases: dict[str, float]
-    """Seconds by phase, of `PHASES`."""
-    engine: dict[str, float]
-    """Seconds by phase of a replay, on the rank that repeated most; empty without one."""
+VALIDATION = 'validation losses'
+"""Reported like a kind of state."""
 
 
 class Curves(msgspec.Struct, frozen=True):
     """A run over time, for a picture; seconds since its first iteration."""
 
-    faults: list[tuple[float, str]]
-    """Seconds and kind."""
-    kept: list[tuple[float, int]]
-    """Seconds and number of each iteration that was kept."""
+    faults: list[float]
+    kept: list[float]
+    """End of each iteration that was kept."""
+
+
+class RowRun(msgspec.Struct, frozen=True, kw_only=True):
+    """One row in one round."""
+
+    iteration_s: float
+    """Seconds of an iteration of plain Megatron."""
+    period: int | None
+    """The interval of its checkpoints, or the window; None: it keeps nothing."""
+    ratio: float
+    """Seconds of an undisturbed iteration over those of plain Megatron."""
+    mbytes: float | None
+    """Megabytes that a rank captures, or saves, in an iteration; mean."""
+    stall_ms: float
+    """Milliseconds in an iteration for which training waits for checkpoints; mean."""
+    recovery_s: float
+    """Median over the faults."""
+    phases: dict[str, float]
+    """Seconds; medians over the faults."""
+    engine: dict[str, float]
+    """Phases of the replay: seconds; medians over the faults."""
+    again: float
+    """Stage-iterations computed again, per fault."""
+    lost_tokens: float | None
+    """Share of all tokens whose updates of experts were lost (PLT); None: the row loses none."""
+    loss_difference: float
+    """Loss of the last iteration, minus that of plain Megatron."""
+    different: list[str]
+    """Kinds of state that differ from plain Megatron at the end."""
+    bits: str
+    ettr: float
+    """Time of the kept iterations at the pace of plain Megatron, divided by the whole time."""
+    ettr_warm: float
+    """The same without the seconds until new processes ran the program."""
+    unprotected: int
+    """Faults before the first checkpoint was complete."""
+    curves: Curves
+
+
+def figures(row: Row, lived: Lived, plain: Lived, course: Course) -> RowRun:
+    """Compute the figures of a job, relative to plain Megatron in the same round.
+
+    Raises LabError: the job did not recover from a fault.
+    """
+    log, reference = lived.trained.log, plain.trained.log
+    iteration_s = pace_s(reference)
+    back = list(comebacks(lived))
+    phases = medians([one.phases for one in back])
+    captured = sum(slot.nbytes for slot in log.captured) / len(log.iterations)
+    saved = lived.checkpoint_bytes / RANKS / course.interval
+    different = lived.trained.different(plain.trained)
+    if log.validated != reference.validated:
+        different.append(VALIDATION)
+    named = 'differs' if row.exact or row.lossy else ''.join(different[:1])
+    return RowRun(
+        iteration_s=iteration_s,
+        period=period(row.keeps, lived, course.interval),
+        ratio=statistics.mean(s for _, s in undisturbed(log, lived.faults)) / iteration_s,
+        mbytes=(captured or saved) / 1e6 or None,
+        stall_ms=waited_ms(row.keeps, lived, course),
+        recovery_s=statistics.median(one.seconds for one in back),
+        phases=phases,
+        engine=medians([one.engine for one in back]),
+        again=stage_iterations(log, lived.trained.events, STAGES, RANKS // STAGES) / len(back),
+        lost_tokens=lost_tokens(lived) if row.lossy else None,
+        loss_difference=log.iterations[-1].loss - reference.iterations[-1].loss,
+        different=different,
+        bits=named if different else 'equal',
+        ettr=ettr(log, iteration_s),
+        ettr_warm=ettr(log, iteration_s, sum(one.phases[PHASES[0]] for one in back)),
+        unprotected=unprotected(row.keeps, lived, course.interval),
+        curves=curves(lived),
+    )
 
 
 def span_s(log: RunLog) -> float:
@@ -60,73 +123,45 @@ def ettr(log: RunLog, iteration_s: float, without_s: float = 0.0) -> float:
     return useful * iteration_s / (span_s(log) - without_s)
 
 
-def undisturbed(log: RunLog, injected: Sequence[InjectedFault]) -> list[float]:
-    """Seconds of the iterations without a failure, during or right after them."""
-    return [seconds for _, seconds in _undisturbed(log, injected)]
+def undisturbed(log: RunLog, faults: Sequence[float]) -> Iterator[tuple[int, float]]:
+    """Seconds of the iterations without a failure, during or right after them.
 
-
-def _undisturbed(log: RunLog, injected: Sequence[InjectedFault]) -> Iterator[tuple[int, float]]:
-    """Seconds of each undisturbed iteration, and the number of the iteration before it."""
+    With each, the number of the iteration before it.
+    """
     for before, after in itertools.pairwise(log.iterations):
-        struck = any(before.time <= fault.at <= after.time for fault in injected)
+        struck = any(before.time <= at <= after.time for at in faults)
         if after.number == before.number + 1 and not struck:
             yield before.number, after.time - before.time
 
 
-def repeated(log: RunLog) -> int:
-    """Number of logged iterations that had been trained, or are trained again later."""
-    return len(log.iterations) - len(kept(log))
-
-
-def kept(log: RunLog) -> list[Iteration]:
-    """Iterations from the first one on that are not trained again later, in order."""
-    last = {item.number: item for item in log.iterations}
-    return [last[number] for number in sorted(last) if number >= log.iterations[0].number]
-
-
 def comebacks(lived: Lived) -> Iterator[Comeback]:
     """Yield the recovery from each fault. Raises LabError: no new iteration followed a fault."""
-    ends = [*(fault.at for fault in lived.injected[1:]), float('inf')]
-    for fault, end in zip(lived.injected, ends, strict=True):
-        yield _comeback(lived, fault.at, end)
-
-
-def _comeback(lived: Lived, at: float, end: float) -> Comeback:
-    log = lived.trained.log
-    before = log.newest_until(at)
-    new = log.first_after(before)
-    later = [item for item in log.iterations if item.time > at]
-    until = min(new.time, end)
-    started = max((time for time in lived.started if at < time < until), default=at)
-    reports = [event for event in kind_of(lived.trained.events, Recovered)
-               if at < event.time < until]  # fmt: skip
-    trains = later[0].time - later[0].elapsed_ms / 1000
-    if reports:
-        trains = max(event.time for event in reports)
-    trains = min(max(trains, started), later[0].time)
-    again = max((item.time for item in later if item.number <= before and item.time < new.time),
-                default=trains)  # fmt: skip
-    moments = (at, started, trains, max(again, trains), new.time)
-    seconds = (after - earlier for earlier, after in itertools.pairwise(moments))
-    slowest = max(reports, key=lambda event: (event.replayed, event.time), default=None)
-    engine = {} if slowest is None else {k: v for k, v in slowest.seconds.items() if v}
-    return Comeback(new.time - at, dict(zip(PHASES, seconds, strict=True)), engine)
-
-
-def stage_iterations(lived: Lived) -> float:
-    """Stage-iterations computed again, per fault: trained again by all, or replayed by some."""
-    replayed = sum(event.replayed for event in kind_of(lived.trained.events, Recovered))
-    per_stage = RANKS // STAGES
-    return (repeated(lived.trained.log) * STAGES + replayed / per_stage) / len(lived.injected)
+    trained = lived.trained
+    for at, end in itertools.pairwise([*lived.faults, float('inf')]):
+        yield comeback(trained.log, trained.events, lived.started, at, end)
 
 
 def curves(lived: Lived) -> Curves:
     log = lived.trained.log
     origin = log.iterations[0].time
     return Curves(
-        faults=[(fault.at - origin, str(fault.kind)) for fault in lived.injected],
-        kept=[(item.time - origin, item.number) for item in kept(log)],
+        faults=[at - origin for at in lived.faults],
+        kept=[item.time - origin for item in kept(log)],
     )
+
+
+def goodput(curves: Curves, iteration_s: float, width_s: float) -> np.ndarray:
+    """Share of each span of `width_s` seconds in iterations that were kept, [spans].
+
+    An iteration counts from the end of the previous one, for at most `iteration_s`; iterations that
+    the job trained again later do not count.
+    """
+    ends = np.array(curves.kept)
+    begins = np.maximum(ends - iteration_s, np.concatenate([[ends[0]], ends[:-1]]))
+    edges = np.arange(0, ends[-1] + width_s, width_s)
+    until, since = np.minimum.outer(ends, edges[1:]), np.maximum.outer(begins, edges[:-1])
+    useful: np.ndarray = np.clip(until - since, 0, None).sum(axis=0) / width_s
+    return useful
 
 
 def waited_ms(keeps: Keeps, lived: Lived, course: Course) -> float:
@@ -141,41 +176,36 @@ def waited_ms(keeps: Keeps, lived: Lived, course: Course) -> float:
         return sum(slot.exposed_ms for slot in log.captured) / len(log.iterations)
     saves: list[tuple[bool, float]] = []
     others: dict[bool, list[float]] = {False: [], True: []}
-    for number, seconds in _undisturbed(log, lived.injected):
+    for number, seconds in undisturbed(log, lived.faults):
         evaluates = number % course.evaluate == 0
         if number % course.interval:
             others[evaluates].append(seconds)
         else:
             saves.append((evaluates, seconds))
-    stalls_s = [
-        seconds - statistics.median(others[evaluates])
-        for evaluates, seconds in saves
-        if others[evaluates]
-    ]
+    usual = {evaluates: statistics.median(found) for evaluates, found in others.items() if found}
+    stalls_s = [seconds - usual[kind] for kind, seconds in saves if kind in usual]
     return max(1000 * statistics.mean(stalls_s) / course.interval, 0.0) if stalls_s else 0.0
 
 
-def period(keeps: Keeps, lived: Lived, interval: int) -> int:
-    """Return the iterations between two checkpoints, or of a window; without any, of the job.
+def period(keeps: Keeps, lived: Lived, interval: int) -> int | None:
+    """Return the iterations between two checkpoints, or of a window; None without any.
 
     For host memory, the plan in force in the median iteration counts: plans change within a run,
     and a window may be longer than the run, so that no second window is ever committed.
     """
     if keeps is Keeps.DISK:
         return interval
-    log = lived.trained.log
-    if not log.captured:
-        return log.iterations[-1].number
-    return statistics.median_low(slot.interval or slot.window for slot in log.captured)
+    slots = lived.trained.log.captured
+    return statistics.median_low(one.interval or one.window for one in slots) if slots else None
 
 
 def unprotected(keeps: Keeps, lived: Lived, interval: int) -> int:
     """Number of faults before the first checkpoint was complete."""
-    log = lived.trained.log.iterations
     if keeps is Keeps.NOTHING:
         return 0
     if keeps is Keeps.DISK:
         # The iteration after a synchronous save is logged once the save is complete.
+        log = lived.trained.log.iterations
         ready = min((item.time for item in log if item.number > interval), default=0.0)
     else:
         # A checkpoint that is copied to disk counts once all ranks have it there.
@@ -183,7 +213,7 @@ def unprotected(keeps: Keeps, lived: Lived, interval: int) -> int:
         on_disk = [event.time for event in kind_of(events, WindowOnDisk)]
         persisted = [event.time for event in kind_of(events, WindowPersisted)]
         ready = min(on_disk or persisted, default=float('inf'))
-    return sum(fault.at < ready for fault in lived.injected)
+    return sum(at < ready for at in lived.faults)
 
 
 def lost_tokens(lived: Lived) -> float | None:

@@ -17,44 +17,123 @@ Exit status: 0 done, 1 a row of this project ended with other bits, 2 no result.
 """
 
 import argparse
+import itertools
 import os
 import shutil
 import signal
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
-from rich.console import Console
 
-from ..lab import four_ranks, tables
-from ..lab.arguments import Parser, at_least
-from ..lab.benchmark import add_output_flags, prepare, run_benchmark
+from ..bench.comeback import PHASES, comeback, kept
+from ..bench.frame import Bench, Figure, Report
+from ..lab import four_ranks
 from ..lab.cpu_clock import Spent, memory_bytes, spent
-from ..lab.errors import LabError
-from ..lab.figures import Spread
-from ..lab.hardware import Hardware
 from ..lab.job import Job, Trained, memory_directory, train
+from ..lab.launch import ROOT, Launch, Launcher
 from ..lab.run_log import RunLog
-from ..lab.tables import say, table
-from . import running
-from .peer_rows import CANNOT, PEERS, PLAIN, PLAIN_DATA, RANKS, SITE, InJob, PeerRow
+from ..lab.torchrun import Agents
+from . import program, running
+from .rows import named, read_rows
 
-_PROG = 'moevement compare peers'
+RANKS = 2
+SITE = ROOT / '.peers'
+"""Where `scripts/peers.sh` installs."""
+PLAIN, PLAIN_DATA = 'plain', 'plain-data'
 _FIRST, _KILL_AFTER, _ITERATIONS, _VICTIM = 4, 12, 40, 1
-# Digits of each column of figures.
-_DIGITS = {
-    'ratio': 2, 'cpu': 2, 'cpu_training': 2, 'tmpfs_mb': 1, 'logs_mb': 1, 'memory_mb': 0,
-    'back_s': 1, 'start_s': 1, 'load': 0,
-}  # fmt: skip
-COLUMNS = (
-    'iteration', 'CPU', 'training thread', 'tmpfs MB', 'logs MB', 'memory MB', 'back s', 'start',
-    'again', 'bits', 'load',
-)  # fmt: skip
 
 
-class PeerFigures(msgspec.Struct, frozen=True):
+class Elastic(Agents):
+    """torchrun with the c10d rendezvous: the static rendezvous keeps dead addresses in its store.
+
+    Args:
+        module: the module that starts the workers.
+        more: further flags of the module.
+        launch: parameters of the job.
+    """
+
+    def __init__(self, module: str, more: Sequence[str], launch: Launch) -> None:
+        super().__init__(launch)
+        self._module, self._more = module, more
+
+    def command(self, node: int, port: int) -> list[str]:
+        launch = self._launch
+        return [
+            sys.executable, '-m', self._module,
+            '--nnodes', '1', '--nproc-per-node', str(launch.workers_per_node),
+            '--rdzv-backend', 'c10d', '--rdzv-endpoint', f'127.0.0.1:{port}',
+            '--rdzv-id', 'compare', '--max-restarts', str(launch.max_restarts),
+            '--monitor-interval', '0.1', *self._more,
+            '--log-dir', str(launch.folder / 'workers'), '--tee', '3',
+            *launch.program(),
+        ]  # fmt: skip
+
+
+ELASTIC, IN_JOB = 'elastic', 'in-job'
+_LAUNCHERS: dict[str, Launcher | Callable[[Launch], Agents]] = {
+    'local': Launcher.LOCAL,
+    'torchrun': Launcher.TORCHRUN,
+    ELASTIC: partial(Elastic, 'torch.distributed.run', ()),
+    # It restarts workers within the job.
+    IN_JOB: partial(
+        Elastic, 'nvidia_resiliency_ext.fault_tolerance.launcher', ('--ft-ignore-missing-cfg',)
+    ),
+}
+
+
+class PeerRow(msgspec.Struct, frozen=True):
+    """A way to protect the trainer.
+
+    In texts `{folder}` is that of the job, and `{memory}` a directory in a tmpfs.
+    """
+
+    title: str
+    flags: str = ''
+    variables: dict[str, str] = {}
+    launcher: str = ELASTIC
+    nodes: int = 1
+    spares: int = 0
+    replicas_of_data: bool = False
+    """Runs with data parallelism, as it cannot run with pipeline stages."""
+    ours: bool = False
+
+    @property
+    def theirs(self) -> bool:
+        """True if it needs what `scripts/peers.sh` installs."""
+        return self.launcher == IN_JOB or bool(self.variables)
+
+    def launch(self, folder: Path, memory: Path, flags: Sequence[str]) -> Launch:
+        filled_in = {'folder': folder, 'memory': memory}
+        variables = {name: text.format(**filled_in) for name, text in self.variables.items()}
+        if self.launcher == ELASTIC:
+            # Otherwise the store of torchrun's c10d rendezvous keeps addresses of dead workers.
+            variables['TORCH_DISABLE_SHARE_RDZV_TCP_STORE'] = '1'
+        if not self.ours:
+            modules = (str(ROOT), str(SITE), os.environ.get('PYTHONPATH'))
+            variables['PYTHONPATH'] = os.pathsep.join(filter(None, modules))
+        own = [one.format(**filled_in) for one in self.flags.split()]
+        return Launch(
+            folder, [*flags, *own], self.nodes, RANKS // self.nodes, 10, self.spares, variables,
+            program_file=program.__file__,
+        )  # fmt: skip
+
+
+class _Peers(msgspec.Struct):
+    """Contents of peers.toml."""
+
+    rows: dict[str, PeerRow]
+    cannot: dict[str, tuple[str, str]]
+    """For each project that cannot run here, the reason, and the command that shows it."""
+
+
+PEERS, CANNOT = msgspec.structs.astuple(read_rows('peers.toml', _Peers))
+
+
+class PeerRun(msgspec.Struct, frozen=True):
     """One row in one round."""
 
     ratio: float
@@ -70,41 +149,20 @@ class PeerFigures(msgspec.Struct, frozen=True):
     """Anonymous memory of all processes beyond that of plain Megatron."""
     back_s: float | None
     """Seconds from SIGKILL to the first new iteration; None: not killed."""
-    start_s: float
+    start_s: float | None
     """Part of `back_s`, until the last new process ran the program."""
-    again: int
+    again: int | None
     """Iterations that were logged again."""
     different: list[str]
     """Kinds of state that differ from plain Megatron at the end."""
     load: float
 
-
-class PeerResult(msgspec.Struct, frozen=True):
-    """One row, over all rounds."""
-
-    title: str
-    ours: bool
-    figures: dict[str, Spread]
-    """By name of the column."""
-    again: float
-    different: list[str]
-
-
-class PeerReport(msgspec.Struct, frozen=True):
-    """The whole report."""
-
-    hardware: Hardware
-    rounds: int
-    rows: dict[str, PeerResult]
-    cannot: dict[str, tuple[str, str]]
-    """Reason, and the command or log that shows it, by row that did not run."""
-
     @property
-    def exact(self) -> bool:
-        return not any(row.ours and row.different for row in self.rows.values())
+    def bits(self) -> str:
+        return f'differ: {", ".join(self.different)}' if self.different else 'equal'
 
 
-class _Ran:
+class Watched:
     """A job, with samples taken while it trained."""
 
     def __init__(self) -> None:
@@ -119,79 +177,42 @@ class _Ran:
             job.await_iteration(number)
             self.samples.append(spent([pid for pid in job.pids() if pid]))
         self.memory = memory_bytes([pid for pid in job.pids() if pid])
-        self.logs, self.tmpfs = file_bytes(memory)
+        self.logs, self.tmpfs = _file_bytes(memory)
         self.killed = job.send([_VICTIM], signal.SIGKILL) if kill else None
         return self.killed or self.samples[-1].time
 
 
-def file_bytes(root: Path) -> tuple[int, int]:
+def _file_bytes(root: Path) -> tuple[int, int]:
     """Bytes of the logs of a run, and of its other files; a file renamed meanwhile is left out."""
-    logs = others = 0
+    found = {True: 0, False: 0}
     for path in root.rglob('*'):
         try:
-            nbytes = 512 * path.stat().st_blocks if path.is_file() else 0
+            found[path.name == 'upstream-log'] += 512 * path.stat().st_blocks * path.is_file()
         except OSError:
             continue
-        if path.name == 'upstream-log':
-            logs += nbytes
-        else:
-            others += nbytes
-    return logs, others
-
-
-class PeerRuns:
-    """Runs rows on the same model and text; plain Megatron before the rows beside it."""
-
-    def __init__(self, data: Path, output: Path) -> None:
-        self._data, self._output = data, output
-        self._plain: dict[bool, tuple[_Ran, Trained]] = {}
-
-    def run(self, number: int, name: str, row: PeerRow) -> PeerFigures:
-        """Run a row. Raises LabError: the job failed, or did not recover."""
-        folder, ran = self._output / f'{number}-{name}', _Ran()
-        plain = name in (PLAIN, PLAIN_DATA)
-        with memory_directory('moevement-peers-') as memory:
-            launch = row.launch(folder, memory, self._flags(row))
-            trained = train(launch, lambda job: ran.watch(job, memory, not plain), row.starts)
-        shutil.rmtree(folder / 'checkpoints', ignore_errors=True)
-        if plain:
-            self._plain[row.replicas_of_data] = ran, trained
-        return compared(ran, trained, *self._plain[row.replicas_of_data], running.starts(folder))
-
-    def _flags(self, row: PeerRow) -> list[str]:
-        stages = '1' if row.replicas_of_data else str(RANKS)
-        return [
-            *four_ranks.training_flags(self._data, _ITERATIONS),
-            *('--pipeline-model-parallel-size', stages, '--expert-model-parallel-size', '1'),
-        ]
+    return found[True], found[False]
 
 
 def compared(
-    ran: _Ran, trained: Trained, beside: _Ran, plain: Trained, started: Sequence[float]
-) -> PeerFigures:
+    ran: Watched, trained: Trained, beside: Watched, plain: Trained, started: Sequence[float]
+) -> PeerRun:
     """Figures of a job, relative to plain Megatron in the same round.
 
     Raises LabError: no new iteration came after the kill.
     """
     mine, other = (one.samples[1] - one.samples[0] for one in (ran, beside))
-    log, back, start, again = trained.log, None, 0.0, 0
-    if ran.killed is not None:
-        killed = ran.killed
-        before = log.newest_until(killed)
-        new = log.first_after(before)
-        back = new.time - killed
-        start = max((time for time in started if killed < time < new.time), default=killed) - killed
-        again = sum(item.time > killed and item.number <= before for item in log.iterations)
-    return PeerFigures(
+    log = trained.log
+    back = None if ran.killed is None else comeback(log, trained.events, started, ran.killed)
+    return PeerRun(
         ratio=_pace_s(log) / _pace_s(plain.log),
         cpu=mine.total_s / other.total_s,
         cpu_training=mine.training_s / other.training_s,
         tmpfs_mb=ran.tmpfs / 1e6,
         logs_mb=ran.logs / 1e6,
         memory_mb=(ran.memory - beside.memory) / 1e6,
-        back_s=back,
-        start_s=start,
-        again=again,
+        back_s=back.seconds if back else None,
+        start_s=back.phases[PHASES[0]] if back else None,
+        again=len(log.iterations) - len(kept(log)) if back else None,
         different=trained.different(plain),
         load=ran.load,
     )
@@ -199,103 +220,83 @@ def compared(
 
 def _pace_s(log: RunLog) -> float:
     """Median seconds of the iterations before the kill."""
-    times = [item.time for item in log.iterations if _FIRST <= item.number <= _KILL_AFTER]
-    first_attempt = times[: _KILL_AFTER - _FIRST + 1]
-    return statistics.median(
-        after - before for before, after in zip(first_attempt, first_attempt[1:], strict=False)
-    )
+    times = [item.time for item in log.attempts[0] if _FIRST <= item.number <= _KILL_AFTER]
+    return statistics.median(after - before for before, after in itertools.pairwise(times))
 
 
-def over_rounds(row: PeerRow, runs: Sequence[PeerFigures]) -> PeerResult:
-    """Figures over all rounds; ratios were taken within each."""
-    known = {name: [v for run in runs if (v := getattr(run, name)) is not None] for name in _DIGITS}
-    return PeerResult(
-        row.title, row.ours, {name: Spread.of(values) for name, values in known.items() if values},
-        statistics.mean(run.again for run in runs),
-        sorted({kind for run in runs for kind in run.different}),
-    )  # fmt: skip
+class PeersBench(Bench):
+    """Rows on the same model and text; plain Megatron before the rows beside it."""
+
+    PROG, ABOUT, OUTPUT = 'moevement compare peers', __doc__, 'runs/compare'
+    FIGURES = {
+        'ratio': Figure('iteration'),
+        'cpu': Figure('CPU'),
+        'cpu_training': Figure('training thread'),
+        'tmpfs_mb': Figure('tmpfs MB', '{:.1f}'.format),
+        'logs_mb': Figure('logs MB', '{:.1f}'.format),
+        'memory_mb': Figure('memory MB', '{:.0f}'.format),
+        'back_s': Figure('back s', '{:.1f}'.format),
+        'start_s': Figure('start', '{:.1f}'.format),
+        'again': Figure('again', '{:.1f}'.format, ranged=False),
+        'bits': Figure('bits'),
+        'load': Figure('load', '{:.0f}'.format),
+    }
+
+    @classmethod
+    def add_flags(cls, parser: argparse.ArgumentParser) -> None:
+        about = f'some of {",".join(PEERS)} (default: all)'
+        parser.add_argument('--rows', default=','.join(PEERS), help=about)
+
+    @classmethod
+    def check(cls, parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+        try:
+            names = set(named(args.rows, PEERS))
+        except ValueError as error:
+            parser.error(str(error))
+        names |= {PLAIN_DATA if PEERS[name].replicas_of_data else PLAIN for name in names}
+        args.rows = [name for name in PEERS if name in names]
+        theirs = [PEERS[name].title for name in args.rows if PEERS[name].theirs]
+        if theirs and not SITE.is_dir():
+            parser.error(f'{theirs[0]} is not installed: scripts/peers.sh')
+
+    def __init__(self, args: argparse.Namespace, output: Path, data: Path) -> None:
+        super().__init__(args, output, data)
+        self._plain: dict[bool, tuple[Watched, Trained]] = {}
+
+    def titles(self) -> Mapping[str, str]:
+        return {name: PEERS[name].title for name in self.args.rows}
+
+    def may_fail(self, way: str) -> bool:
+        return way not in (PLAIN, PLAIN_DATA)
+
+    def line(self, one: PeerRun) -> str:
+        return f'{one.ratio:.2f}' + ('' if one.back_s is None else f', back in {one.back_s:.1f} s')
+
+    def run(self, way: str, number: int) -> PeerRun:
+        row, folder, ran = PEERS[way], self.output / f'{number}-{way}', Watched()
+        stages = 1 if row.replicas_of_data else RANKS
+        flags = four_ranks.training_flags(self.data, _ITERATIONS)
+        flags += ['--pipeline-model-parallel-size', str(stages)]
+        flags += ['--expert-model-parallel-size', '1']
+        kill = self.may_fail(way)
+        with memory_directory('moevement-peers-') as memory:
+            launch = row.launch(folder, memory, flags)
+            launcher = _LAUNCHERS[row.launcher]
+            trained = train(launch, lambda job: ran.watch(job, memory, kill), launcher)
+        shutil.rmtree(folder / 'checkpoints', ignore_errors=True)
+        if not kill:
+            self._plain[row.replicas_of_data] = ran, trained
+        return compared(ran, trained, *self._plain[row.replicas_of_data], running.starts(folder))
+
+    def different(self, rounds: Sequence[Mapping[str, PeerRun]]) -> list[str]:
+        return sorted({
+            way for one in rounds for way, run in one.items() if PEERS[way].ours and run.different
+        })  # fmt: skip
+
+    def notes(self, report: Report) -> Iterator[str]:
+        yield f'{RANKS} ranks, {len(report.rounds)} rounds; iteration and CPU: over plain Megatron.'
+        for name, (why, shown) in CANNOT.items():
+            yield f'{name}: {why}\n    {shown}'
 
 
-def cells(row: PeerResult) -> list[str]:
-    found = {name: row.figures[name].text(n) for name, n in _DIGITS.items() if name in row.figures}
-    load = found.pop('load')
-    if 'back_s' in found:
-        found['again'] = f'{row.again:.1f}'
-    else:  # not killed
-        found |= dict.fromkeys(('back_s', 'start_s', 'again'), '-')
-    bits = f'differ: {", ".join(row.different)}' if row.different else 'equal'
-    return [*found.values(), bits, load]
-
-
-def print_report(report: PeerReport, console: Console) -> None:
-    say(console, report.hardware.line())
-    columns = ['', *(f'>{column}' for column in COLUMNS)]
-    rows = [(row.title, *cells(row)) for row in report.rows.values()]
-    wide = Console(file=console.file, width=max(console.width, 200))
-    wide.print(table(columns, rows), soft_wrap=True)
-    say(console, f'{RANKS} ranks, {report.rounds} rounds; iteration and CPU: over plain Megatron.')
-    for name, (why, shown) in report.cannot.items():
-        say(console, f'{name}: {why}\n    {shown}')
-
-
-def markdown(report: PeerReport) -> str:
-    rows = ((row.title, *cells(row)) for row in report.rows.values())
-    return tables.markdown(('', *COLUMNS), rows)
-
-
-def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(prog=_PROG, description=__doc__)
-    add = parser.add_argument
-    add('--rows', default=','.join(PEERS), help=f'some of {",".join(PEERS)} (default: all)')
-    add('--rounds', type=at_least(1), default=3, help='rounds over all rows (default: 3)')
-    add_output_flags(parser, 'runs/compare')
-    add('--table', type=Path, metavar='FILE', help='write the table here, for a document')
-    args = parser.parse_args(argv)
-    names = set(args.rows.split(','))
-    if unknown := names - PEERS.keys():
-        parser.error(f'--rows: no row {", ".join(unknown)}; there are {", ".join(PEERS)}')
-    names |= {PLAIN_DATA if PEERS[name].replicas_of_data else PLAIN for name in names}
-    args.rows = {name: row for name, row in PEERS.items() if name in names}
-    theirs = [row.title for row in args.rows.values() if row.lm_resiliency or row.starts is InJob]
-    if theirs and not SITE.is_dir():
-        parser.error(f'{theirs[0]} is not installed: scripts/peers.sh')
-    return args
-
-
-def measure(args: argparse.Namespace, console: Console) -> PeerReport:
-    hardware = Hardware.here(gpu=False)
-    output, data = prepare(args, 'peers')
-    bench = PeerRuns(data, output)
-    found: dict[str, list[PeerFigures]] = {name: [] for name in args.rows}
-    cannot = dict(CANNOT)
-    for number in range(1, args.rounds + 1):
-        for name, row in args.rows.items():
-            try:
-                one = bench.run(number, name, row)
-            except LabError as error:
-                if name in (PLAIN, PLAIN_DATA):
-                    raise
-                cannot[row.title] = (str(error), f'logs of {output / f"{number}-{name}"}')
-                console.print(f'{number}: {row.title}: {error}', highlight=False, markup=False)
-                continue
-            found[name].append(one)
-            back = '' if one.back_s is None else f', back in {one.back_s:.1f} s'
-            console.print(f'{number}: {one.ratio:.2f}{back}  {row.title}', highlight=False,
-                          markup=False)  # fmt: skip
-    rows = {name: over_rounds(args.rows[name], runs) for name, runs in found.items() if runs}
-    return PeerReport(hardware, args.rounds, rows, cannot)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    args = parse_arguments(argv)
-
-    def show(report: PeerReport, console: Console) -> None:
-        print_report(report, console)
-        if args.table:
-            args.table.write_text(markdown(report), 'utf-8')
-
-    return run_benchmark('compare peers', args, measure, show)
-
-
-if __name__ == '__main__':
-    sys.exit(main())
+main = PeersBench.main

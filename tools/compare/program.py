@@ -3,13 +3,14 @@
 
 The only place that limits the rate of copies to host memory: a toy model on a CPU hides every
 copy, large models on GPUs do not. The limit is for measurements only, so the trainer has no flag
-for it.
+for it. The trainer may be under lm-resiliency, called as that project's documentation says.
 """
 
 import multiprocessing
 import os
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 from megatron.moevement.seams import starting
@@ -21,13 +22,17 @@ COPY_GB_PER_S = 'MOEVEMENT_COMPARE_COPY_GB_PER_S'
 """Environment variable: limit, in GB/s, of each rank's copies to host memory; unset: no limit."""
 FORK = 'MOEVEMENT_COMPARE_FORK'
 """Environment variable: if set, processes with which Megatron saves are forks, like the workers."""
+FOLDER = 'MOEVEMENT_COMPARE_FOLDER'
+"""Environment variable: the folder of lm-resiliency, if that protects the trainer."""
 STARTED = 'compare: program started at '
 """Line of a log, before the time in seconds since the epoch."""
 
 if __name__ != '__mp_main__':  # a subprocess, e.g. one that writes a checkpoint, is not a worker
     import torch.multiprocessing
+    from megatron.training import get_args, training
 
     from megatron.moevement import pretrain_gpt
+    from megatron.moevement.seams import patches
     from moevement_ext.capture.copier import Copier
     from moevement_ext.capture.layout import Piece
     from moevement_ext.rates import TokenBucket
@@ -52,12 +57,49 @@ def fork_helpers() -> None:
         module.get_context = lambda *_: fork
 
 
+def set_up(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Hand model, optimizer and scheduler to lm-resiliency, which may load them."""
+    from lm_resiliency import InMemoryCkptConfig
+    from lm_resiliency.integrations.megatron import enable_resiliency
+
+    model, optimizer, scheduler = original(*args, **kwargs)
+    counters = get_args()
+
+    def position() -> dict[str, Any]:
+        micro_batches = training.get_num_microbatches()
+        samples = counters.data_parallel_size * counters.micro_batch_size * micro_batches
+        return {
+            'iteration': int(counters.curr_iteration) + 1,
+            'samples': int(counters.consumed_train_samples) + samples,
+            'scheduler': scheduler.state_dict(),
+        }
+
+    def move(value: dict[str, Any]) -> None:
+        counters.iteration = counters.curr_iteration = value['iteration']
+        counters.consumed_train_samples = value['samples']
+        scheduler.load_state_dict(value['scheduler'])
+        training.update_num_microbatches(value['samples'], consistency_check=False)
+
+    config = InMemoryCkptConfig(
+        disk_folder=os.environ[FOLDER], disk_flush_interval=0, replication_jump=1,
+        pin_memory=False, skip_replication_if_hsdp=False, run_id='compare',
+    )  # fmt: skip
+    handle = enable_resiliency(
+        model, optimizer, scheduler, interval=1, enable_detection=False, ckpt_config=config,
+        extra_state_fn=position, load_extra_state_fn=move,
+    )  # fmt: skip
+    counters.iteration = counters.curr_iteration = max(counters.iteration, handle.step_count)
+    return model, optimizer, scheduler
+
+
 def main() -> None:
     print(f'{STARTED}{time.time():.3f}', flush=True)
     if (limit := os.environ.get(COPY_GB_PER_S)) is not None:
         limit_copies(1e9 * float(limit))
     if FORK in os.environ:
         fork_helpers()
+    if FOLDER in os.environ:
+        patches.wrap('megatron.training.training:setup_model_and_optimizer', set_up)
     sys.argv[0] = 'pretrain_gpt.py'
     pretrain_gpt.main()
 

@@ -2,6 +2,7 @@
 """The rows of a comparison, as `rows.toml` declares them."""
 
 import enum
+from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
 
@@ -28,7 +29,7 @@ class Row(msgspec.Struct, frozen=True):
     title: str
     keeps: Keeps
     flags: str = ''
-    """Further flags of the trainer; names of `training_flags` in braces are filled in."""
+    """Further flags of the trainer; names in braces are filled in, see `training_flags`."""
     exact: bool = True
     """The row promises the bits of a run without failures."""
     lossy: bool = False
@@ -63,34 +64,39 @@ class Row(msgspec.Struct, frozen=True):
             filled_in: window, mtbf_s, network_gb_per_s, disk (a directory that survives every node)
         """
         more = self.flags.format(**filled_in).split()
-        if self.keeps is Keeps.NOTHING:
-            return more
         if self.keeps is Keeps.DISK:
             return [*models.dense_flags(folder / 'checkpoints', interval, self.asynchronous), *more]
-        return [*models.sparse_flags(memory, RUN_ID, AUTO, folder / 'events'), *more]
+        if self.keeps is Keeps.MEMORY:
+            return [*models.sparse_flags(memory, RUN_ID, AUTO, folder / 'events'), *more]
+        return more
+
+
+def read_rows[R](name: str, kind: type[R]) -> R:
+    """Rows of a file of this package, in the order of the table."""
+    return msgspec.toml.decode(files(__package__).joinpath(name).read_bytes(), type=kind)
 
 
 RUN_ID = 'compare'
 PLAIN = 'plain'
 """Plain Megatron without failures, the reference of all rows."""
-ROWS = msgspec.toml.decode(
-    files(__package__).joinpath('rows.toml').read_bytes(), type=dict[str, Row]
-)
-"""In the order of the table."""
+ROWS = read_rows('rows.toml', dict[str, Row])
+
+
+def named[R](names: str, known: Mapping[str, R]) -> list[str]:
+    """Names of rows in a flag. Raises ValueError: there is no such row; the message names it."""
+    asked = names.split(',')
+    if unknown := [name for name in asked if name not in known]:
+        raise ValueError(f'--rows: no row {", ".join(unknown)}; there are {", ".join(known)}')
+    return asked
 
 
 def chosen(names: str, forked: bool) -> dict[str, Row]:
-    """Rows by name; `all`: the rows that differ here, except ablations.
-
-    Raises ValueError: there is no such row; the message names it.
-    """
+    """Rows by name; `all`: the rows that differ here, except ablations. Raises ValueError."""
     if names == 'all':
         return {
             name: row for name, row in ROWS.items() if not (row.ablation or (forked and row.spares))
         }
-    asked = names.split(',')
-    if unknown := [name for name in asked if name not in ROWS]:
-        raise ValueError(f'no row {", ".join(unknown)}; there are {", ".join(ROWS)}')
-    if forked and (same := [name for name in asked if ROWS[name].spares]):
+    rows = {name: ROWS[name] for name in named(names, ROWS)}
+    if forked and (same := [name for name, row in rows.items() if row.spares]):
         raise ValueError(f'{", ".join(same)}: with --quick every worker starts as a hot spare does')
-    return {name: ROWS[name] for name in asked}
+    return rows

@@ -33,7 +33,6 @@ _EVERYTHING = range(RANKS)
 _MAX_RESTARTS = 1000
 _POLL_S = 0.02
 _STARTED = re.compile(re.escape(program.STARTED) + r'([\d.]+)')
-_PROGRAM = program.__file__
 _ZERO = '--use-distributed-optimizer'
 _KINDS = (Kind.KILL, Kind.NODE)
 # Smallest gap between two faults, as a share of the mean gap.
@@ -50,25 +49,16 @@ class PlannedFault(NamedTuple):
     """The killed rank; for a node, one of its ranks."""
 
 
-class InjectedFault(NamedTuple):
-    """A fault that was injected into a job."""
-
-    at: float
-    """Time in seconds since the epoch."""
-    rank: int
-    kind: Kind
-
-
 class Lived(NamedTuple):
-    """A job of a comparison that has ended."""
+    """A job of a comparison that has ended. Times are seconds since the epoch."""
 
     trained: Trained
     """Its log begins with the end of the warm-up."""
-    injected: list[InjectedFault]
-    started: list[float]
-    """Times when the program began in each process of any rank (seconds since the epoch)."""
-    folder: Path
-    checkpoint_bytes: int
+    faults: Sequence[float] = ()
+    """Times of the injected faults."""
+    started: Sequence[float] = ()
+    """Times when the program began in each process of any rank."""
+    checkpoint_bytes: int = 0
     """Bytes of the newest checkpoint of Megatron, all ranks; 0: there is none."""
 
 
@@ -85,12 +75,14 @@ class Course(NamedTuple):
     interval: int
     """Iterations between two dense checkpoints."""
     window: str
-    copy_gb_per_s: float
-    network_gb_per_s: float
-    mtbf_s: float
-    """Mean seconds between the faults, at the pace of plain Megatron."""
     fork: bool
     """A process that has imported the program forks workers."""
+    copy_gb_per_s: float = 0.0
+    network_gb_per_s: float = 0.0
+    mtbf_s: float = 0.0
+    """Mean seconds between the faults, at the pace of plain Megatron."""
+    faults: Sequence[PlannedFault] = ()
+    """The trace."""
 
     def training_flags(self, copies: bool) -> list[str]:
         """Flags of plain Megatron; the last value of a flag counts."""
@@ -105,15 +97,22 @@ class Course(NamedTuple):
     def plain(self, number: int, copies: bool) -> Lived:
         folder = self.output / f'{number}-{PLAIN}{"-copies" * copies}'
         launch = self._launch(folder, self.training_flags(copies))
-        return self._lived(train(launch), [], folder, 0)
+        return Lived(_since_warm_up(train(launch), self.warm_up))
 
-    def hurt(self, number: int, name: str, row: Row, faults: Sequence[PlannedFault]) -> Lived:
+    def hurt(self, number: int, name: str, row: Row) -> Lived:
         """Run a row under all faults of the trace.
 
         Raises LabError: the run failed, or ended before the last fault.
         """
         folder = self.output / f'{number}-{name}'
-        injected: list[InjectedFault] = []
+        checkpoints = folder / 'checkpoints'
+        injected: list[float] = []
+
+        def inject(job: Job) -> float:
+            begin = self._warm(job)
+            injected.extend(_inject(job, row, fault, begin + fault.at_s) for fault in self.faults)
+            return injected[-1]
+
         with (
             memory_directory('moevement-compare-') as memory,
             TemporaryDirectory(prefix='disk-', dir=self.output) as disk,
@@ -124,44 +123,34 @@ class Course(NamedTuple):
                 disk=disk,
             )  # fmt: skip
             flags = [*self.training_flags(row.copies), *own]
-            launch = self._launch(folder, flags, row.spares)
-            if row.throttled:
-                limit = {program.COPY_GB_PER_S: f'{self.copy_gb_per_s:g}'}
-                limit[UNFLAGGED] = row.settings
-                launch = launch._replace(variables={**launch.variables, **limit})
-
-            def inject(job: Job) -> float:
-                for fault, due in zip(faults, self._moments(job, faults), strict=True):
-                    injected.append(_inject(job, row, fault, due))
-                return injected[-1].at
-
+            limit = {program.COPY_GB_PER_S: f'{self.copy_gb_per_s:g}', UNFLAGGED: row.settings}
+            launch = self._launch(folder, flags, row.spares, limit if row.throttled else {})
             try:
                 trained = train(launch, inject, memory=memory / RUN_ID)
+                saved = newest_bytes(checkpoints)
             finally:
-                checkpoints = folder / 'checkpoints'
-                saved = _newest_bytes(checkpoints)
                 shutil.rmtree(checkpoints, ignore_errors=True)
-        return self._lived(trained, injected, folder, saved)
+        return Lived(_since_warm_up(trained, self.warm_up), injected, starts(folder), saved)
 
-    def _lived(
-        self, trained: Trained, injected: list[InjectedFault], folder: Path, checkpoint_bytes: int
-    ) -> Lived:
-        measured = trained._replace(log=since(trained.log, self.warm_up))
-        return Lived(measured, injected, starts(folder), folder, checkpoint_bytes)
-
-    def _moments(self, job: Job, faults: Sequence[PlannedFault]) -> list[float]:
-        """Times of the faults, in seconds since the epoch, once the warm-up is over."""
+    def _warm(self, job: Job) -> float:
+        """Wait for the end of the warm-up; returns its time, in seconds since the epoch."""
         for log in job.follow(f'iteration {self.warm_up}'):
             if rest := since(log, self.warm_up).iterations:
-                return [rest[0].time + fault.at_s for fault in faults]
+                return rest[0].time
         raise LabError('the job ended before its warm-up did', job.tail())
 
-    def _launch(self, folder: Path, flags: Sequence[str], spares: int = 0) -> Launch:
-        variables = {program.FORK: '1'} if self.fork else {}
-        spares = max(spares, int(self.fork))
+    def _launch(
+        self,
+        folder: Path,
+        flags: Sequence[str],
+        spares: int = 0,
+        limit: dict[str, str] | None = None,
+    ) -> Launch:
+        variables = {**(limit or {}), **({program.FORK: '1'} if self.fork else {})}
         return Launch(
-            folder, flags, RANKS, 1, _MAX_RESTARTS, spares, variables, program_file=_PROGRAM
-        )
+            folder, flags, RANKS, 1, _MAX_RESTARTS, max(spares, int(self.fork)), variables,
+            program_file=program.__file__,
+        )  # fmt: skip
 
 
 def draw_faults(
@@ -193,8 +182,12 @@ def since(log: RunLog, number: int) -> RunLog:
     return replace(log, attempts=[], captured=[])
 
 
-def _inject(job: Job, row: Row, fault: PlannedFault, due: float) -> InjectedFault:
-    """Wait for the moment of a fault, and inject it. Raises LabError: the job ended first."""
+def _since_warm_up(trained: Trained, warm_up: int) -> Trained:
+    return trained._replace(log=since(trained.log, warm_up))
+
+
+def _inject(job: Job, row: Row, fault: PlannedFault, due: float) -> float:
+    """Inject a fault once it is due; returns its time. Raises LabError: the job ended first."""
     while time.time() < due or not job.pids()[fault.rank]:
         if not job.running():
             raise LabError(
@@ -203,15 +196,14 @@ def _inject(job: Job, row: Row, fault: PlannedFault, due: float) -> InjectedFaul
             )
         time.sleep(_POLL_S)
     if not row.restarts_all:
-        return InjectedFault(job.hurt(fault.kind, [fault.rank]).time, fault.rank, fault.kind)
+        return job.hurt(fault.kind, [fault.rank]).time
     lost: Sequence[int] = ()
     if fault.kind is Kind.NODE and row.keeps is Keeps.MEMORY:
         # All stop first: a worker that survived its peers would end, and restart, by itself.
         job.send(_EVERYTHING, signal.SIGSTOP)
         job.lose_node(fault.rank)
         lost = job.ranks_of_node(fault.rank)
-    rest = [rank for rank in _EVERYTHING if rank not in lost]
-    return InjectedFault(job.send(rest, signal.SIGKILL), fault.rank, fault.kind)
+    return job.send([rank for rank in _EVERYTHING if rank not in lost], signal.SIGKILL)
 
 
 def starts(folder: Path) -> list[float]:
@@ -220,8 +212,8 @@ def starts(folder: Path) -> list[float]:
     return sorted(float(found) for text in texts for found in _STARTED.findall(text))
 
 
-def _newest_bytes(checkpoints: Path) -> int:
-    folders = sorted(checkpoints.glob('iter_*'))
-    if not folders:
-        return 0
-    return sum(path.stat().st_size for path in folders[-1].rglob('*') if path.is_file())
+def newest_bytes(checkpoints: Path) -> int:
+    """Bytes of the newest checkpoint of Megatron; 0 without one."""
+    newest = sorted(checkpoints.glob('iter_*'))[-1:]
+    files = (path for folder in newest for path in folder.rglob('*') if path.is_file())
+    return sum(path.stat().st_size for path in files)

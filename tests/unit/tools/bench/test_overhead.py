@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmark of overhead: its variants, and its ratios over the rounds."""
+"""The benchmark of overhead: its flags, its variants, and its figures."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -10,71 +9,36 @@ from moevement_ext.events import WindowCommitted
 from tests.unit.megatron.moevement.job.test_identity import parsed
 from tests.unit.tools.samples import HARDWARE, iteration_line
 from tools.bench import model, overhead
-from tools.bench.frame import Report
-from tools.bench.overhead import (
-    AGAIN,
-    DENSE_IN_MEMORY,
-    FORMATS,
-    PLAIN,
-    SPARSE,
-    Bench,
-    Run,
-)
+from tools.bench.overhead import AGAIN, FORMATS, PLAIN, SPARSE, OverheadBench, Run
 from tools.lab import models
-from tools.lab.figures import Spread
 from tools.lab.launch import ROOT, Launch
 from tools.lab.run_log import RunLog, parse_log
 from tools.model.layout import PRECISIONS
 
-BENCH = Bench(Path('data'), Path('out'), 2, 14, 4, 'auto')
+
+def bench(*flags: str) -> OverheadBench:
+    return OverheadBench(OverheadBench.parse(flags), Path('out'), Path('data'))
 
 
-def run_of(variant: str, iteration_s: float, digest: str = 'same') -> Run:
-    dense = variant == DENSE_IN_MEMORY
+def run_of(iteration_s: float, digest: str, windows: list[int]) -> Run:
     return Run(
-        variant=variant,
-        iteration_s=iteration_s,
-        all_iterations_s=[iteration_s],
-        cpu_s=2 * iteration_s,
-        helpers_s=iteration_s / 4 if variant == SPARSE else 0.0,
-        exposed_ms=1.0 if dense or variant == SPARSE else None,
-        windows=[1] if dense else [2],
-        slot_bytes=[100] if dense else [70, 50],
-        digest=digest,
-    )
+        variant='', iteration_s=iteration_s, all_iterations_s=[], cpu_s=2 * iteration_s,
+        helpers_s=iteration_s / 4, exposed_ms=None, windows=windows,
+        slot_bytes=[1 << 20, 1 << 19] if windows else [], digest=digest,
+    )  # fmt: skip
 
 
-def rounds_of(*sparse_s: float, digest: str = 'same') -> list[dict[str, Run]]:
-    """One round for each time of the sparse variant; round n of the others takes n seconds."""
-    rounds = [
-        {name: run_of(name, seconds if name == SPARSE else number) for name in BENCH.variants}
-        for number, seconds in enumerate(sparse_s, 1)
-    ]
-    rounds[0][PLAIN] = run_of(PLAIN, 1.0, digest)
-    return rounds
-
-
-def report_of(*sparse_s: float, digest: str = 'same') -> Report:
-    return overhead.summarize(BENCH, HARDWARE, {'bf16': rounds_of(*sparse_s, digest=digest)})
-
-
-def test_ratios_are_taken_within_a_round() -> None:
-    ways = report_of(1.5, 2.2, 6.0).ways
-    ratio = ways['bf16/sparse'].figures['ratio']
-    assert (ratio.min, ratio.median, ratio.max) == pytest.approx((1.1, 1.5, 2.0))
-    assert ways['bf16/plain'].figures['ratio'] == Spread(1, 1, 1)
-    assert ways['bf16/sparse'].figures['helpers'].min == pytest.approx(1.1 / 8)
-    assert 'exposed_ms' not in ways['bf16/plain'].figures
-
-
-def test_exit_status_shows_whether_runs_are_identical(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for digest, status in (('same', 0), ('other', 1)):
-        report = report_of(1.0, digest=digest)
-        monkeypatch.setattr(overhead, 'measure', lambda *_, found=report: found)
-        assert overhead.main(['--json', str(tmp_path / 'o.json')]) == status
-        assert json.loads((tmp_path / 'o.json').read_text())['different'] == ['bf16'] * status
+def test_runs_are_compared_within_a_precision() -> None:
+    one = bench('--precision', 'c1', '--stand-ins')
+    assert [*one.titles()] == ['bf16/plain', 'bf16/sparse', 'c1/plain', 'c1/sparse']
+    runs = (run_of(1, 'a', []), run_of(1.5, 'a', [2]), run_of(2, 'b', []), run_of(2.2, 'c', [4]))
+    found = one.summary(HARDWARE, [dict(zip(one.titles(), runs, strict=True))])
+    assert found.ways[f'c1/{SPARSE}'].figures['ratio'].median == pytest.approx(1.1)
+    assert found.ways[f'c1/{PLAIN}'].figures['ratio'].median == 1
+    assert found.ways[f'bf16/{SPARSE}'].figures['helpers'].median == pytest.approx(1.5 / 8)
+    assert found.ways[f'c1/{SPARSE}'].title.endswith(', window 4, slots 1.0 0.5')
+    assert 'exposed_ms' not in found.ways[f'c1/{SPARSE}'].figures
+    assert found.different == ['c1'] and found.notes[-1].endswith(': DIFFERENT in c1.')
 
 
 @pytest.mark.parametrize(
@@ -89,7 +53,7 @@ def test_exit_status_shows_whether_runs_are_identical(
 )
 def test_wrong_flags_of_overhead_are_refused(flags: list[str]) -> None:
     with pytest.raises(SystemExit) as refused:
-        overhead.parse_arguments(flags)
+        OverheadBench.parse(flags)
     assert refused.value.code == 2
 
 
@@ -127,7 +91,7 @@ def test_a_cpu_that_emulates_bf16_trains_in_fp32(
 
 @pytest.mark.parametrize('name', FORMATS)
 def test_flags_include_those_of_upstream_and_of_the_formats(name: str) -> None:
-    args = parsed(*BENCH._replace(precision=name, stand_ins=True).training_flags())
+    args = parsed(*bench().training_flags(name))
     kept = PRECISIONS['bf16' if name == AGAIN else name]
     assert ('fp8' if args.fp8_param_gather else 'fp16' if args.fp16 else 'bf16') == kept.compute
     master = 'fp8' if args.sparse_ckpt_fp8_masters else args.main_params_dtype

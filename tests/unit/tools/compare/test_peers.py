@@ -6,19 +6,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from tests.unit.tools.samples import logged
-from tools.compare import peers
-from tools.compare.peer_program import FOLDER
-from tools.compare.peer_rows import PEERS, RANKS, SITE
-from tools.compare.peers import PeerReport, compared, markdown
+from tools.compare.peers import PEERS, RANKS, SITE, Watched, compared
+from tools.compare.program import FOLDER
 from tools.lab.cpu_clock import Spent, memory_bytes, spent
 from tools.lab.digests import StateDigest
 from tools.lab.errors import LabError
 from tools.lab.job import Trained
-from tools.lab.launch import ROOT
 
 SAME, OTHER = StateDigest('00', 8, {}), StateDigest('11', 8, {'0': {'parameter/x': '1'}})
 
@@ -30,7 +26,7 @@ def test_only_a_peer_sees_the_folder_of_peers(name: str, tmp_path: Path) -> None
     assert launch.world_size == RANKS
     inside = str(SITE) in launch.environment()['PYTHONPATH'].split(os.pathsep)
     assert inside == (not row.ours)
-    assert (FOLDER in launch.environment()) == row.lm_resiliency
+    assert (FOLDER in launch.environment()) == name.startswith('lm-')
     assert ('--sparse-ckpt' in launch.flags) == row.ours
 
 
@@ -45,8 +41,8 @@ def test_work_of_threads_and_children_is_apart_from_training() -> None:
     assert memory_bytes([os.getpid()]) > 1 << 20
 
 
-def ran(total_s: float, training_s: float, memory: int, killed: float | None) -> peers._Ran:
-    one = peers._Ran()
+def ran(total_s: float, training_s: float, memory: int, killed: float | None) -> Watched:
+    one = Watched()
     one.samples = [Spent(4.0, 1.0, 1.0), Spent(12.0, 1.0 + total_s, 1.0 + training_s)]
     one.memory, one.tmpfs, one.logs, one.killed = memory, 3_000_000, 1_000_000, killed
     return one
@@ -67,10 +63,3 @@ def test_figures_are_relative_to_plain_megatron() -> None:
     with pytest.raises(LabError, match='never got beyond iteration 12'):
         compared(ran(4, 2, 0, 24.5), Trained(logged(*times, (30.0, 12)), SAME, []),
                  ran(2, 2, 0, None), PLAIN, [])  # fmt: skip
-
-
-def test_table_of_the_page_is_that_of_its_file() -> None:
-    docs = ROOT / 'docs'
-    text = (docs / 'measurements/compare-peers.json').read_bytes()
-    table = markdown(msgspec.json.decode(text, type=PeerReport))
-    assert table in (docs / 'comparison.md').read_text('utf-8')
