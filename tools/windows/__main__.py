@@ -26,127 +26,124 @@ would be taken, 2 the directory or a window cannot be read by this user.
 """
 
 import argparse
-import os
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
-from rich.box import HEAVY_HEAD
 from rich.console import Console
-from rich.table import Table
 
 from moevement_ext.memory.window.refusal import UnreadableWindow
-from moevement_ext.memory.window.settings import Layout
 
 from ..lab.arguments import Parser, at_least, split_at_end
 from ..lab.errors import LabError
-from ..lab.figures import print_json
+from ..lab.tables import table
 from ..lab.text import size
-from .export import TORCH_DIST, export, source
+from .export import TORCH_DIST, export
 from .found import Found, complete, find
 from .pruning import live_runs, prunable, remove
 
 _KEEP = 2
-_WIDE = 100
-_ONLY_WIDE = ('slots', 'held by', 'state')
+_LEAST_WIDTH = 160
 _OF_A_RUN = ('export', 'check')
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_arguments(argv)
-    if not args.directory.is_dir():
-        print(
-            f'windows: {args.directory} is no directory; give that of --sparse-ckpt-dir or '
-            '--sparse-ckpt-disk',
-            file=sys.stderr,
-        )
-        return 2
+    directory: Path = args.directory
     try:
-        return _run(args)
-    except (OSError, UnreadableWindow) as error:
-        said = str(error)
-        if isinstance(error, OSError):
-            said = f'{error.filename or args.directory}: {error.strerror}'
-        print(f'windows: {said}; run as the user of the job', file=sys.stderr)
-        return 2
-
-
-def _run(args: argparse.Namespace) -> int:
-    found = find(args.directory, verify=args.command == 'verify')
-    if args.command == 'export':
-        return _export(found, args)
-    if args.command == 'check':
-        return _check(found, args)
-    if args.command == 'prune':
-        return _prune(found, args)
-    if args.json:
-        print_json(_as_json(found))
-    else:
-        _print(found, args.directory, Console())
-    committed = [one for one in found if one.state == 'committed']
-    if any(one.foreign for one in found):
-        return 2
-    none_to_verify = args.command == 'verify' and not committed
-    return int(none_to_verify or any(one.problem is not None for one in committed))
+        if not directory.is_dir():
+            raise FileNotFoundError(0, 'no directory', str(directory))
+        run = {'export': _export, 'check': _check, 'prune': _prune}.get(args.command, _list)
+        return run(find(directory, verify=args.command == 'verify'), args)
+    except LabError as error:
+        print(f'windows: {error}', file=sys.stderr)
+        return 1
+    except FileNotFoundError as error:
+        where = f'{error.filename}: {error.strerror}'
+        said = f'{where}; give that of --sparse-ckpt-dir or --sparse-ckpt-disk'
+    except OSError as error:
+        said = f'{error.filename or directory}: {error.strerror}; run as the user of the job'
+    except UnreadableWindow as error:
+        said = f'{error}; run as the user of the job'
+    print(f'windows: {said}', file=sys.stderr)
+    return 2
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(prog='moevement windows', description=__doc__)
     commands = parser.add_subparsers(dest='command', required=True)
-    listing, verifying, pruning, exporting, checking = (
-        commands.add_parser(name, help=about)
-        for name, about in (
-            ('list', 'what lies where'),
-            ('verify', 'list windows, and compare every checksum'),
-            ('prune', 'delete files that no recovery needs'),
-            ('export', 'make a dense checkpoint of the newest window'),
-            ('check', 'report whether a job would resume from them'),
-        )
-    )
-    for command in (listing, verifying, pruning, exporting, checking):
-        command.add_argument('directory', type=Path, metavar='DIR')
-    for command in (listing, verifying):
-        command.add_argument('--json', action='store_true')
-    pruning.add_argument(
-        '--keep', type=at_least(0), default=_KEEP, metavar='N',
-        help=f'complete windows of each run that stay on disk ({_KEEP}); 0: nothing stays',
-    )  # fmt: skip
-    pruning.add_argument('--yes', action='store_true', help='delete the files')
-    exporting.add_argument('--to', choices=[TORCH_DIST], required=True, help='format')
-    exporting.add_argument('--output', type=Path, required=True, metavar='DIR', help='for --load')
-    exporting.add_argument(
-        '--offline', action='store_true',
-        help='in this process, for any layout: after -- come flags of pretrain_gpt.py alone',
-    )  # fmt: skip
-    checking.add_argument(
-        '--nproc', type=at_least(0), metavar='N',
-        help='ranks of the job; default: as many as the windows had, or the fewest for the flags',
-    )  # fmt: skip
+
+    def command(name: str, about: str) -> argparse.ArgumentParser:
+        added = commands.add_parser(name, help=about)
+        added.add_argument('directory', type=Path, metavar='DIR')
+        return added
+
+    for name, about in (
+        ('list', 'what lies where'),
+        ('verify', 'list windows, and compare every checksum'),
+    ):
+        command(name, about).add_argument('--json', action='store_true')
+    add = command('prune', 'delete files that no recovery needs').add_argument
+    add('--keep', type=at_least(0), default=_KEEP, metavar='N', help='complete windows of each run '
+        f'that stay on disk ({_KEEP}); 0: nothing stays')  # fmt: skip
+    add('--yes', action='store_true', help='delete the files')
+    add = command('export', 'make a dense checkpoint of the newest window').add_argument
+    add('--to', choices=[TORCH_DIST], required=True, help='format')
+    add('--output', type=Path, required=True, metavar='DIR', help='for --load')
+    add('--offline', action='store_true', help='in this process, for any layout: after -- come '
+        'flags of pretrain_gpt.py alone')  # fmt: skip
+    add = command('check', 'report whether a job would resume from them').add_argument
+    add('--nproc', type=at_least(0), metavar='N', help='ranks of the job; default: as many as the '
+        'windows had, or the fewest for the flags')  # fmt: skip
     own, launch = split_at_end(argv)
     args = parser.parse_args(own)
     args.launch = launch
-    if bool(args.launch) != (args.command in _OF_A_RUN):
+    if bool(launch) != (args.command in _OF_A_RUN):
         needed = 'put -- and the command that launches the run, or its flags, after the others'
         surplus = f'leave out -- and what follows: it is for {" and ".join(_OF_A_RUN)}'
-        parser.error(f'{args.command}: {surplus if args.launch else needed}')
+        parser.error(f'{args.command}: {surplus if launch else needed}')
     return args
 
 
-def _export(found: Sequence[Found], args: argparse.Namespace) -> int:
-    try:
-        if args.offline:
-            from .offline import export_offline, newest  # imports torch
+def _list(found: Sequence[Found], args: argparse.Namespace) -> int:
+    if args.json:
+        files = [msgspec.structs.asdict(one) for one in found]
+        print(json.dumps({'files': files, 'complete': complete(found)}, indent=2, default=str))
+    else:
+        _print(found, args.directory)
+    if any(one.foreign for one in found):
+        return 2
+    committed = [one for one in found if one.state == 'committed']
+    none_to_verify = args.command == 'verify' and not committed
+    return int(none_to_verify or any(one.problem is not None for one in committed))
 
-            window = newest(found, args.directory)
-            run, iteration = window[0].run, export_offline(window, args.output, args.launch)
-        else:
-            windows = source(found, args.directory)
-            run, iteration = windows.run, export(windows, args.output, args.launch)
-    except LabError as error:
-        print(f'windows: {error}', file=sys.stderr)
-        return 1
+
+def _print(found: Sequence[Found], directory: Path) -> None:
+    if not found:
+        print(f'no windows in {directory}')
+        return
+    # At the width of a narrow terminal, rich would cut the columns.
+    console = Console(width=max(Console().width, _LEAST_WIDTH), soft_wrap=True)
+    columns = ('run', '>rank', 'window', '>slots', '>size', 'held by', 'state', 'checksums')
+    console.print(table(columns, map(_cells, found)))
+    for run, windows in complete(found).items():
+        ranks = len({one.rank for one in found if one.run == run})
+        print(f'{run}: whole on all {ranks} ranks seen here: {", ".join(windows) or "none"}')
+
+
+def _cells(one: Found) -> tuple[str, ...]:
+    slots = '' if one.slots is None else str(one.slots)
+    checked = 'right' if one.verified else 'headers right' if one.slots else ''
+    return (
+        one.run, str(one.rank), one.window, slots, size(one.nbytes), one.held_by, one.state,
+        one.problem or checked,
+    )  # fmt: skip
+
+
+def _export(found: Sequence[Found], args: argparse.Namespace) -> int:
+    run, iteration = export(found, args.directory, args.output, args.launch, args.offline)
     print(f'{run}: iteration {iteration} is in {args.output}; go on with --load')
     return 0
 
@@ -158,59 +155,8 @@ def _check(found: Sequence[Found], args: argparse.Namespace) -> int:
         if one.state == 'committed' and one.problem is not None:
             print(f'{one.path}: {one.problem}')
     answers = list(said_of(found, args.launch, args.nproc))
-    for said in answers:
-        print(said)
-    if not answers:
-        print(f'no windows in {args.directory}')
+    print('\n'.join(map(str, answers)) or f'no windows in {args.directory}')
     return int(not any(said.loads for said in answers))
-
-
-def _as_json(found: Sequence[Found]) -> dict[str, Any]:
-    files = [
-        {name: _plain(value) for name, value in msgspec.structs.asdict(one).items()}
-        for one in found
-    ]
-    whole = {_plain(run): windows for run, windows in complete(found).items()}
-    return {'files': files, 'complete': whole}
-
-
-def _plain(value: Any) -> Any:
-    """With question marks for bytes of a path that are not UTF-8."""
-    if isinstance(value, Path | Layout):
-        value = str(value)
-    return os.fsencode(value).decode(errors='replace') if isinstance(value, str) else value
-
-
-def _print(found: Sequence[Found], directory: Path, console: Console) -> None:
-    """Print all columns if they fit; else drop the least important ones."""
-    if not found:
-        console.print(f'no windows in {directory}', highlight=False, soft_wrap=True)
-        return
-    wide = console.width >= _WIDE
-    shown = Table(box=HEAVY_HEAD if wide else None, pad_edge=False)
-    rows = [_cells(one, wide) for one in found]
-    columns = [name for name in rows[0] if wide or name not in _ONLY_WIDE]
-    for name in columns:
-        right = name in ('rank', 'slots', 'size')
-        shown.add_column(name, justify='right' if right else 'left', overflow='fold')
-    for row in rows:
-        shown.add_row(*(row[name] for name in columns))
-    console.print(shown)
-    for run, windows in complete(found).items():
-        ranks = len({one.rank for one in found if one.run == run})
-        newest = ', '.join(windows) if windows else 'none'
-        console.print(f'{run}: whole on all {ranks} ranks seen here: {newest}', highlight=False)
-
-
-def _cells(one: Found, wide: bool) -> dict[str, str]:
-    checked = 'right' if one.verified else 'headers right' if one.slots else ''
-    if one.state != 'committed' and not wide:  # there is no column of states
-        checked = one.state
-    return {
-        'run': one.run, 'rank': str(one.rank), 'window': one.window,
-        'slots': '' if one.slots is None else str(one.slots), 'size': size(one.nbytes),
-        'held by': one.held_by, 'state': one.state, 'checksums': one.problem or checked,
-    }  # fmt: skip
 
 
 def _prune(found: Sequence[Found], args: argparse.Namespace) -> int:
@@ -225,10 +171,9 @@ def _prune(found: Sequence[Found], args: argparse.Namespace) -> int:
     if args.yes:
         remove(files, args.directory)
         print(f'deleted: {len(files)} files, {freed}')
-        return 2 if unread else 0
-    for path in files:
-        print(path)
-    print(f'would delete: {len(files)} files, {freed}; with --yes it does')
+    else:
+        print('\n'.join([*map(str, files), f'would delete: {len(files)} files, {freed}; with '
+                         '--yes it does']))  # fmt: skip
     return 2 if unread else 0
 
 

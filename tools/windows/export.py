@@ -1,65 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes a dense checkpoint from windows: the run resumes from them briefly, and saves.
+"""Makes a dense checkpoint from the newest window of a run that has ended.
 
-Windows hold the states of several iterations, and only a replay combines them. So this module
-launches the run's own program with its own flags; the program converts the window, trains one
-iteration, and ends with upstream's save. It ends after its first iteration, not after a given
-one: it may find the newest window damaged, or a newer window that this node does not see.
+Windows of several iterations are only combined by a replay: the run's own program is launched with
+its own flags, converts the window, trains one iteration, and ends with upstream's save. It ends
+after its first iteration, not after a given one: it may find the newest window damaged, or a newer
+window that this node does not see. A window of one iteration is a complete state: this process can
+make the checkpoint, without the ranks that captured it.
 """
 
+import logging
 import os
 import subprocess
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from moevement_ext.config import OFF
+from moevement_ext.errors import UserError
 from moevement_ext.job.exporting import VARIABLE
-from moevement_ext.memory.shelf import base_of
+from moevement_ext.memory.node_store import STUB
+from moevement_ext.memory.shelf import Copy, base_of, copy_at_twin, copy_in_file, read_any
+from moevement_ext.memory.window.refusal import RefusedWindow
+from moevement_ext.memory.window.twin import base_path
 
 from ..lab.errors import LabError
 from ..lab.trainer_flags import value_of
-from .found import DISK, Found, complete
+from .found import DISK, Found, by_window, complete, missing
 from .pruning import live_runs
 
 TORCH_DIST = 'torch_dist'
 _TRACKER = 'latest_checkpointed_iteration.txt'
 
 
-class Source(NamedTuple):
-    """The windows of one finished run."""
+def export(
+    found: Sequence[Found], directory: Path, output: Path, after: Sequence[str], offline: bool
+) -> tuple[str, int]:
+    """Save a checkpoint in `output`; returns the run, and the iteration of the checkpoint.
 
-    run: str
-    flags: list[str]
-    """Flags with which the program finds the windows."""
-    tier: str
-    """`found.MEMORY` or `found.DISK`."""
-    dense_at: int
-    """Iteration that a conversion of the newest window results in."""
+    Args:
+        found: all windows below `directory`, of one run.
+        directory: as the user gave it.
+        output: folder for the checkpoint, which has none yet.
+        after: command that launches the run, or with `offline` flags of its program.
+        offline: make it in this process, once.
 
-
-def source(found: Sequence[Found], directory: Path) -> Source:
-    """Find the windows to export below a directory.
-
-    Raises LabError: there is no complete window of a finished run, or there are several runs.
-    """
-    run = one_run(found, directory)
-    windows = complete(found)[run]
-    if not windows:
-        raise LabError(f'{directory}: no window is whole on all ranks that are seen there')
-    newest = next(one for one in found if one.window == windows[0] and one.sound)
-    assert newest.slots is not None
-    on_disk = newest.tier == DISK
-    root = newest.path.parents[2 if on_disk else 4]
-    flag = '--sparse-ckpt-disk' if on_disk else '--sparse-ckpt-dir'
-    flags = [flag, str(root), '--sparse-ckpt-run-id', run]
-    return Source(run, flags, newest.tier, newest.start + newest.slots - 1)
-
-
-def one_run(found: Sequence[Found], directory: Path) -> str:
-    """Name of the run below a directory.
-
-    Raises LabError: there is none, or there are several, or it has not ended.
+    Raises LabError: windows or flags do not allow it, or the launched run did not save.
     """
     runs = sorted({one.run for one in found})
     if len(runs) != 1:
@@ -67,25 +52,38 @@ def one_run(found: Sequence[Found], directory: Path) -> str:
         raise LabError(f'{directory}: name the directory of one run; there is {names}')
     if live_runs(found):
         raise LabError(f'{runs[0]}: a process lives; end the job first, or let it save by itself')
-    return runs[0]
-
-
-def export(source: Source, output: Path, command: Sequence[str]) -> int:
-    """Launch the run once more, to save in `output`; returns the iteration of the checkpoint.
-
-    Raises LabError: the run has a newer dense checkpoint, or did not save.
-    """
-    if saved_in(output) is not None:
+    if _saved_in(output) is not None:
         raise LabError(f'--output {output}: there is a checkpoint already; name another one')
+    if offline:
+        return runs[0], _save_here(whole_window(found, directory), output, after)
+    windows = complete(found)[runs[0]]
+    if not windows:
+        raise LabError(f'{directory}: no window is whole on all ranks that are seen there')
+    newest = next(one for one in found if one.window == windows[0] and one.sound)
+    return runs[0], _launch(newest, output, after)
+
+
+def _saved_in(directory: Path) -> int | None:
+    """Iteration of the newest checkpoint in `directory`; None without one."""
+    tracker = directory / _TRACKER
+    text = tracker.read_text(errors='replace').strip() if tracker.is_file() else ''
+    return int(text) if text.isdecimal() else None
+
+
+# ---- by a last launch of the run
+
+
+def _launch(newest: Found, output: Path, command: Sequence[str]) -> int:
     load = value_of(command, '--load')
-    dense = None if load is None else saved_in(Path(load))
-    if dense is not None and dense >= source.dense_at:
+    dense = None if load is None else _saved_in(Path(load))
+    assert newest.slots is not None
+    if dense is not None and dense >= newest.start + newest.slots - 1:
         raise LabError(
             f'--load {load} has iteration {dense}, and the windows none after it: use that'
         )
-    launched = [*command, *_flags(source, output, command)]
-    done = subprocess.run(launched, check=False, env={**os.environ, VARIABLE: source.tier})
-    saved = saved_in(output)
+    launched = [*command, *launch_flags(newest, output, command)]
+    done = subprocess.run(launched, check=False, env={**os.environ, VARIABLE: newest.tier})
+    saved = _saved_in(output)
     if done.returncode != 0 or saved is None:
         raise LabError(
             f'the run ended with status {done.returncode} and saved no checkpoint in {output}; '
@@ -94,12 +92,13 @@ def export(source: Source, output: Path, command: Sequence[str]) -> int:
     return saved
 
 
-def _flags(source: Source, output: Path, command: Sequence[str]) -> list[str]:
-    """Flags of the launch; the last value of a flag counts."""
-    flags = list(source.flags)
-    if (value_of(command, '--sparse-ckpt-elastic') or OFF) != OFF:
-        # It finds the directory of the layout by itself.
-        flags[-1] = base_of(source.run)
+def launch_flags(newest: Found, output: Path, command: Sequence[str]) -> list[str]:
+    """Flags that `command` gets besides; the last value of a flag counts."""
+    flag = '--sparse-ckpt-disk' if newest.tier == DISK else '--sparse-ckpt-dir'
+    elastic = (value_of(command, '--sparse-ckpt-elastic') or OFF) != OFF
+    # An elastic run finds the directory of its layout by itself.
+    run = base_of(newest.run) if elastic else newest.run
+    flags = [flag, str(newest.root), '--sparse-ckpt-run-id', run]
     flags += ['--save', str(output.absolute()), '--ckpt-format', TORCH_DIST]
     flags += ['--save-interval', '1', '--exit-interval', '1']
     if '--use-distributed-optimizer' in command:  # for other layouts to load its state
@@ -107,10 +106,99 @@ def _flags(source: Source, output: Path, command: Sequence[str]) -> list[str]:
     return flags
 
 
-def saved_in(directory: Path) -> int | None:
-    """Iteration of the newest checkpoint in `directory`; None without one."""
-    tracker = directory / _TRACKER
-    if not tracker.is_file():
-        return None
-    text = tracker.read_text(errors='replace').strip()
-    return int(text) if text.isdecimal() else None
+# ---- in this process
+
+
+def whole_window(found: Sequence[Found], directory: Path) -> list[Found]:
+    """Committed files, copies included, of the newest window that all ranks of the run have.
+
+    Raises LabError: there is none, or it needs a replay.
+    """
+    problems = '; '.join(f'{one.path}: {one.problem}' for one in found if one.problem is not None)
+    ordered = by_window(found)
+    if not ordered:
+        raise LabError(f'{directory}: {problems or "there is no window"}')
+    replayed = 'export without --offline, and give after -- the command that launched the run'
+    for files in ordered:
+        first = files[0]
+        if first.layout is None:
+            raise LabError(f'{first.path}: it does not record its layout: {replayed}')
+        if missing(files):
+            continue
+        if first.slots != 1:
+            raise LabError(
+                f'window {first.window} has {first.slots} slots, which only a replay puts '
+                f'together: {replayed}'
+            )
+        return files
+    absent = ', '.join(map(str, missing(ordered[0])))
+    raise LabError(
+        f'{directory}: of window {ordered[0][0].window} there is none of the ranks {absent}'
+        f'{problems and "; " + problems}. Bring what other nodes hold into this directory.'
+    )
+
+
+def _save_here(window: Sequence[Found], output: Path, flags: Sequence[str]) -> int:
+    # The first import of Megatron is prepared; GPUs are left alone.
+    from megatron.moevement.seams import cpu_device, starting
+
+    os.environ['CUDA_VISIBLE_DEVICES'] = ''
+    try:
+        starting.check_installation()
+        cpu_device.install()
+        with warnings.catch_warnings(action='ignore'):
+            from megatron.moevement.offline.exporter import export
+            from megatron.moevement.offline.filling import DenseSlot
+            from megatron.moevement.seams import datasets
+
+        datasets.use_compiled()
+        cpu_device.patch_upstream()
+        copies = copies_of(window)
+        headers = {owner: own[0].headers[0] for owner, own in copies.items()}
+        placed = {owner: head.placed for owner, head in headers.items() if head.placed is not None}
+
+        def read(owner: int, index: int) -> memoryview:
+            return read_any(copies[owner], 0, index)
+
+        logging.disable(logging.WARNING)  # about functions that this process does not use
+        with warnings.catch_warnings(action='ignore'):
+            return export(DenseSlot(headers, placed, read), flags, output)
+    except (RefusedWindow, UserError) as error:
+        raise LabError(str(error)) from error
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def copies_of(window: Iterable[Found]) -> Mapping[int, Sequence[Copy]]:
+    """Readable copies of each owner's part of a window, the first one's bytes in all of them.
+
+    Raises RefusedWindow: no file of an owner can be read.
+    """
+    copies: dict[int, list[Copy]] = {}
+    refusals: dict[int, list[str]] = {}
+    for one in window:
+        try:
+            own = copies.setdefault(one.rank, [])
+            copy = _opened(one.path)
+        except RefusedWindow as refusal:
+            refusals.setdefault(one.rank, []).append(str(refusal))
+            continue
+        # A copy of other bytes has the same name: it must not stand in for a damaged record.
+        if not own or _records(copy) == _records(own[0]):
+            own.append(copy)
+    for owner, own in copies.items():
+        if not own:
+            raise RefusedWindow('; '.join(refusals[owner]))
+    return copies
+
+
+def _records(copy: Copy) -> list[object]:
+    return [header.records for header in copy.headers]
+
+
+def _opened(path: Path) -> Copy:
+    if not path.parent.name.startswith(STUB):
+        return copy_in_file(path)
+    if not base_path(path).exists():
+        raise RefusedWindow(f'{path}: the window that it belongs to is not there')
+    return copy_at_twin(path)

@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pytest
 
+from moevement_ext.memory.shelf import read_any
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.refusal import RefusedWindow
 from moevement_ext.memory.window.settings import Layout, Placed, Seat
 from tests.unit.memory.samples import capacity, content, make_header, named
 from tools.windows.__main__ import main
+from tools.windows.export import copies_of, whole_window
 from tools.windows.found import find
-from tools.windows.offline import Copies, newest
 
 RANKS = 2
 SHELVES = ((0, 0), (1, 1), (1, 0))
@@ -41,7 +42,7 @@ def test_the_newest_window_of_all_ranks_is_chosen_with_all_its_copies(tmp_path: 
     files = commit(tmp_path, 5)
     for file in commit(tmp_path, 6)[::2]:
         file.path.unlink()  # there is none of rank 0
-    window = newest(find(tmp_path), tmp_path)
+    window = whole_window(find(tmp_path), tmp_path)
     assert {(one.run, one.start) for one in window} == {('run1', 5)}
     assert {one.path for one in window} == {file.path for file in files}
 
@@ -62,13 +63,13 @@ def test_a_damaged_record_is_read_from_the_replica(tmp_path: Path) -> None:
     payload = bytes(own.payload(0))
     record = own.header(0).records[2]
     own.payload(0)[record.offset] ^= 1
-    copies = Copies(newest(find(tmp_path), tmp_path))
-    assert set(copies.headers) == {0, 1}
+    copies = copies_of(whole_window(find(tmp_path), tmp_path))
+    assert {owner: len(own) for owner, own in copies.items()} == {0: 2, 1: 1}
     expected = payload[record.offset : record.offset + record.nbytes]
-    assert bytes(copies.read(0, 2)) == expected
+    assert bytes(read_any(copies[0], 0, 2)) == expected
     replica.payload(0)[record.offset] ^= 1
     with pytest.raises(RefusedWindow) as refusal:
-        Copies(find(tmp_path)).read(0, 2)
+        read_any(copies_of(find(tmp_path))[0], 0, 2)
     for path in (own.path, replica.path):
         assert f'{path}: slot 0: checksum mismatch in operator expert-2' in str(refusal.value)
 
@@ -80,6 +81,6 @@ def test_a_replica_of_other_bytes_does_not_stand_in(tmp_path: Path) -> None:
     replica.reserve_slot(0, header.payload_bytes)[:] = 0
     replica.seal_slot(header)
     own.payload(0)[own.header(0).records[2].offset] ^= 1
-    first = [one for one in find(tmp_path) if one.path == own.path]
+    window = sorted(find(tmp_path), key=lambda one: one.path != own.path)
     with pytest.raises(RefusedWindow, match='checksum mismatch'):
-        Copies([*first, *(one for one in find(tmp_path) if one.path != own.path)]).read(0, 2)
+        read_any(copies_of(window)[0], 0, 2)

@@ -25,8 +25,8 @@ from tests.unit.memory.samples import (
     write_slot,
 )
 from tools.windows.__main__ import main
-from tools.windows.export import Source, _flags
-from tools.windows.found import complete, find
+from tools.windows.export import launch_flags
+from tools.windows.found import MEMORY, Found, complete, find
 from tools.windows.pruning import live_runs
 
 RANKS = 2
@@ -348,9 +348,14 @@ def test_the_run_is_launched_with_flags_that_have_the_last_word(run: Run, tmp_pa
 )
 def test_an_elastic_run_is_launched_by_its_own_name(elastic: str) -> None:
     """It finds the directory of its layout itself."""
-    source = Source('run.0123abcd', ['--sparse-ckpt-run-id', 'run.0123abcd'], 'memory', 3)
-    assert _flags(source, Path('dense'), elastic.split())[1] == 'run'
-    assert _flags(source, Path('dense'), [])[1] == 'run.0123abcd'
+    path = Path('/memory/run.0123abcd/node0/0/0/window-1-a.window')
+    newest = Found(
+        run='run.0123abcd', tier=MEMORY, rank=0, holder=0, node='node0', state='committed',
+        nbytes=0, path=path,
+    )  # fmt: skip
+    own = ['--sparse-ckpt-dir', '/memory', '--sparse-ckpt-run-id']
+    assert launch_flags(newest, Path('dense'), elastic.split())[:4] == [*own, 'run']
+    assert launch_flags(newest, Path('dense'), [])[:4] == [*own, 'run.0123abcd']
 
 
 RUN_ON = """
