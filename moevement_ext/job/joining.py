@@ -31,6 +31,7 @@ from moevement_ext.membership.mailbox import (
     own_process,
     write_joining,
     write_memory,
+    write_stuck_timeout,
     write_survivors,
 )
 from moevement_ext.membership.membership import Membership
@@ -164,6 +165,7 @@ def _meet(
     if launcher is None:
         return None, None
     write_memory(launcher, directory / run_id)
+    write_stuck_timeout(launcher, config.stuck_timeout)
     if config.recovery != WHOLE_JOB and not_localized is None:
         write_joining(launcher, identity.rank)
         write_survivors(launcher)

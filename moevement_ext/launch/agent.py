@@ -91,6 +91,7 @@ class Agent:
         try:
             while self._link.silent_s < messages.SILENT_S:
                 self._loop.turn(_TURN_S)
+                self._machine.look()
         except OSError:
             pass  # the job is over, or the supervisor is lost
         finally:

@@ -73,7 +73,8 @@ class LocalStarter:
         return f'{ready} hot{more}' if self._config.spares else '0 hot (none asked for)'
 
     def poll(self) -> None:
-        """Does nothing: this machine has no lost nodes."""
+        if self._machine is not None:
+            self._machine.look()
 
     def lose_node(self, node: int, memory: Callable[[str], NodeStore]) -> Path:
         name = name_here(node)

@@ -33,6 +33,7 @@ _NO_ROOM = errno.EAGAIN, errno.ENOMEM
 _FOR_ROOM_S = 10.0
 _PAUSE_S = 0.1
 _STDERR = 2
+_BETWEEN_LOOKS_S = 0.5
 NODE = 'MOEVEMENT_NODE'
 """Environment variable of a worker: the name of its node."""
 
@@ -80,6 +81,8 @@ class Machine:
         self.spares = SparePool(self._config, self._environment, loop, report, start)
         self._ordered: deque[messages.StartWorker] = deque()
         self._running: dict[int, _Running] = {}
+        self._blocked: dict[int, float] = {}  # since when, by key
+        self._looked_at = 0.0
         self._logs = set[Path]()
         self._pages: ReservedPages | None = None
         self._reserving: threading.Thread
@@ -98,6 +101,22 @@ class Machine:
                 self._reserve(NodeStore(Path(directory), run_id, self._environment[NODE]), sizes)
             case messages.SimulateNodeLoss(node, directory, run_id):
                 self._simulate_node_loss(node, NodeStore(Path(directory), run_id, node))
+
+    def look(self) -> None:
+        """Report workers whose main thread waits in the kernel, at two looks or more.
+
+        Called often. In a page fault of a mapped file the thread holds Python's lock meanwhile,
+        so that no thread of the worker can send its heartbeats.
+        """
+        now = time.monotonic()
+        if now < self._looked_at + _BETWEEN_LOOKS_S:
+            return
+        self._looked_at = now
+        waiting = [key for key, one in self._running.items() if _waits_in_kernel(one.child.pid)]
+        self._blocked = {key: self._blocked.get(key, now) for key in waiting}
+        for key, since in self._blocked.items():
+            if since < now:
+                self._send(messages.Blocked(key, now - since))
 
     def close(self) -> None:
         for running in self._running.values():
@@ -255,6 +274,15 @@ def _with_room(log: BinaryIO) -> BinaryIO:
         log.close()
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(log.name))
     return log
+
+
+def _waits_in_kernel(pid: int) -> bool:
+    """True if the main thread waits, out of reach of signals but SIGKILL, not for a core dump."""
+    try:
+        status = Path(f'/proc/{pid}/status').read_text()
+    except OSError:  # it has ended
+        return False
+    return 'State:\tD' in status and 'CoreDumping:\t1' not in status
 
 
 def _ignore(line: str) -> None:

@@ -53,6 +53,14 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
     last_lines: list[str]
 
 
+class Blocked(msgspec.Struct, frozen=True, tag=True):
+    """The main thread of a worker waits in the kernel; sent about once per second."""
+
+    key: int
+    seconds: float
+    """For which it has been seen there."""
+
+
 class IterationLogged(msgspec.Struct, frozen=True, tag=True):
     """A watched worker printed that an iteration is over; not sent for workers with a log."""
 
@@ -124,7 +132,7 @@ class SimulateNodeLoss(msgspec.Struct, frozen=True, tag=True):
     run_id: str
 
 
-FromAgent = Alive | Here | DevicesFail | Started | Ended | IterationLogged | Happened
+FromAgent = Alive | Here | DevicesFail | Started | Ended | Blocked | IterationLogged | Happened
 FromSupervisor = Alive | Program | StartWorker | Signal | KeepSpares | Reserve | SimulateNodeLoss
 FROM_AGENT: msgspec.msgpack.Decoder[FromAgent] = msgspec.msgpack.Decoder(FromAgent)
 FROM_SUPERVISOR: msgspec.msgpack.Decoder[FromSupervisor] = msgspec.msgpack.Decoder(FromSupervisor)

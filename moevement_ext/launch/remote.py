@@ -14,6 +14,7 @@ from moevement_ext.events import Event
 from moevement_ext.launch.child import Child
 from moevement_ext.launch.launcher_events import WorkerLaunched
 from moevement_ext.launch.messages import (
+    Blocked,
     Ended,
     FromAgent,
     IterationLogged,
@@ -61,6 +62,7 @@ class RemoteChild(Child):
         last_lines: the last lines of its output.
         lost_with: host with which this process was lost; empty otherwise.
         node: node of the process; None before one is assigned.
+        blocked_s: seconds for which its main thread has waited in the kernel, for one reader.
         is_settled: it has joined the other ranks, or was killed because it did not.
     """
 
@@ -74,6 +76,7 @@ class RemoteChild(Child):
         self.restarts = restarts
         self.on_iteration = on_iteration
         self.node: _Commands | None = None
+        self.blocked_s = 0.0
         self.is_settled = False
         self._code: int | None = None
         self._asked_for_at = self._started_at = math.inf
@@ -174,6 +177,8 @@ class Children:
                 child = self._children[key]
                 child.started(pid)
                 self._report(WorkerLaunched(child.order.rank, pid, child.restarts, was_spare))
+            case Blocked(key, seconds):
+                self._children[key].blocked_s = seconds
             case IterationLogged(key, iteration):
                 on_iteration = self._children[key].on_iteration
                 if on_iteration is not None:

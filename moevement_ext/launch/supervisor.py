@@ -55,6 +55,7 @@ from moevement_ext.launch.worker import (
     refuse_mistakes,
     refuse_useless,
 )
+from moevement_ext.membership.counters import Heartbeats
 from moevement_ext.membership.mailbox import (
     evictions,
     of_launch,
@@ -62,10 +63,11 @@ from moevement_ext.membership.mailbox import (
     read_finished,
     read_memory,
     read_needed_ranks,
+    read_stuck_timeout,
     read_survivors,
     take_eviction,
 )
-from moevement_ext.membership.rendezvous import announce_failure
+from moevement_ext.membership.rendezvous import announce_failure, present_round
 from moevement_ext.memory.node_store import holds_windows, is_in_use
 from moevement_ext.memory.reservation import sizes_in
 from moevement_ext.store import server
@@ -369,6 +371,7 @@ class Supervisor:
     def _poll_store(self) -> None:
         try:
             if self._look_for_store_at is None or self._look_for_store():
+                self._send_heartbeats()
                 self._evict()
                 self._kill_the_late()
                 self._outcome.poll(self._mailbox)
@@ -415,6 +418,13 @@ class Supervisor:
         for worker in late_workers(self._mailbox, self._living()):
             worker.child.signal(signal.SIGKILL)
             self._report(WorkerLate(worker.rank, worker.pid))
+
+    def _send_heartbeats(self) -> None:
+        """Send those of workers that cannot, blocked in the kernel, until they count as stuck."""
+        for worker in self._living():
+            blocked_s, worker.child.blocked_s = worker.child.blocked_s, 0.0
+            if blocked_s and blocked_s < read_stuck_timeout(self._mailbox):
+                Heartbeats(self.store, present_round(self.store), worker.rank).send()
 
     def _evict(self) -> None:
         asked = evictions(self._mailbox)

@@ -5,7 +5,8 @@ A store may outlive a launch, and messages of an earlier launch refer to process
 a launcher draws a random name for each launch, and all keys below begin with it. Workers pass the
 store of the job; the launcher passes the part of its own launch.
 
-Written by workers: `memory` (directory of the run's host memory), `survivors` (set if workers
+Written by workers: `memory` (directory of the run's host memory), `stuck` (seconds after which a
+worker that is blocked in the kernel counts as stuck), `survivors` (set if workers
 survive the death of another worker), `finished/<rank>` (process number and exit status of a
 finished rank, which needs no replacement even if its process is killed), `joining/<rank>` (process
 number of a rank that joins the other ranks, which detect a hang from then on), `files/<rank>`
@@ -20,6 +21,7 @@ Written by the launcher: `ended/<process>` (time and cause of the death of this 
 remaining spares).
 """
 
+import math
 import os
 import secrets
 import time
@@ -162,6 +164,7 @@ def _ended(process: int) -> str:
 
 _MEMORY = 'memory'
 _SURVIVORS = 'survivors'
+_STUCK = 'stuck'
 _FILES = 'files'
 _NEEDED = 'needed'
 
@@ -174,6 +177,16 @@ def write_memory(store: Store, directory: Path) -> None:
 
 def read_memory(store: Store) -> Path | None:
     return Path(os.fsdecode(store.get(_MEMORY))) if store.check([_MEMORY]) else None
+
+
+def write_stuck_timeout(store: Store, seconds: float) -> None:
+    """Report `--sparse-ckpt-stuck-timeout`; 0: no limit."""
+    _own(store).set(_STUCK, str(seconds or math.inf))
+
+
+def read_stuck_timeout(store: Store) -> float:
+    """Return the reported seconds; 0 until a worker has reported them."""
+    return float(store.get(_STUCK)) if store.check([_STUCK]) else 0.0
 
 
 def write_files(store: Store, rank: int, files: bytes) -> None:

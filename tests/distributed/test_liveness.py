@@ -86,6 +86,16 @@ def test_hang_is_detected_in_whole_job_mode(
     assert len(job.events_of(Recovered)) == 1
 
 
+def test_worker_that_waits_for_a_page_is_not_hung(cluster: Make, reference: Reference) -> None:
+    flags = BASE
+    job = cluster(*flags, *'--sparse-ckpt-window 3 --sparse-ckpt-hang-timeout 6'.split())
+    code, output = launch(job, mutation='liveness.loader_of_rank_2_waits_for_a_page')
+    assert code == 0, output[-5000:]
+    assert differences(reference(*flags), read_digest(job)) == []
+    assert 'restart 1' not in output
+    assert job.events_of(Recovered) == []
+
+
 @pytest.mark.parametrize('recovery', ['localized', 'whole-job'])
 def test_worker_with_a_lost_device_exits_and_is_replaced(
     recovery: str, cluster: Make, reference: Reference

@@ -2,9 +2,13 @@
 """Ways for a worker to be stuck, or slow, without being dead."""
 
 import os
+import tempfile
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
+from subprocess import Popen
 
 from torch.utils.data import dataloader
 
@@ -15,11 +19,19 @@ from moevement_ext.job.localized_mode import LocalizedMode
 from moevement_ext.membership.rendezvous import launcher_store
 from moevement_ext.system.nvml import Finding
 from tests.distributed.probes import holding
+from tests.support.blocked import block
 
 
 def loader_of_rank_2_blocks() -> None:
     """For ever, in iteration 8 of its first attempt."""
     _loader_blocks('2', 8)
+
+
+def loader_of_rank_2_waits_for_a_page() -> None:
+    """For some seconds, with Python's lock, in iteration 8 of its first attempt."""
+    pipe = Path(tempfile.mkdtemp()) / 'pipe'
+    Popen(['sh', '-c', f'until [ -p {pipe} ]; do sleep 1; done; sleep 20; : > {pipe}'])
+    _loader_blocks('2', 8, lambda: pipe.exists() or block(pipe))
 
 
 def held_ranks_and_a_loader_that_blocks() -> None:
@@ -28,7 +40,9 @@ def held_ranks_and_a_loader_that_blocks() -> None:
     _loader_blocks('3', 8)
 
 
-def _loader_blocks(rank: str, iteration: int) -> None:
+def _loader_blocks(
+    rank: str, iteration: int, blocks: Callable[[], object] = lambda: threading.Event().wait()
+) -> None:
     if (os.environ['RANK'], os.environ['TORCHELASTIC_RESTART_COUNT']) != (rank, '0'):
         return
     iterator = dataloader._SingleProcessDataLoaderIter
@@ -36,7 +50,7 @@ def _loader_blocks(rank: str, iteration: int) -> None:
 
     def blocking(self):
         if faults._iteration >= iteration:
-            threading.Event().wait()
+            blocks()
         return next_data(self)
 
     iterator._next_data = blocking

@@ -71,6 +71,10 @@ def act(action, value):
         multiprocessing.get_context('spawn').Process(target=print, args=(value,)).start()
     elif action == 'stop':
         os.kill(os.getpid(), signal.SIGSTOP)
+    elif action == 'block':
+        sys.path.append(value)
+        from tests.support.blocked import block
+        block(here / 'pipe')
     elif action == 'deaf':
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 

@@ -42,8 +42,10 @@ def test_workers_end_when_the_supervisor_falls_silent(
     here, supervisor = connected()
     program = messages.Program('/', str(job.program), ['x'], None, {})
     agent = Agent(here, program, 'a', Devices(None), bytes(32))
+    monkeypatch.setattr(agent._machine, 'look', looks := MagicMock())
     supervisor.send(messages.StartWorker(7, 3, VARIABLES, watched=False))
     agent.run()
+    assert looks.called
     started = supervisor.receive()
     assert isinstance(started, messages.Started)
     assert (started.key, started.was_spare) == (7, False)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import os
 import signal
+import time
 from pathlib import Path
 
 import psutil
@@ -18,11 +19,20 @@ from moevement_ext.launch.launcher_events import (
     WorkerStopped,
 )
 from moevement_ext.membership import counters
-from moevement_ext.membership.mailbox import evict, write_memory, write_needed_ranks
+from moevement_ext.membership.mailbox import (
+    evict,
+    write_memory,
+    write_needed_ranks,
+    write_stuck_timeout,
+)
 from moevement_ext.membership.rendezvous import present_round, why_broken
 from moevement_ext.memory.node_store import NodeStore
 from tests.support.readable import dies
 from tests.unit.launch.conftest import Job, ended, failure
+
+ROOT = Path(__file__).parents[3]
+STUCK_S = 5.0
+SILENT_S = 3.0
 
 pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
 
@@ -286,6 +296,37 @@ def test_stop_sends_the_signal_first_even_to_stopped_workers(job: Job) -> None:
 
     assert job.run(nodes=2) == 143
     assert ended(job) == {0: [-15], 1: [-15]}
+
+
+# Heartbeats
+
+
+def test_workers_that_block_in_the_kernel_have_heartbeats_until_they_are_stuck(job: Job) -> None:
+    launcher = job.supervisor(f'0.0=block:{ROOT}', '1.0=stop', nodes=2)
+    write_stuck_timeout(job.mailbox, STUCK_S)
+    look, pipe, finished = launcher._poll_store, job.folder / 'pipe', []
+    beats: dict[int, list[tuple[int, float]]] = {0: [], 1: []}
+
+    def observed() -> None:
+        look()
+        if not pipe.exists():
+            return
+        for rank, found in beats.items():
+            count = counters.read_heartbeats(launcher.store, 0, rank)
+            if not found or found[-1][0] != count:
+                found.append((count, time.monotonic()))
+        if time.monotonic() > beats[0][-1][1] + SILENT_S and not finished:
+            finished.append(pipe.open('wb').close())
+            os.kill(launcher.workers[1].pid, signal.SIGCONT)
+            job.finish()
+
+    launcher._poll_store = observed  # type: ignore[method-assign]
+    job.finish_when = lambda: False
+    assert launcher.run() == 0
+    assert len(beats[0]) > 2
+    (_, first), *_, (_, last) = beats[0]
+    assert STUCK_S / 2 < last - first < STUCK_S + 2.0, 'none once it counts as stuck'
+    assert len(beats[1]) == 1, 'a stopped one has none'
 
 
 # Eviction
