@@ -184,7 +184,7 @@ def _meet(
         return membership, None if membership.joining else membership.store
     own = Report(False, node_name(), own_process(), [], launched=launch_of(identity))
     result = place.meet(lambda: encode(own), timeout)
-    launched_alike.check_protection(result.store, decode_all(result.reports), identity)
+    launched_alike.check_ranks(result.store, decode_all(result.reports), identity)
     launched_alike.leave(launcher, identity)
     return None, result.store
 
@@ -207,7 +207,7 @@ def _take_part(
 ) -> None:
     """Start the job with the other ranks, or join it if this process has the same settings."""
     if not membership.joining:
-        launched_alike.check_protection(membership.store, membership.reports, identity)
+        launched_alike.check_ranks(membership.store, membership.reports, identity)
         launched_alike.leave(launcher, identity)
         return
     reason = launched_alike.why_not(launcher, membership.reports, identity, config.strict)

@@ -5,7 +5,7 @@ Checked at the start of a job, and when a replacement process starts, before it 
 other ranks, or takes part in a replay.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 from torch.distributed import Store
@@ -20,15 +20,16 @@ from moevement_ext.membership.rendezvous_runner import waiting_survivor
 from moevement_ext.membership.report import Report, decode_all
 from moevement_ext.memory.window import settings
 from moevement_ext.memory.window.name import RankIdentity
-from moevement_ext.memory.window.settings import Differences, differences, of_protection, told
+from moevement_ext.memory.window.settings import RunSettings, differences, told
 from moevement_ext.recover.inventory import Inventory, launch_of
 
 logger = logger_of(__name__)
 
-REMEDY = 'Launch it with the same flags, files, versions and environment.'
+_ALIKE = 'with the same flags, files, versions and environment.'
+REMEDY = f'Launch it {_ALIKE}'
 _STRICT = '--sparse-ckpt-strict'
 _KEY = 'launched'
-_PROTECTION = 'protection'
+_SETTINGS = 'settings'
 
 
 _LAUNCHED = msgspec.msgpack.Decoder(tuple[str, str, bytes])
@@ -42,7 +43,14 @@ def check(rank: Rank, inventories: Sequence[Inventory]) -> list[str]:
     Slurm that names no run has windows of another one.
     """
     if len({inventory.settings for inventory in inventories}) > 1:
-        _check_ranks(rank)
+        own = settings.encode(rank.identity.settings)
+        launched = [settings.decode(item) for item in rank.exchange('settings', own)]
+        differing = _among_ranks(dict(enumerate(launched)), rank.config.strict)
+        if differing and rank.number == 0:
+            logger.warning(
+                'bits of a recovery may differ, as ranks have other settings than rank 0: %s',
+                told(differing),
+            )
     refused = _union(inventory.refused for inventory in inventories)
     doubtful = _union(inventory.doubtful for inventory in inventories)
     if (refused or doubtful) and rank.config.strict:
@@ -65,8 +73,8 @@ def check(rank: Rank, inventories: Sequence[Inventory]) -> list[str]:
     return refused
 
 
-def check_protection(store: Store, reports: Sequence[Report], identity: RankIdentity) -> None:
-    """Refuse ranks with other settings of sparse checkpointing, before the settings take effect.
+def check_ranks(store: Store, reports: Sequence[Report], identity: RankIdentity) -> None:
+    """Refuse ranks with other settings than rank 0, before any of the settings takes effect.
 
     Collective at the start of a job, over `store` of the round; one rank reports for all ranks
     with equal settings. Raises `UserError` on all ranks.
@@ -77,20 +85,9 @@ def check_protection(store: Store, reports: Sequence[Report], identity: RankIden
     if len(first) == 1:
         return
     if identity.rank in first.values():
-        store.set(f'{_PROTECTION}/{identity.rank}', settings.encode(identity.settings))  # type: ignore[arg-type]
-    launched = [
-        (number, settings.decode(store.get(f'{_PROTECTION}/{number}'))) for number in first.values()
-    ]
-    found = [
-        line
-        for number, other in launched
-        for line in of_protection(launched[0][1], other, ('rank 0', f'rank {number}'))
-    ]
-    if found:
-        raise UserError(
-            f'ranks of this job have other settings than rank 0: {told(found)}. '
-            'Launch all with the same flags.'
-        )
+        store.set(f'{_SETTINGS}/{identity.rank}', settings.encode(identity.settings))  # type: ignore[arg-type]
+    launched = {one: settings.decode(store.get(f'{_SETTINGS}/{one}')) for one in first.values()}
+    _among_ranks(launched, strict=False)
 
 
 def refuse_stranger(place: Rendezvous, identity: RankIdentity, strict: bool) -> None:
@@ -133,9 +130,8 @@ def why_not(
     if not store.check([_KEY]):
         return f'rank {identity.rank} has other settings than the job'
     run, topology, encoded = _LAUNCHED.decode(store.get(_KEY))
-    job = settings.decode(encoded)
-    found = differences(job, identity.settings, words)
-    decisive = [*found.decisive, *of_protection(job, identity.settings, words)]
+    found = differences(settings.decode(encoded), identity.settings, words, of_one_job=True)
+    decisive = found.decisive
     if not decisive:  # a custom training loop may report digests only
         digests = ('run', run, identity.run), ('layout', topology, identity.topology)
         decisive = [
@@ -156,32 +152,24 @@ def why_not(
     return None
 
 
-def _check_ranks(rank: Rank) -> None:
-    own = settings.encode(rank.identity.settings)
-    found = _among_ranks([settings.decode(item) for item in rank.exchange('settings', own)])
-    if found.decisive or (found and rank.config.strict):
-        flag = '' if found.decisive else f'{_STRICT}: '
-        raise UserError(
-            f'{flag}ranks of this job have other settings than rank 0: {told(found.lines)}. '
-            'Launch all with the same flags, files, versions and environment.'
-        )
-    if found and rank.number == 0:
-        logger.warning(
-            'bits of a recovery may differ, as ranks have other settings than rank 0: %s',
-            told(found.lines),
-        )
+def _among_ranks(launched: Mapping[int, RunSettings], strict: bool) -> list[str]:
+    """Differences from rank 0's settings that may change bits; raises `UserError` for others.
 
-
-def _among_ranks(launched: Sequence[settings.RunSettings]) -> Differences:
-    """Differences from rank 0's settings; of ranks with the same line only the first is named."""
+    With `strict` for these, too. Of ranks with the same difference only the first is named.
+    """
     found: tuple[dict[str, str], dict[str, str]] = ({}, {})
-    for number, other in enumerate(launched):
-        for kind, lines in zip(
-            found, differences(launched[0], other, ('rank 0', '\0')), strict=True
-        ):
+    for number, other in launched.items():
+        compared = differences(launched[0], other, ('rank 0', '\0'), of_one_job=True)
+        for kind, lines in zip(found, compared, strict=True):
             for line in lines:
                 kind.setdefault(line, line.replace('\0', f'rank {number}'))
-    return Differences(*(list(kind.values()) for kind in found))
+    decisive, doubtful = (list(kind.values()) for kind in found)
+    if decisive or (doubtful and strict):
+        raise UserError(
+            f'{"" if decisive else f"{_STRICT}: "}ranks of this job have other settings than '
+            f'rank 0: {told([*decisive, *doubtful])}. Launch all {_ALIKE}'
+        )
+    return doubtful
 
 
 def _union(lists: Iterable[Iterable[str]]) -> list[str]:

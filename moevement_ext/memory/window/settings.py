@@ -66,34 +66,30 @@ class Differences(NamedTuple):
     """Differences that may change bits."""
 
     def __bool__(self) -> bool:
-        return bool(self.lines)
-
-    @property
-    def lines(self) -> list[str]:
-        return [*self.decisive, *self.doubtful]
+        return bool(self.decisive or self.doubtful)
 
 
 def differences(
-    one: RunSettings, other: RunSettings, words: tuple[str, str] = ('was', 'is')
+    one: RunSettings,
+    other: RunSettings,
+    words: tuple[str, str] = ('was', 'is'),
+    of_one_job: bool = False,
 ) -> Differences:
     """Compare two settings; returns lines `name: was value, is value`.
 
-    `words` are the words before the value of `one` and of `other`.
+    `words` are the words before the value of `one` and of `other`. In one job a difference in
+    `protection` is decisive, too.
     """
     known = one.files.keys() & other.files.keys()
     files = [{name: item.files[name] for name in known} for item in (one, other)]
     flags = [{**item.flags, **item.layout} for item in (one, other)]  # a release may move some
     decisive = [(flags[0], flags[1]), (files[0], files[1])]
+    decisive += [(one.protection, other.protection)] if of_one_job else []
     doubtful = [(one.versions, other.versions), (one.environment, other.environment)]
     return Differences(
         [line for pair in decisive for line in _lines(*pair, words)],
         [line for pair in doubtful for line in _lines(*pair, words)],
     )
-
-
-def of_protection(one: RunSettings, other: RunSettings, words: tuple[str, str]) -> list[str]:
-    """Lines, as in `differences`, about flags that two ranks of a job must share."""
-    return _lines(one.protection, other.protection, words)
 
 
 def told(lines: Sequence[str]) -> str:

@@ -75,31 +75,34 @@ def test_windows_of_another_launch_in_a_job_of_slurm_are_not_trained_over(
     assert check(OWN, OWN, run='named', refused=refused) == refused
 
 
-def started(*windows: str) -> list[str]:
-    """What is said to each rank of a job whose ranks are launched with these windows."""
+def started(*launched: RunSettings) -> list[str]:
+    """What is said to each rank of a job whose ranks are launched with these settings."""
     store = HashStore()
-    launched = [replace(OWN, protection={'--sparse-ckpt-window': one}) for one in windows]
     identities = [RankIdentity('run', 'layout', n, one) for n, one in enumerate(launched)]
     reports = [Report(False, 'a', 1, [], launched=launch_of(one)) for one in identities]
 
     def said(identity: RankIdentity) -> str:
         try:
-            launched_alike.check_protection(store, reports, identity)
+            launched_alike.check_ranks(store, reports, identity)
         except UserError as error:
             return str(error)
         return ''
 
-    with ThreadPoolExecutor(len(windows)) as ranks:  # each waits for what others say
+    with ThreadPoolExecutor(len(launched)) as ranks:  # each waits for what others say
         return list(ranks.map(said, identities))
 
 
-def test_all_ranks_learn_of_a_rank_with_other_protection() -> None:
-    assert started('3', '3', '3') == ['', '', '']
-    assert started('3', 'auto', 'auto') == 3 * [
-        'ranks of this job have other settings than rank 0: --sparse-ckpt-window: rank 0 3, '
-        'rank 1 auto. Launch all with the same flags.'
-    ]
+def test_all_ranks_learn_of_a_rank_with_other_settings() -> None:
     other = replace(OWN, protection={'--sparse-ckpt-window': '3'})
+    assert started(OWN, OTHER_RINGS, OWN) == ['', '', ''], 'it is told later'
+    for rank, line in (
+        (other, '--sparse-ckpt-window: rank 0 absent, rank 1 3'),
+        (OTHER_SEED, '--seed: rank 0 1, rank 1 2'),
+    ):
+        assert started(OWN, rank, rank) == 3 * [
+            f'ranks of this job have other settings than rank 0: {line}. '
+            'Launch all with the same flags, files, versions and environment.'
+        ]
     assert not differences(OWN, other), 'windows of such a launch are usable'
 
 
