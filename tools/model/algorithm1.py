@@ -17,19 +17,10 @@ def plan_as_printed(operators: OperatorTable, budget: int) -> WindowPlan:
     The paper has no ranks: the mean is over operators and ranks, so the algorithm prices the
     mean rank.
     """
-    active = active_operators(operators, budget)
-    return WindowPlan(tuple(batched(operators.names, active)) if active else ((),))
-
-
-def active_operators(operators: OperatorTable, budget: int) -> int:
-    """Number of operators that Algorithm 1 captures in full per slot."""
-    total = len(operators)
     full, weights = int(operators.full.sum()), int(operators.weights.sum())
-    samples = operators.full.size
-    active = total
-    while active > 2:
-        # Both sides times `samples`, so that the mean sizes stay integers.
-        if active * full + (total - active) * weights <= budget * samples:
-            break
+    total = active = len(operators)
+    # Both sides times the number of samples, so that the mean sizes stay integers.
+    most = budget * operators.full.size
+    while active > 2 and active * full + (total - active) * weights > most:
         active -= 1
-    return active
+    return WindowPlan(tuple(batched(operators.names, active)) if active else ((),))

@@ -3,63 +3,45 @@
 
 import argparse
 import tomllib
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from ..lab.figures import print_json
 from ..lab.tables import table
+from . import fields
 
 
-def read_flags(package: str) -> dict[str, dict[str, dict[str, Any]]]:
-    """Flags by group and name, from `flags.toml` of a package.
-
-    Of each: `field`, the field that it gives, if that has another name; `either`, a word that
-    flags share of which one may be given; `type`, a name; and arguments of `add_argument`.
-    """
-    return tomllib.loads(files(package).joinpath('flags.toml').read_text('utf-8'))
-
-
-def add_groups(
-    parser: argparse.ArgumentParser,
-    groups: Mapping[str, Mapping[str, Mapping[str, Any]]],
-    kinds: Mapping[str, Any],
-    **words: object,
+def add_flags_of(
+    parser: argparse.ArgumentParser, package: str, kinds: Mapping[str, Any], **words: object
 ) -> None:
-    """Add flags; `kinds` are the types by name, `words` the fields of the helps."""
-    for title, flags in groups.items():
+    """Add the flags of `flags.toml` of a package, by group and name.
+
+    Of each: `either`, a word that flags share of which one may be given; `type`, a name of `kinds`
+    or of a rule in `fields`; and arguments of `add_argument`.
+
+    Args:
+        parser: gets the flags.
+        package: the package with the file.
+        kinds: further types by name.
+        words: fields of the help texts.
+    """
+    text = files(package).joinpath('flags.toml').read_text('utf-8')
+    for title, flags in tomllib.loads(text).items():
         group = parser.add_argument_group(title)
-        exclusive: dict[str, Any] = {}
-        for name, given in flags.items():
-            options = {key: one for key, one in given.items() if key not in ('field', 'either')}
-            options['help'] = given.get('help', '').format(**words) or None
-            if 'type' in given:
-                options['type'] = kinds[given['type']]
-            target = group
-            if 'either' in given:
-                new = group.add_mutually_exclusive_group
-                target = exclusive.get(given['either']) or exclusive.setdefault(
-                    given['either'], new()
-                )
-            target.add_argument(f'--{name}', **options)
-
-
-def flags_of_fields(groups: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[str, str]:
-    """Flags whose name differs from the field's, by field."""
-    return {
-        given['field']: f'--{name}'
-        for flags in groups.values()
-        for name, given in flags.items()
-        if 'field' in given
-    }
-
-
-def value_of(args: argparse.Namespace, field: str, flags: Mapping[str, str]) -> Any:
-    """The value of the flag that gives a field; None without one."""
-    name = flags.get(field, field).removeprefix('--').replace('-', '_')
-    return getattr(args, name, None)
+        exclusive: dict[str, Any] = defaultdict(group.add_mutually_exclusive_group)
+        for name, options in flags.items():
+            options['help'] = options.get('help', '').format(**words) or None
+            if kind := options.pop('type', None):
+                known = {'path': Path, **kinds}
+                options['type'] = known.get(kind) or fields.parser_of(getattr(fields, kind))
+                options.setdefault('metavar', name.upper().replace('-', '_'))
+            either = options.pop('either', None)
+            (exclusive[either] if either else group).add_argument(f'--{name}', **options)
 
 
 def show(found: Mapping[str, object], *, as_json: bool) -> None:

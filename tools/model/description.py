@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Descriptions of models, layouts and clusters: those of files, and those of `presets.toml`."""
 
-import tomllib
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,7 +10,7 @@ import numpy as np
 
 from moevement_ext.plan.byte_planner import OperatorTable
 
-from .fields import Checked, Positive, Whole
+from .fields import Positive, Whole
 from .layout import Batch, Layout, Precision
 from .shape import ModelShape, layers_with_experts
 
@@ -42,7 +41,7 @@ class Training(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     precision: Precision = Precision()
 
 
-class Cluster(Checked, frozen=True, forbid_unknown_fields=True):
+class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Equal nodes of equal GPUs. Units are bytes and seconds; rates are achieved, not nominal."""
 
     name: str
@@ -64,14 +63,21 @@ def read_operators(path: Path) -> OperatorTable:
         DescriptionError: the list is invalid; the message names entry and field.
     """
     listed = read(path, list[ListedOperator])
-    full, weights = (
-        np.array(sizes, dtype=np.int64).reshape(-1, 1)
-        for sizes in ([one.full_bytes for one in listed], [one.weight_bytes for one in listed])
-    )
+    sizes = np.array([(one.full_bytes, one.weight_bytes) for one in listed], dtype=np.int64)
+    sizes = sizes.reshape(-1, 2)
     try:
-        return OperatorTable([one.name for one in listed], full, weights)
+        return OperatorTable([one.name for one in listed], sizes[:, :1], sizes[:, 1:])
     except ValueError as error:
         raise DescriptionError(f'{path}: {error}') from None
+
+
+def known_or_read[Description](
+    name: str, kind: type[Description], known: dict[str, Description], flag: str
+) -> Description:
+    """A preset, or the description in a file. Raises DescriptionError."""
+    if name not in known and not Path(name).exists():
+        raise DescriptionError(f'{flag} {name}: no such file, nor one of {", ".join(known)}')
+    return known.get(name) or read(Path(name), kind)
 
 
 def read[Description](path: Path, kind: type[Description]) -> Description:
@@ -92,19 +98,24 @@ def read[Description](path: Path, kind: type[Description]) -> Description:
         raise DescriptionError(f'{path}: it is nested too deeply; this is no description') from None
 
 
-def _preset(model: dict[str, Any], experts: dict[str, Any], **others: Any) -> Training:
-    pattern = experts.pop('moe_layer_freq', None)
-    if pattern is not None:
+class _Known(msgspec.Struct):
+    models: dict[str, dict[str, Any]]
+    clusters: dict[str, Cluster]
+    gpu_hours_per_failure: dict[str, float]
+
+
+def _preset(model: dict[str, Any], experts: dict[str, Any], **others: object) -> Training:
+    if pattern := experts.pop('moe_layer_freq', None):
         experts['moe_layers'] = layers_with_experts(pattern, model['layers'])
     sections = {name: others[name] for name in ('layout', 'batch')}
     return msgspec.convert({'model': model | experts, **sections}, Training)
 
 
-_KNOWN = tomllib.loads(files(__package__).joinpath('presets.toml').read_text('utf-8'))
-PRESETS = {name: _preset(**sections) for name, sections in _KNOWN['models'].items()}
+KNOWN = msgspec.toml.decode(files(__package__).joinpath('presets.toml').read_bytes(), type=_Known)
+PRESETS = {name: _preset(**sections) for name, sections in KNOWN.models.items()}
 """Models by name; the first four belong to the paper's evaluation."""
-CLUSTERS = {name: Cluster(name, **figures) for name, figures in _KNOWN['clusters'].items()}
-GPU_HOURS_PER_FAILURE: dict[str, float] = _KNOWN['gpu_hours_per_failure']
+CLUSTERS = KNOWN.clusters
+GPU_HOURS_PER_FAILURE = KNOWN.gpu_hours_per_failure
 """GPU-hours between failures of a job."""
 
 

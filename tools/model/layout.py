@@ -5,19 +5,21 @@ Ranks are numbered in Megatron's default order: tensor, context, data, pipeline,
 for experts: expert tensor, expert, expert data, pipeline. So the ranks of a stage are consecutive.
 """
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from . import fields
-from .fields import Checked, Count, Whole
+from msgspec import Meta, Struct
+
+from .fields import Count, Whole, require
 
 _BYTES = {'fp8': 1, 'fp16': 2, 'bf16': 2, 'fp32': 4}
-Format = Literal['fp8', 'fp16', 'bf16', 'fp32']
+Format = Annotated[Literal['fp8', 'fp16', 'bf16', 'fp32'],
+                   Meta(description=f'give one of {", ".join(_BYTES)}')]  # fmt: skip
 _SCALED = ('fp8', 'fp16')
 _SCALE_BYTES = 4
 _TENSORS_OF_PRODUCT = 5  # input, weight, output, and two gradients
 
 
-class Precision(Checked, frozen=True, forbid_unknown_fields=True):
+class Precision(Struct, frozen=True, forbid_unknown_fields=True):
     """Number formats of the training state: fp8, fp16, bf16 or fp32.
 
     Byte counts are those of an exact recovery; those of a parameter exclude the scales.
@@ -34,10 +36,9 @@ class Precision(Checked, frozen=True, forbid_unknown_fields=True):
     """Passes that delayed scaling remembers; 0: another kind of scaling, which remembers none."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         rule = f'needs master fp32, not {self.master}: an fp32 weight is its own master'
         good = self.compute != 'fp32' or self.master == 'fp32'
-        fields.require(good, 'compute', self.compute, rule)
+        require(good, 'compute', self.compute, rule)
 
     @property
     def weight_beside_master(self) -> bool:
@@ -102,7 +103,7 @@ Upstream supports fp8 weights with narrow masters only with delayed scaling.
 """
 
 
-class Batch(Checked, frozen=True, forbid_unknown_fields=True):
+class Batch(Struct, frozen=True, forbid_unknown_fields=True):
     """The samples of an iteration."""
 
     sequence_length: Whole = 4096
@@ -121,11 +122,11 @@ class Batch(Checked, frozen=True, forbid_unknown_fields=True):
         at_once = self.micro_batch_size * data
         rule = f'give a multiple of micro_batch_size x data parallelism = {at_once}'
         good = self.global_batch_size % at_once == 0
-        fields.require(good, 'global_batch_size', self.global_batch_size, rule)
+        require(good, 'global_batch_size', self.global_batch_size, rule)
         return self.global_batch_size // at_once
 
 
-class Layout(Checked, frozen=True, forbid_unknown_fields=True):
+class Layout(Struct, frozen=True, forbid_unknown_fields=True):
     """Sizes of the parallel groups."""
 
     ranks: Whole
@@ -137,7 +138,7 @@ class Layout(Checked, frozen=True, forbid_unknown_fields=True):
     """Tensor parallelism within an expert; None: equal to `tensor`."""
     chunks: Whole = 1
     """Model chunks (virtual stages) per pipeline rank."""
-    layers_per_stage: tuple[int, ...] | None = None
+    layers_per_stage: tuple[Count, ...] | None = None
     """None: as equal as possible; the first and last stage (which also hold embedding and head)
     have no more layers than any other."""
     distributed_optimizer: bool = True
@@ -150,28 +151,25 @@ class Layout(Checked, frozen=True, forbid_unknown_fields=True):
     """Activations between stages are sharded over the tensor-parallel ranks."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        unit = self.tensor * self.context * self.pipeline
-        rule = f'give a multiple of tensor x context x pipeline = {unit}'
-        fields.require(self.ranks % unit == 0, 'ranks', self.ranks, rule)
-        unit = self.expert * self.tensor_of_experts
-        rule = (
-            f'expert x expert_tensor = {unit} must divide the {self.stage_ranks} ranks of a stage'
-        )
-        fields.require(self.stage_ranks % unit == 0, 'expert', self.expert, rule)
+        whole, experts = self.tensor * self.context * self.pipeline, self.expert * self.expert_parts
+        good = self.ranks % whole == 0
+        rule = f'give a multiple of tensor x context x pipeline = {whole}'
+        require(good, 'ranks', self.ranks, rule)
+        good = self.stage_ranks % experts == 0
+        rule = f'expert x expert_tensor = {experts} must divide the {self.stage_ranks} ranks of a'
+        require(good, 'expert', self.expert, f'{rule} stage')
         good = self.instances == 1 or self.distributed_optimizer
         rule = 'goes with the distributed optimizer (--use-distributed-optimizer)'
-        fields.require(good, 'instances', self.instances, rule)
+        require(good, 'instances', self.instances, rule)
         groups = self.data * self.context, self.expert_data
-        rule = f'must divide {groups[0]} ranks with equal weights, and {groups[1]} of experts'
         good = all(group % self.instances == 0 for group in groups)
-        fields.require(good, 'instances', self.instances, rule)
-        if self.layers_per_stage is not None:
-            good = len(self.layers_per_stage) == self.pipeline and min(self.layers_per_stage) >= 0
-            rule = f'give 0 or more layers for each of the {self.pipeline} stages'
-            fields.require(good, 'layers_per_stage', self.layers_per_stage, rule)
-            rule = 'with layers_per_stage give 1: chunks are of one size'
-            fields.require(self.chunks == 1, 'chunks', self.chunks, rule)
+        rule = f'must divide {groups[0]} ranks with equal weights, and {groups[1]} of experts'
+        require(good, 'instances', self.instances, rule)
+        good = self.layers_per_stage is None or len(self.layers_per_stage) == self.pipeline
+        rule = f'give 0 or more layers for each of the {self.pipeline} stages'
+        require(good, 'layers_per_stage', self.layers_per_stage, rule)
+        good = self.layers_per_stage is None or self.chunks == 1
+        require(good, 'chunks', self.chunks, 'with layers_per_stage give 1: chunks are of one size')
 
     @property
     def stage_ranks(self) -> int:
@@ -184,14 +182,14 @@ class Layout(Checked, frozen=True, forbid_unknown_fields=True):
         return self.stage_ranks // (self.tensor * self.context)
 
     @property
-    def tensor_of_experts(self) -> int:
+    def expert_parts(self) -> int:
         """Number of ranks that share one expert."""
         return self.tensor if self.expert_tensor is None else self.expert_tensor
 
     @property
     def expert_data(self) -> int:
         """Number of ranks of a stage that compute with the same part of the same experts."""
-        return self.stage_ranks // (self.expert * self.tensor_of_experts)
+        return self.stage_ranks // (self.expert * self.expert_parts)
 
     def families(self) -> list[int]:
         """The lowest rank with the same shards of weights, masters and moments, by global rank.
@@ -207,7 +205,7 @@ class Layout(Checked, frozen=True, forbid_unknown_fields=True):
         """Stage, part and shard of a rank, among dense weights and among experts."""
         stage, place = divmod(rank, self.stage_ranks)
         dense, tensor = divmod(place, self.tensor)
-        part, expert_tensor = divmod(place, self.tensor_of_experts)
+        part, expert_tensor = divmod(place, self.expert_parts)
         shard, expert = divmod(part, self.expert)
         dense %= self.data * self.context // self.instances
         shard %= self.expert_data // self.instances
@@ -224,15 +222,15 @@ class Layout(Checked, frozen=True, forbid_unknown_fields=True):
         if self.chunks > 1:
             slots = self.pipeline * self.chunks
             rule = f'must divide the {layers} layers of the model together with pipeline'
-            fields.require(layers % slots == 0, 'chunks', self.chunks, rule)
+            require(layers % slots == 0, 'chunks', self.chunks, rule)
             size = layers // slots
             firsts = (1 + size * (chunk * self.pipeline + stage) for chunk in range(self.chunks))
             return [list(range(first, first + size)) for first in firsts]
         counts = self.layers_per_stage or spread(layers, self.pipeline)
         rule = f'must add up to the {layers} layers of the model'
-        fields.require(sum(counts) == layers, 'layers_per_stage', counts, rule)
+        require(sum(counts) == layers, 'layers_per_stage', counts, rule)
         rule = f'stages between the first and the last need a layer each, of {layers}'
-        fields.require(0 not in counts[1:-1], 'pipeline', self.pipeline, rule)
+        require(0 not in counts[1:-1], 'pipeline', self.pipeline, rule)
         first = 1 + sum(counts[:stage])
         return [list(range(first, first + counts[stage]))]
 

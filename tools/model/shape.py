@@ -9,17 +9,16 @@ import re
 from dataclasses import dataclass
 from typing import Annotated
 
-import msgspec
+from msgspec import Meta, Struct
 
-from . import fields
-from .fields import FieldError, Whole
+from .fields import Count, FieldError, Whole, require
 
 # Limits of any dimension; sums of bytes stay within 64 bits.
 _UP_TO = 'give a whole number from {} to {}'
-Dimension = Annotated[int, msgspec.Meta(ge=1, le=2**24, description=_UP_TO.format(1, 2**24))]
-Size = Annotated[int, msgspec.Meta(ge=0, le=2**24, description=_UP_TO.format(0, 2**24))]
-Layers = Annotated[int, msgspec.Meta(ge=1, le=10_000, description=_UP_TO.format(1, 10_000))]
-Parts = Annotated[int, msgspec.Meta(ge=0, le=10_000, description=_UP_TO.format(0, 10_000))]
+Dimension = Annotated[int, Meta(ge=1, le=2**24, description=_UP_TO.format(1, 2**24))]
+Size = Annotated[int, Meta(ge=0, le=2**24, description=_UP_TO.format(0, 2**24))]
+Layers = Annotated[int, Meta(ge=1, le=10_000, description=_UP_TO.format(1, 10_000))]
+Parts = Annotated[int, Meta(ge=0, le=10_000, description=_UP_TO.format(0, 10_000))]
 _MOST_PARAMETERS = 2**50
 _LAYER_LIST = re.compile(r'\[([01, ]+)\](?:\*(\d+))?')
 
@@ -41,15 +40,18 @@ def layers_with_experts(text: str, layers: int) -> tuple[int, ...]:
     return tuple(pattern)
 
 
-class LatentAttention(fields.Checked, frozen=True, forbid_unknown_fields=True):
-    """Multi-head latent attention (DeepSeek-V2): keys and values from a low-rank latent."""
+class LatentAttention(Struct, frozen=True, forbid_unknown_fields=True):
+    """Multi-head latent attention (DeepSeek-V2): keys and values from a low-rank latent.
 
-    kv_rank: Whole
-    query_key_size: Whole
+    The defaults are Megatron's.
+    """
+
+    kv_rank: Whole = 32
+    query_key_size: Whole = 128
     """Elements per head of the part of query and key without position."""
-    position_size: Whole
-    value_size: Whole
-    query_rank: fields.Count = 0
+    position_size: Whole = 64
+    value_size: Whole = 128
+    query_rank: Count = 0
     """Size of the latent for queries; 0: queries come directly from the hidden state."""
 
 
@@ -79,7 +81,7 @@ class Weights:
         return -(-self.split // tensor) + self.whole
 
 
-class ModelShape(fields.Checked, frozen=True, forbid_unknown_fields=True):
+class ModelShape(Struct, frozen=True, forbid_unknown_fields=True):
     """A decoder-only transformer with experts in some or all layers."""
 
     name: str
@@ -111,27 +113,25 @@ class ModelShape(fields.Checked, frozen=True, forbid_unknown_fields=True):
     qk_norm: bool = False
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_experts()
-        rule = 'give head_size, or an attention_heads that divides hidden_size'
+        pattern = self.moe_layers
+        good = pattern is None or (len(pattern) == self.layers and set(pattern) <= {0, 1})
+        rule = f'give a 0 or a 1 for each of the {self.layers} layers'
+        require(good, 'moe_layers', pattern, rule)
+        kinds = {self.has_experts(number) for number in range(1, self.layers + 1)}
+        good, rule = True not in kinds or self.expert_hidden_size > 0, 'give a number above 0'
+        require(good, 'expert_hidden_size', self.expert_hidden_size, rule)
+        good = True not in kinds or 1 <= self.top_k <= self.experts
+        rule = f'give 1 to {self.experts}, the number of experts'
+        require(good, 'top_k', self.top_k, rule)
+        good = False not in kinds or self.ffn_hidden_size > 0
+        rule = 'a layer without experts needs its size, 1 or more'
+        require(good, 'ffn_hidden_size', self.ffn_hidden_size, rule)
         good = self.head_size is not None or self.hidden_size % self.attention_heads == 0
-        fields.require(good, 'attention_heads', self.attention_heads, rule)
-        rule = f'gives a model of {self.total_parameters:.0e} parameters, which none has'
+        rule = 'give head_size, or an attention_heads that divides hidden_size'
+        require(good, 'attention_heads', self.attention_heads, rule)
         good = self.total_parameters <= _MOST_PARAMETERS
-        fields.require(good, 'hidden_size', self.hidden_size, rule)
-
-    def _check_experts(self) -> None:
-        if self.moe_layers is not None:
-            good = len(self.moe_layers) == self.layers and set(self.moe_layers) <= {0, 1}
-            rule = f'give a 0 or a 1 for each of the {self.layers} layers'
-            fields.require(good, 'moe_layers', self.moe_layers, rule)
-        if any(self.has_experts(number) for number in range(1, self.layers + 1)):
-            fields.number('expert_hidden_size', self.expert_hidden_size, Whole)
-            rule = f'give 1 to {self.experts}, the number of experts'
-            fields.require(1 <= self.top_k <= self.experts, 'top_k', self.top_k, rule)
-        if not all(self.has_experts(number) for number in range(1, self.layers + 1)):
-            rule = 'a layer without experts needs its size, 1 or more'
-            fields.require(self.ffn_hidden_size > 0, 'ffn_hidden_size', self.ffn_hidden_size, rule)
+        rule = f'gives a model of {self.total_parameters:.0e} parameters, which none has'
+        require(good, 'hidden_size', self.hidden_size, rule)
 
     def has_experts(self, layer: int) -> bool:
         """True if layer number `layer` (from 1) has experts."""

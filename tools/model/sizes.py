@@ -18,7 +18,7 @@ import numpy as np
 
 from moevement_ext.plan.byte_planner import OperatorTable
 
-from . import fields
+from .fields import require
 from .layout import Layout, Precision
 from .shape import ModelShape, Weights
 
@@ -144,9 +144,9 @@ def _in_bytes(
 def _elements(layout: Layout, stage: int, chunks: Sequence[ChunkPieces]) -> dict[str, np.ndarray]:
     """Elements of each operator on each rank of the stage, int64 (ranks,)."""
     rank = np.arange(layout.stage_ranks)
-    expert_rank = rank // layout.tensor_of_experts % layout.expert
+    expert_rank = rank // layout.expert_parts % layout.expert
     dense_shard = rank // layout.tensor
-    expert_shard = rank // (layout.tensor_of_experts * layout.expert)
+    expert_shard = rank // (layout.expert_parts * layout.expert)
     found: dict[str, np.ndarray] = {}
     for index, chunk in enumerate(chunks):
         group = layout.data * layout.context // layout.instances
@@ -187,7 +187,7 @@ def _owned(
 
 def _chunk(model: ModelShape, layout: Layout, stage: int, chunk: int) -> ChunkPieces:
     rule = f'must divide the {model.experts} experts of the model'
-    fields.require(model.experts % layout.expert == 0, 'expert', layout.expert, rule)
+    require(model.experts % layout.expert == 0, 'expert', layout.expert, rule)
     dense: list[Piece] = []
     experts: list[list[Piece]] = [[] for _ in range(layout.expert)]
     unit = VOCABULARY_MULTIPLE * layout.tensor
@@ -218,6 +218,6 @@ def _local_experts(model: ModelShape, layout: Layout, layer: int, rank: int) -> 
     local = model.experts // layout.expert
     first = rank * local
     return [
-        _piece(f'layer{layer}.expert{number}', model.expert(), layout.tensor_of_experts)
+        _piece(f'layer{layer}.expert{number}', model.expert(), layout.expert_parts)
         for number in range(first, first + local)
     ]

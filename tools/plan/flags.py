@@ -6,38 +6,34 @@ Megatron's defaults. Checked against megatron-core 0.19.2.
 """
 
 import argparse
-import dataclasses
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.resources import files
-from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple, get_type_hints
 
 from msgspec.structs import replace
 
-from moevement_ext.config import AUTO, flagged, network_rate
+from moevement_ext.config import flagged
 
 from ..lab.arguments import Parser
 from ..model.description import DescriptionError, Training
+from ..model.fields import Count, Whole, parser_of
 from ..model.layout import Batch, Layout, Precision, spread
 from ..model.shape import LatentAttention, ModelShape, layers_with_experts
+from .planning import ProtectionSettings
 
 _NAMES: dict[str, Any] = tomllib.loads(
     files(__package__).joinpath('megatron.toml').read_text('utf-8')
 )
-_LAYOUT, _BATCH, _PRECISION, _PROTECTION = (
-    _NAMES[section] for section in ('layout', 'batch', 'precision', 'protection')
-)
-_MODEL: dict[str, list[str]] = _NAMES['model']
-_CHUNKS = ('num_layers_per_virtual_pipeline_stage', 'num_virtual_stages_per_pipeline_rank')
-_UNEVEN = ('decoder_first_pipeline_num_layers', 'decoder_last_pipeline_num_layers')
-_FP8_MASTERS = 'sparse_ckpt_fp8_masters'
+_STRUCTS = {'layout': Layout, 'batch': Batch, 'precision': Precision, 'model': ModelShape,
+            'latent': LatentAttention, 'protection': ProtectionSettings}  # fmt: skip
+_OTHERS = _NAMES.pop('others')
+_OF_MODEL = {*_NAMES['model'], *_NAMES['latent'], *_OTHERS['of_model']}
+_OF_STAGE, _CHUNKS, *_UNEVEN = _OTHERS['sizes']
 _DELAYED = 'delayed'
-RECOVERIES = ('localized', 'global', 'whole-job')
 
 
-@dataclasses.dataclass(frozen=True)
-class MegatronFlags:
+class MegatronFlags(NamedTuple):
     """Given values, by name of the flag with underscores."""
 
     given: dict[str, Any]
@@ -49,38 +45,34 @@ class MegatronFlags:
 
         Raises DescriptionError if a required value has neither a flag nor a base.
         """
-        model = self._model(base)
+        if base is None:
+            model = _model(self)
+        elif described := sorted(_OF_MODEL & self.given.keys()):
+            raise DescriptionError(
+                f'{flag(described[0])} describes a model, and so does --model; give one of them'
+            )
+        else:
+            model = base.model
         layout = self._layout(base, model, ranks)
         return Training(model, layout, self._batch(base, layout), self._precision(base))
 
-    def protection(self) -> dict[str, Any]:
-        return self._renamed(_PROTECTION)
+    def fields(self, section: str) -> dict[str, Any]:
+        """Given values by field, of a section of the file."""
+        names = _NAMES[section]
+        return {new: self.given[old] for old, new in names.items() if old in self.given}
 
     def named(self, field: str) -> str | None:
         """The flag that set a field; None if no flag did."""
-        names = {**_LAYOUT, **_BATCH, **_PRECISION, **_PROTECTION}
-        found = (_flag(old) for old, new in names.items() if new == field and old in self.given)
-        return next(found, _flag(field) if field in self.given else None)
-
-    def _renamed(self, names: dict[str, str]) -> dict[str, Any]:
-        return {new: self.given[old] for old, new in names.items() if old in self.given}
-
-    def _model(self, base: Training | None) -> ModelShape:
-        names = {*chain.from_iterable(_MODEL.values())} & set(self.given)
-        if base is None:
-            return _model_of_flags(self.given)
-        if names:
-            raise DescriptionError(
-                f'{_flag(min(names))} describes a model, and so does --model; give one of them'
-            )
-        return base.model
+        names = [(old, new) for section in _NAMES.values() for old, new in section.items()]
+        found = (flag(old) for old, new in names if new == field and old in self.given)
+        return next(found, flag(field) if field in self.given else None)
 
     def _layout(self, base: Training | None, model: ModelShape, ranks: int | None) -> Layout:
         ranks = ranks or (base.layout.ranks if base else None)
         if ranks is None:
             raise DescriptionError('--gpus is missing: give the number of GPUs of the job')
         start = base.layout if base else Layout(1, distributed_optimizer=False)
-        changes = {'ranks': ranks, **self._renamed(_LAYOUT)}
+        changes = {'ranks': ranks, **self.fields('layout')}
         stages = changes.get('pipeline', start.pipeline)
         if stages != start.pipeline:
             changes['layers_per_stage'] = None
@@ -89,55 +81,83 @@ class MegatronFlags:
         return replace(start, **changes)
 
     def _chunks(self, layers: int, stages: int) -> dict[str, Any]:
-        of_stage, count = (self.given.get(name) for name in _CHUNKS)
-        for name, value in zip(_CHUNKS, (of_stage, count), strict=True):
-            if value is not None and value < 1:
-                raise DescriptionError(f'{_flag(name)} {value}: give a whole number, 1 or more')
+        of_stage, count = (self.given.get(name) for name in (_OF_STAGE, _CHUNKS))
         if of_stage:
             count, left = divmod(layers, stages * of_stage)
             if left:
                 raise DescriptionError(
-                    f'{_flag(_CHUNKS[0])} {of_stage}: times {stages} stages it must divide the '
+                    f'{flag(_OF_STAGE)} {of_stage}: times {stages} stages it must divide the '
                     f'{layers} layers'
                 )
         return {'chunks': count} if count else {}
 
     def _uneven(self, layers: int, stages: int) -> dict[str, Any]:
-        first, last = (self.given.get(name) for name in _UNEVEN)
-        if first is None and last is None:
+        first, last = ([self.given[name]] if name in self.given else [] for name in _UNEVEN)
+        ends = [*first, *last]
+        if not ends:
             return {}
-        ends = [count for count in (first, last) if count is not None]
         if stages < 2 or sum(ends) > layers or (stages == len(ends) and sum(ends) != layers):
             raise DescriptionError(
-                f'{_flag(_UNEVEN[0])} and {_flag(_UNEVEN[1])} {ends} do not fit {layers} layers '
-                f'on {stages} stages'
+                f'{" and ".join(map(flag, _UNEVEN))} {ends} do not fit {layers} layers on {stages} '
+                'stages'
             )
         middle = spread(layers - sum(ends), stages - len(ends)) if stages > len(ends) else ()
-        before = () if first is None else (first,)
-        return {'layers_per_stage': (*before, *middle, *(() if last is None else (last,)))}
+        return {'layers_per_stage': (*first, *middle, *last)}
 
     def _batch(self, base: Training | None, layout: Layout) -> Batch:
         """Without a base, one micro-batch on each data-parallel rank is Megatron's default."""
-        sizes = self._renamed(_BATCH)
+        sizes = self.fields('batch')
         if base is None:
             one = sizes.get('micro_batch_size', Batch().micro_batch_size) * layout.data
             sizes.setdefault('global_batch_size', one)
         return replace(base.batch if base else Batch(), **sizes)
 
     def _precision(self, base: Training | None) -> Precision:
-        state = self._renamed(_PRECISION)
-        if _FP8_MASTERS in self.given:
+        state = self.fields('precision')
+        history = state.pop('amax_history', 1)
+        if 'sparse_ckpt_fp8_masters' in self.given:
             state['master'] = 'fp8'
-        weights: dict[str, Any] = {'compute': 'fp8'} if 'fp8_param_gather' in self.given else {}
         if 'fp8_format' in self.given:
             delayed = self.given.get('fp8_recipe', _DELAYED) == _DELAYED
-            weights['amax_history'] = self.given.get('fp8_amax_history_len', 1) if delayed else 0
+            state['amax_history'] = history if delayed else 0
+        weights = {'compute': 'fp8'} if 'fp8_param_gather' in self.given else {}
         formats = [name for name in ('bf16', 'fp16') if name in self.given]
         if base and not formats:
-            return replace(base.precision, **state, **weights)
+            return replace(base.precision, **weights, **state)
         compute = formats[0] if formats else 'fp32'
         boundary = 'fp32' if 'fp32_residual_connection' in self.given else compute
-        return Precision(**{'compute': compute} | weights, boundary=boundary, **state)
+        return Precision(**{'compute': compute, 'boundary': boundary, **weights, **state})
+
+
+def _model(flags: MegatronFlags) -> ModelShape:
+    """The model of a whole set of flags, with Megatron's defaults."""
+    given, shape = flags.given, flags.fields('model')
+    for name in ('num_layers', 'hidden_size', 'num_attention_heads', 'vocab_size'):
+        if name not in given:
+            raise DescriptionError(
+                f'{flag(name)} is missing: give --model, or a whole model as Megatron flags '
+                f'after --'
+            )
+    hidden, gated = shape['hidden_size'], shape.setdefault('gated', False)
+    usual = int(8 * hidden / 3 / 64) * 64 if gated else 4 * hidden
+    size = shape.setdefault('ffn_hidden_size', usual)
+    shape.setdefault('expert_hidden_size', size)
+    groups, top_k = shape.pop('query_groups', 1), shape.pop('top_k', 2)
+    if 'group_query_attention' in given:
+        shape['query_groups'] = groups
+    if 'multi_latent_attention' in given:
+        shape['latent'] = LatentAttention(**flags.fields('latent'))
+    if given.get('position_embedding_type', 'learned_absolute') != 'learned_absolute':
+        shape['learned_positions'] = 0
+    return ModelShape(
+        name='Megatron flags',
+        top_k=top_k if 'experts' in shape else 0,
+        moe_layers=layers_with_experts(given.get('moe_layer_freq', '1'), shape['layers']),
+        tied_embeddings='untie_embeddings_and_output_weights' not in given,
+        norm_bias=given.get('normalization', 'LayerNorm') == 'LayerNorm',
+        linear_bias='disable_bias_linear' not in given,
+        **shape,
+    )
 
 
 def parse_megatron_flags(argv: Sequence[str]) -> MegatronFlags:
@@ -148,27 +168,27 @@ def parse_megatron_flags(argv: Sequence[str]) -> MegatronFlags:
         argument_default=argparse.SUPPRESS,
         add_help=False,
     )
-    switches = {name for name in _LAYOUT if not name.endswith(('_size', '_instances'))}
-    sizes = *(set(_LAYOUT) - switches), *_BATCH, *_CHUNKS, *_UNEVEN, *_NAMES['others']['sizes']
-    for name in (*_MODEL['sizes'], *sizes):
-        parser.add_argument(_flag(name), type=int)
-    for name in (*_MODEL['switches'], *switches, *_NAMES['others']['switches'], _FP8_MASTERS):
-        parser.add_argument(_flag(name), action='store_true')
-    for name in (*_MODEL['texts'], *_PRECISION, *_NAMES['others']['texts']):
-        parser.add_argument(_flag(name))
-    parser.add_argument('--sparse-ckpt-network-gb-per-s', type=network_rate)
-    parser.add_argument('--sparse-ckpt-log-lag', type=float)
-    parser.add_argument('--sparse-ckpt-recovery', choices=(AUTO, *RECOVERIES))
+    kinds: dict[str, Any] = dict.fromkeys(_OTHERS['switches'], bool)
+    kinds |= dict.fromkeys(_OTHERS['texts'], str)
+    kinds |= dict.fromkeys((_OF_STAGE, _CHUNKS), Whole) | dict.fromkeys(_UNEVEN, Count)
+    for section, names in _NAMES.items():
+        hints = get_type_hints(_STRUCTS[section], include_extras=True)
+        kinds |= {name: hints[field] for name, field in names.items()}
+    for name, kind in kinds.items():
+        if kind is bool:
+            parser.add_argument(flag(name), action='store_true')
+        else:
+            parser.add_argument(flag(name), type=parser_of(kind))
     given, unused = parser.parse_known_args(list(argv))
     _refuse_unknown(unused, parser.prog)
     return MegatronFlags(vars(given), [item for item in unused if item.startswith('--')])
 
 
-def _refuse_unknown(unused: Sequence[str], prog: str) -> None:
+def _refuse_unknown(unused: Iterable[str], prog: str) -> None:
     """Exit with a message on a flag of sparse checkpointing that the training refuses as well."""
     parser = Parser(prog=prog, allow_abbrev=False, add_help=False)
     for setting in flagged():
-        parser.add_argument(_flag(f'sparse_ckpt_{setting.name}'), nargs='?')
+        parser.add_argument(flag(f'sparse_ckpt_{setting.name}'), nargs='?')
     parser.add_argument('--sparse-ckpt', action='store_true')
     parser.add_argument('--sparse-ckpt-digest')
     left = parser.parse_known_args(list(unused))[1]
@@ -176,53 +196,5 @@ def _refuse_unknown(unused: Sequence[str], prog: str) -> None:
         parser.error(f'unrecognized arguments: {" ".join(unknown)}')
 
 
-def _model_of_flags(given: dict[str, Any]) -> ModelShape:
-    for name in ('num_layers', 'hidden_size', 'num_attention_heads', 'vocab_size'):
-        if name not in given:
-            raise DescriptionError(
-                f'{_flag(name)} is missing: give --model, or a whole model as Megatron flags '
-                f'after --'
-            )
-    hidden, layers = given['hidden_size'], given['num_layers']
-    gated = 'swiglu' in given
-    default_size = int(4 * hidden * 2 / 3 / 64) * 64 if gated else 4 * hidden
-    size = given.get('ffn_hidden_size', default_size)
-    learned = given.get('position_embedding_type', 'learned_absolute') == 'learned_absolute'
-    grouped = 'group_query_attention' in given
-    return ModelShape(
-        name='Megatron flags',
-        layers=layers,
-        hidden_size=hidden,
-        attention_heads=given['num_attention_heads'],
-        vocab_size=given['vocab_size'],
-        ffn_hidden_size=size,
-        query_groups=given.get('num_query_groups', 1) if grouped else None,
-        head_size=given.get('kv_channels'),
-        latent=_latent(given) if 'multi_latent_attention' in given else None,
-        experts=given.get('num_experts', 0),
-        top_k=given.get('moe_router_topk', 2) if 'num_experts' in given else 0,
-        expert_hidden_size=given.get('moe_ffn_hidden_size', size),
-        shared_hidden_size=given.get('moe_shared_expert_intermediate_size', 0),
-        moe_layers=layers_with_experts(given.get('moe_layer_freq', '1'), layers),
-        gated=gated,
-        tied_embeddings='untie_embeddings_and_output_weights' not in given,
-        learned_positions=given.get('max_position_embeddings', 0) if learned else 0,
-        norm_bias=given.get('normalization', 'LayerNorm') == 'LayerNorm',
-        linear_bias='disable_bias_linear' not in given,
-        qkv_bias='add_qkv_bias' in given,
-        qk_norm='qk_layernorm' in given,
-    )
-
-
-def _latent(given: dict[str, Any]) -> LatentAttention:
-    return LatentAttention(
-        kv_rank=given.get('kv_lora_rank', 32),
-        query_key_size=given.get('qk_head_dim', 128),
-        position_size=given.get('qk_pos_emb_head_dim', 64),
-        value_size=given.get('v_head_dim', 128),
-        query_rank=given.get('q_lora_rank', 0),
-    )
-
-
-def _flag(name: str) -> str:
+def flag(name: str) -> str:
     return '--' + name.replace('_', '-')

@@ -8,16 +8,12 @@ import itertools
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 import numpy as np
 
-from moevement_ext.config import (
-    AUTO,
-    LONGEST_WINDOW,
-    SparseCheckpointConfig,
-)
+from moevement_ext.config import AUTO, LONGEST_WINDOW, SparseCheckpointConfig
 from moevement_ext.memory.budget import NOTHING_LOGGED, HostMemoryPlan, Logged, window_lengths
 from moevement_ext.plan.byte_planner import (
     DEFAULT_HIDDEN_FRACTION,
@@ -38,10 +34,9 @@ from moevement_ext.plan.windows import (
     shortest,
 )
 
-from ..model import fields
 from ..model.algorithm1 import plan_as_printed
 from ..model.description import Cluster
-from ..model.fields import Checked, Count, NotNegative, Part, Positive, PositiveOrInfinite, Share
+from ..model.fields import Count, NotNegative, Part, Positive, PositiveOrInfinite, Share
 from ..model.layout import Batch, Layout, Precision
 from ..model.shape import ModelShape
 from ..model.sizes import held_elements, operator_sizes, scaling_bytes, stage_kind
@@ -50,35 +45,36 @@ from . import memory
 
 # Limit of the search for windows beyond the allowed ones, to report a feasible length.
 _LONGEST_SOUGHT = 64
+_RULE = f'give auto, or a whole number from 1 to {LONGEST_WINDOW}'
+Window = Annotated[int, msgspec.Meta(ge=1, le=LONGEST_WINDOW, description=_RULE)]
 
 
-Window = Annotated[int, msgspec.Meta(ge=1, le=LONGEST_WINDOW, description='give a whole number '
-                   f'from 1 to {LONGEST_WINDOW}')]  # fmt: skip
-
-
-class ProtectionSettings(Checked, frozen=True):
+class ProtectionSettings(msgspec.Struct, frozen=True):
     """Settings of sparse checkpointing; defaults are those of the training's flags."""
 
-    window: Window | None = None
-    """Iterations; None: the fewest that the links can carry."""
+    window: Window | Literal['auto'] = 'auto'
+    """Iterations; auto: the fewest that the links can carry."""
     max_window: Window = 8
-    """Longest window with `window` None; host memory is reserved for it."""
+    """Longest window of `auto`; host memory is reserved for it."""
     replicas: Count = 2
-    localized: bool = True
-    """Log all sends between stages, so that a lost stage replays alone."""
+    recovery: Literal['auto', 'localized', 'global', 'whole-job'] = 'localized'
     hidden_fraction: Part = DEFAULT_HIDDEN_FRACTION
     """Share of an iteration that can hide a copy."""
     network_share: Part = DEFAULT_NETWORK_SHARE
     """Share of a node's network for replication; training uses the rest."""
-    network_gb_per_s: float | str = AUTO
+    network_gb_per_s: float | Literal['auto', 'off'] = 'auto'
     """The flag `--sparse-ckpt-network-gb-per-s`: a rate per rank, which replaces the share."""
     log_lag: NotNegative = SparseCheckpointConfig.log_lag
     """Iterations until a window is persisted, which the log has space for."""
-    disk: bool = False
+    disk: str | None = None
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         _ = self.network_bytes_per_s  # which the training's configuration checks
+
+    @property
+    def localized(self) -> bool:
+        """True if all sends between stages are logged, so that a lost stage replays alone."""
+        return self.recovery in (AUTO, 'localized')
 
     @property
     def network_bytes_per_s(self) -> float | None:
@@ -86,12 +82,16 @@ class ProtectionSettings(Checked, frozen=True):
         return SparseCheckpointConfig(network_gb_per_s=self.network_gb_per_s).network_bytes_per_s
 
     @property
+    def fixed_window(self) -> int | None:
+        return self.window if isinstance(self.window, int) else None
+
+    @property
     def longest_window(self) -> int:
         """Iterations that host memory is reserved for, if available."""
-        return self.max_window if self.window is None else self.window
+        return self.fixed_window or self.max_window
 
 
-class FailureRate(Checked, frozen=True):
+class FailureRate(msgspec.Struct, frozen=True):
     """Failures of the job, and the duration of a recovery without its replay."""
 
     mtbf_s: PositiveOrInfinite = math.inf
@@ -101,7 +101,7 @@ class FailureRate(Checked, frozen=True):
     frozen_saving: Share = 0.0
 
 
-class Job(Checked, frozen=True):
+class Job(msgspec.Struct, frozen=True):
     """All inputs of a plan."""
 
     model: ModelShape
@@ -114,10 +114,6 @@ class Job(Checked, frozen=True):
     failures: FailureRate = FailureRate()
     overhead_s: NotNegative = 0.0
     """Measured seconds added to each iteration, besides the computed exposed time."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.batch.micro_batches(self.layout.data)
 
     @property
     def ranks_per_node(self) -> int:
@@ -154,12 +150,10 @@ class StageKind(msgspec.Struct, frozen=True):
         """Bytes, int64 (window, ranks of a stage)."""
         return self.plan.slot_bytes(self.operators) + self.always
 
-
-class PaperPlan(msgspec.Struct, frozen=True):
-    """Plan of the paper's Algorithm 1 for the same operators and budget."""
-
-    window: int
-    bytes_over_budget: int
+    def rank_bytes(self) -> tuple[int, int]:
+        """Bytes of the largest rank, with all operators full and all weights."""
+        full, weights = self.operators.full.sum(axis=0), self.operators.weights.sum(axis=0)
+        return int(full.max()), int(weights.max())
 
 
 class JobPlan(msgspec.Struct, frozen=True):
@@ -171,7 +165,10 @@ class JobPlan(msgspec.Struct, frozen=True):
     fewest: int | None
     """Shortest window that the links can carry; None: none, or an extremely long one."""
     fewest_by_copy: int | None
-    paper: PaperPlan
+    printed_window: int
+    """Window of the paper's Algorithm 1 for the same operators and budget."""
+    printed_over: int
+    """Bytes of its largest slot beyond the budget."""
     longest: int
 
     @property
@@ -190,16 +187,16 @@ class JobPlan(msgspec.Struct, frozen=True):
         seconds: np.ndarray = over / self.job.cluster.copy_bytes_per_s
         return seconds
 
-    def _busiest_node(self, values: Sequence[np.ndarray]) -> np.float64:
+    def _busiest_node(self, values: Sequence[np.ndarray]) -> float:
         """Largest sum over the ranks of a node, given values (ranks of a stage,) of each kind."""
         of_ranks = per_rank(self.job.layout, self.kinds, values)
         nodes = np.arange(len(of_ranks)) // self.job.ranks_per_node
-        return np.bincount(nodes, weights=of_ranks).max()
+        return float(np.bincount(nodes, weights=of_ranks).max())
 
     def replicated_bytes(self) -> float:
         """Bytes that the busiest node sends per iteration, mean over the window."""
         means = [kind.slot_bytes().mean(axis=0) for kind in self.kinds]
-        return float(self.job.copies * self._busiest_node(means))
+        return self.job.copies * self._busiest_node(means)
 
     def queued(self, kind: StageKind) -> np.ndarray:
         """Bytes that wait for transmission after each slot, int64 (window, ranks of a stage).
@@ -234,14 +231,13 @@ class JobPlan(msgspec.Struct, frozen=True):
             log_lag: iterations that the log has space for until a window is persisted; None: as
                 the job's flag says.
         """
-        lag = self.job.protection.log_lag if log_lag is None else log_lag
-        return _host_memory(self.job, self.kinds, longest_window or self.longest, lag)
+        return _host_memory(self.job, self.kinds, longest_window or self.longest, log_lag)
 
     def taken_bytes(self) -> int:
         """Bytes of this memory that the node reserves at first; longer windows take more later."""
-        longest, window = self.longest, self.window
-        if self.job.protection.window is None:
-            window = max(window, min(longest, FIRST_WINDOW))
+        window = self.window
+        if self.job.protection.fixed_window is None:
+            window = max(window, min(self.longest, FIRST_WINDOW))
         return self.host_memory(window).node_total
 
     def persist_s(self) -> float:
@@ -250,14 +246,13 @@ class JobPlan(msgspec.Struct, frozen=True):
         The slot is copied, summed and sent to the holders behind the queue; holders verify the sums
         of the whole window; then the window is announced.
         """
-        cluster = self.job.cluster
         last = max(int(kind.slot_bytes()[-1].max()) for kind in self.kinds)
-        seconds = last / cluster.copy_bytes_per_s + last / memory.CHECKSUM_BYTES_PER_S
+        seconds = last / self.job.cluster.copy_bytes_per_s + last / memory.CHECKSUM_BYTES_PER_S
         if self.job.copies:
-            share = self.job.send_bytes_per_s
             whole = max(int(kind.slot_bytes().sum(axis=0).max()) for kind in self.kinds)
             queued = max(int(self.queued(kind)[-1].max()) for kind in self.kinds)
-            seconds += self.job.copies * queued / share + whole / memory.CHECKSUM_BYTES_PER_S
+            seconds += self.job.copies * queued / self.job.send_bytes_per_s
+            seconds += whole / memory.CHECKSUM_BYTES_PER_S
         return seconds + memory.ANNOUNCEMENT_S
 
     def enough_log_lag(self) -> float:
@@ -269,15 +264,11 @@ class JobPlan(msgspec.Struct, frozen=True):
         return min(1.0, memory.log_lag(job.layout, job.batch, self.persist_s(), job.iteration_s))
 
     def effectiveness(self) -> Sparse:
-        failures = self.job.failures
         return Sparse(
             iteration_s=self.job.iteration_s,
-            window=self.window,
+            period=self.window,
             overhead_s=self.job.overhead_s + float(self.exposed_s().mean()),
-            restart_s=failures.restart_s,
-            mtbf_s=failures.mtbf_s,
-            local_saving=failures.local_saving,
-            frozen_saving=failures.frozen_saving,
+            **msgspec.structs.asdict(self.job.failures),
         )
 
 
@@ -285,7 +276,6 @@ def iteration_seconds(
     model: ModelShape, layout: Layout, batch: Batch, cluster: Cluster, mfu: float
 ) -> float:
     """Seconds of an iteration, given the model FLOPs utilization in (0, 1]."""
-    fields.number('mfu', mfu, Part)
     flops = model.flops_per_token(batch.sequence_length) * batch.tokens
     return flops / (layout.ranks * cluster.peak_flops * mfu)
 
@@ -310,8 +300,9 @@ def plan_job(job: Job) -> JobPlan:
     Raises:
         InfeasiblePlan: the planner chooses the window, and the copy of a single operator takes
             too long; a note names the stage.
-        FieldError: model and layout do not fit together.
+        FieldError: model, layout and batch do not fit together.
     """
+    job.batch.micro_batches(job.layout.data)
     carried = hidden_budgets(job)
     groups = _equal_stages(job)
     stages = [operator_sizes(job.model, job.layout, job.precision, group[0]) for group in groups]
@@ -323,7 +314,7 @@ def plan_job(job: Job) -> JobPlan:
         return [_stage_kind(job, *one) for one in zip(groups, stages, plans, always, strict=True)]
 
     longest = _longest_that_fits(job, kinds_of(1))
-    window, fewest, by_copy = job.protection.window, None, None
+    window, fewest, by_copy = job.protection.fixed_window, None, None
     try:
         by_copy = _fewest(planned, groups, carried.copy_bytes)
     except InfeasiblePlan:
@@ -334,9 +325,12 @@ def plan_job(job: Job) -> JobPlan:
         fewest = shortest(found, carried, max(_LONGEST_SOUGHT, job.protection.longest_window))
     if window is None:
         window = min(fewest or LONGEST_WINDOW, longest)
-    kinds = kinds_of(window)
-    paper = _paper_plan(planned, carried.bytes)
-    return JobPlan(job, carried, kinds, fewest, by_copy, paper, longest)
+    printed = [plan_as_printed(operators, carried.bytes) for operators in planned]
+    over = (bytes_over_budget(*one, carried.bytes) for one in zip(printed, planned, strict=True))
+    return JobPlan(
+        job, carried, kinds_of(window), fewest, by_copy,
+        max(plan.window for plan in printed), max(over), longest,
+    )  # fmt: skip
 
 
 def per_rank(
@@ -351,11 +345,12 @@ def per_rank(
 
 
 def _host_memory(
-    job: Job, kinds: Sequence[StageKind], longest: int, log_lag: float
+    job: Job, kinds: Sequence[StageKind], longest: int, log_lag: float | None = None
 ) -> HostMemoryPlan:
+    lag = job.protection.log_lag if log_lag is None else log_lag
     files = [memory.window_files(kind.operators, longest, kind.always) for kind in kinds]
     stubs = [memory.stub_files(kind.operators, longest) for kind in kinds]
-    rings = memory.log_rings([kind.logged for kind in kinds], longest, log_lag)
+    rings = memory.log_rings([kind.logged for kind in kinds], longest, lag)
     return memory.fullest_node(
         per_rank(job.layout, kinds, files),
         per_rank(job.layout, kinds, stubs),
@@ -363,20 +358,18 @@ def _host_memory(
         job.layout.families(),
         job.ranks_per_node,
         job.protection.replicas,
-        job.protection.disk,
+        job.protection.disk is not None,
     )
 
 
 def _longest_that_fits(job: Job, kinds: Sequence[StageKind]) -> int:
     """Longest W that fits into host memory, by the rule of training before iteration 1."""
-    settings = job.protection
-    if settings.window is not None:
-        return settings.window
-    lengths = window_lengths(settings.max_window)
+    if job.protection.fixed_window is not None:
+        return job.protection.fixed_window
+    lengths = window_lengths(job.protection.max_window)
 
     def too_long(length: int) -> bool:
-        need = _host_memory(job, kinds, length, settings.log_lag).node_total
-        return need > job.cluster.host_memory_bytes
+        return _host_memory(job, kinds, length).node_total > job.cluster.host_memory_bytes
 
     return lengths[max(bisect_left(lengths, True, key=too_long) - 1, 0)]
 
@@ -411,16 +404,9 @@ def _fewest(stages: Sequence[OperatorTable], groups: Sequence[Sequence[int]], bu
 def _stage_kind(
     job: Job, stages: list[int], operators: OperatorTable, plan: WindowPlan, always: int
 ) -> StageKind:
-    logged = NOTHING_LOGGED
+    logged, held = NOTHING_LOGGED, held_elements(job.model, job.layout, stages[0])
     if job.protection.localized:
         logged = memory.logged_per_iteration(
             job.model, job.layout, job.batch, job.precision, stages[0]
         )
-    held = held_elements(job.model, job.layout, stages[0])
     return StageKind(stages, operators, plan, held, logged, always)
-
-
-def _paper_plan(stages: Sequence[OperatorTable], budget: int) -> PaperPlan:
-    plans = [plan_as_printed(operators, budget) for operators in stages]
-    over = (bytes_over_budget(*pair, budget) for pair in zip(plans, stages, strict=True))
-    return PaperPlan(max(plan.window for plan in plans), max(over))

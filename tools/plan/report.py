@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """A plan as a table for people and as JSON for programs, with reasons and warnings.
 
-The reasons say why a plan cannot work; the warnings name costs that a user might overlook.
+The reasons say why a plan cannot work; the warnings name costs that a user might overlook. Their
+texts are in `report.toml`.
 """
 
-from collections.abc import Iterator
+import string
+import tomllib
+from collections.abc import Mapping
+from importlib.resources import files
 from typing import Any
 
-import msgspec
 from rich.console import Console
 
 from moevement_ext.memory.file_system import GIB, gib
@@ -15,12 +18,23 @@ from moevement_ext.memory.file_system import GIB, gib
 from ..lab.tables import say, table
 from .planning import JobPlan, StageKind
 
+_TEXTS: dict[str, Any] = tomllib.loads(
+    files(__package__).joinpath('report.toml').read_text('utf-8')
+)
 # Megatron's main gradients are fp32.
 _GRADIENT_BYTES = 4
 
 
-def as_json(plan: JobPlan, unused_flags: list[str]) -> dict[str, Any]:
-    """All results of a plan; bytes, seconds and shares."""
+class _Formatter(string.Formatter):
+    def format_field(self, value: Any, format_spec: str) -> str:
+        return gib(int(value)) if format_spec == 'gib' else str(format(value, format_spec))
+
+
+_format = _Formatter().vformat
+
+
+def figures(plan: JobPlan) -> dict[str, Any]:
+    """All numbers of a plan; bytes, seconds and shares."""
     job, effect = plan.job, plan.effectiveness()
     exposed, memory = plan.exposed_s(), plan.host_memory()
     return {
@@ -37,7 +51,7 @@ def as_json(plan: JobPlan, unused_flags: list[str]) -> dict[str, Any]:
         'copy_budget_bytes': plan.budgets.copy_bytes,
         'network_budget_bytes': plan.budgets.network_bytes,
         'limited_by': plan.limited_by,
-        'stages': [_stage_json(kind) for kind in plan.kinds],
+        'stages': [_stage(kind) for kind in plan.kinds],
         'exposed_s_mean': float(exposed.mean()),
         'exposed_s_worst': float(exposed.max()),
         'overhead_s': effect.overhead_s,
@@ -57,15 +71,18 @@ def as_json(plan: JobPlan, unused_flags: list[str]) -> dict[str, Any]:
         'worst_recovery_s': effect.worst_recovery_s(),
         'ettr_first_order': effect.ettr_first_order(),
         'ettr_exact': effect.ettr_exact(),
-        'algorithm_1': msgspec.structs.asdict(plan.paper),
-        'warnings': warnings(plan),
-        'infeasible': infeasible(plan),
-        'unused_flags': unused_flags,
+        'algorithm_1': {'window': plan.printed_window, 'bytes_over_budget': plan.printed_over},
     }
 
 
-def _stage_json(kind: StageKind) -> dict[str, Any]:
-    full, weights = rank_bytes(kind)
+def as_json(plan: JobPlan, unused_flags: list[str]) -> dict[str, Any]:
+    """All results of a plan."""
+    texts = {'warnings': warnings(plan), 'infeasible': infeasible(plan)}
+    return {**figures(plan), **texts, 'unused_flags': unused_flags}
+
+
+def _stage(kind: StageKind) -> dict[str, Any]:
+    full, weights = kind.rank_bytes()
     return {
         'stages': kind.stages,
         'operators': len(kind.operators),
@@ -78,83 +95,28 @@ def _stage_json(kind: StageKind) -> dict[str, Any]:
 
 
 def print_plan(plan: JobPlan, console: Console, unused_flags: list[str]) -> None:
-    job = plan.job
-    text = (
-        f'{job.model.name}: {job.model.total_parameters / 1e9:.1f}e9 parameters, '
-        f'{job.model.active_parameters / 1e9:.1f}e9 active, on {job.layout.ranks} GPUs of '
-        f'{job.nodes} nodes ({job.cluster.name}), {job.iteration_s:.2f} s per iteration'
-    )
-    say(console, text)
+    known = _fields(plan)
+    say(console, _format(_TEXTS['head'], (), known))
     columns = 'stages', '>operators', '>full', '>weights', '>operators of slots', '>GiB of slots'
     title = f'Window of {plan.window}; bytes of the largest rank of a stage'
-    console.print(table(columns, map(_stage_row, plan.kinds), title=title))
-    console.print(table(('', ''), [*_cost_rows(plan), *_recovery_rows(plan)], show_header=False))
+    console.print(table(columns, map(_stage_row, known['stages']), title=title))
+    rows = [(name, _format(text, (), known)) for name, text in _TEXTS['rows'].items()]
+    console.print(table(('', ''), rows, show_header=False))
     for text in warnings(plan):
         say(console, f'Warning: {text}.')
     if unused_flags:
-        say(console, f'Not part of a plan: {" ".join(unused_flags)}')
+        say(console, _TEXTS['unused'].format(flags=' '.join(unused_flags)))
 
 
-def _stage_row(kind: StageKind) -> tuple[str, ...]:
-    full, weights = rank_bytes(kind)
-    slots = kind.slot_bytes().max(axis=1).tolist()
+def _stage_row(stage: Mapping[str, Any]) -> tuple[str, ...]:
     return (
-        _ranges(kind.stages), str(len(kind.operators)), gib(full), gib(weights),
-        ' '.join(str(len(slot)) for slot in kind.plan.slots),
-        ' '.join(f'{size / GIB:.2f}' for size in slots),
-    )  # fmt: skip
-
-
-def _cost_rows(plan: JobPlan) -> list[tuple[str, str]]:
-    job, budgets, exposed = plan.job, plan.budgets, plan.exposed_s()
-    network = 'no replicas'
-    if budgets.network_bytes is not None:
-        network = (
-            f'{gib(budgets.network_bytes)} to each holder, on average over a window; at most '
-            f'{gib(plan.queue_bytes())} wait in its file'
-        )
-    memory = plan.host_memory()
-    kinds = ', '.join(f'{name.replace("_", " ")} {gib(n)}' for name, n in memory.by_kind().items())
-    over = plan.paper.bytes_over_budget
-    return [
-        ('budget per rank and iteration', f'copy {gib(budgets.copy_bytes)} a slot; network '
-                                          f'{network}'),
-        ('exposed per iteration', f'{exposed.mean():.4f} s, worst {exposed.max():.4f} s'),
-        ('replication per node and iteration', f'{plan.replicated_bytes() / 1e9:.2f} GB in '
-         f'{job.copies} copies; the network share offers {plan.network_bytes() / 1e9:.2f} GB'),
-        ('log per node and iteration', gib(plan.log_bytes_of_node())),
-        ('persisting a window takes', f'{plan.persist_s():.2f} s{_shorter_log(plan)}'),
-        ('host memory per node', f'{gib(memory.node_total)} of '
-                                 f'{gib(int(job.cluster.host_memory_bytes))}: {kinds}'),
-        ("the paper's Algorithm 1", f'window {plan.paper.window}, ' + (
-            f'{gib(over)} over budget' if over else 'within budget')),
-    ]  # fmt: skip
-
-
-def _shorter_log(plan: JobPlan) -> str:
-    """Text on the node's host memory with a shorter sufficient log; empty without a shorter one."""
-    lag = plan.enough_log_lag()
-    if plan.job.protection.log_lag <= lag:
-        return ''
-    need = gib(plan.host_memory(log_lag=lag).node_total)
-    return f'; with --sparse-ckpt-log-lag {lag:g}, which suffices, a node needs {need}'
-
-
-def _recovery_rows(plan: JobPlan) -> list[tuple[str, str]]:
-    effect = plan.effectiveness()
-    return [
-        ('recovery', f'{effect.expected_recovery_s():.1f} s on average, at most '
-         f'{effect.worst_recovery_s():.1f} s, {effect.restart_s:g} s of them restart'),
-        ('time between failures', f'{effect.mtbf_s:.0f} s ({effect.mtbf_s / 3600:.2f} h)'),
-        ('expected ETTR', f'{effect.ettr_exact():.4f} (first order: '
-                          f'{effect.ettr_first_order():.4f})'),
-    ]  # fmt: skip
-
-
-def rank_bytes(kind: StageKind) -> tuple[int, int]:
-    """Bytes of the largest rank of the stage, with all operators full and all weights."""
-    full, weights = kind.operators.full.sum(axis=0), kind.operators.weights.sum(axis=0)
-    return int(full.max()), int(weights.max())
+        _ranges(stage['stages']),
+        str(stage['operators']),
+        gib(stage['full_bytes_per_rank']),
+        gib(stage['weight_bytes_per_rank']),
+        ' '.join(str(len(slot)) for slot in stage['slots']),
+        ' '.join(f'{size / GIB:.2f}' for size in stage['slot_bytes']),
+    )
 
 
 def _ranges(numbers: list[int]) -> str:
@@ -166,6 +128,61 @@ def _ranges(numbers: list[int]) -> str:
         else:
             parts.append([number])
     return ' '.join(str(p[0]) if len(p) == 1 else f'{p[0]}-{p[-1]}' for p in parts)
+
+
+def _fields(plan: JobPlan) -> dict[str, Any]:
+    """The figures, and what else the texts need."""
+    found, settings = figures(plan), plan.job.protection
+    kinds, lag, over = plan.host_memory().by_kind(), found['log_lag'], plan.printed_over
+    network, shorter = 'no replicas', ''
+    if plan.budgets.network_bytes is not None:
+        network = (
+            f'{gib(plan.budgets.network_bytes)} to each holder, on average over a window; at most '
+            f'{gib(plan.queue_bytes())} wait in its file'
+        )
+    if settings.log_lag > lag:
+        need = gib(plan.host_memory(log_lag=lag).node_total)
+        shorter = f'; with --sparse-ckpt-log-lag {lag:g}, which suffices, a node needs {need}'
+    fewest, by_copy = plan.fewest, plan.fewest_by_copy
+    longer = 'find host memory' if _short_of_room(plan) else 'set a longer --sparse-ckpt-window'
+    ranks = range(plan.job.ranks_per_node)
+    return found | {
+        'total_parameters_e9': found['total_parameters'] / 1e9,
+        'active_parameters_e9': found['active_parameters'] / 1e9,
+        'network': network,
+        'needed_gb': found['replication_bytes_per_node'] / 1e9,
+        'offered_gb': found['replication_budget_bytes_per_node'] / 1e9,
+        'shorter_log': shorter,
+        'host_memory': found['host_memory_bytes_per_node']['total'],
+        'kinds': ', '.join(f'{name.replace("_", " ")} {gib(n)}' for name, n in kinds.items()),
+        'printed_window': plan.printed_window,
+        'printed_over': f'{gib(over)} over budget' if over else 'within budget',
+        'mtbf_h': found['mtbf_s'] / 3600,
+        'fewest_by_copy': by_copy,
+        'carried': f'a window of {fewest}' if fewest else 'no window of a sensible length',
+        'longer': longer,
+        'hides': f'a window of {by_copy} hides it' if by_copy else 'no window hides it',
+        'allowed': settings.longest_window,
+        'enough': plan.host_memory(plan.window).node_total,
+        'stages_of_node': len({plan.job.layout.stage_of(rank) for rank in ranks}),
+        'state_gb': _state_bytes(plan) / 1e9,
+        'gpu_gb': plan.job.cluster.gpu_memory_bytes / 1e9,
+    }
+
+
+def _short_of_room(plan: JobPlan) -> bool:
+    return plan.longest < plan.job.protection.longest_window
+
+
+def _state_bytes(plan: JobPlan) -> float:
+    """Bytes of weights, gradients and optimizer state on the largest rank."""
+    precision = plan.job.precision
+    of_full = precision.optimizer_bytes / precision.full_bytes
+    return max(
+        kind.held_parameters * (precision.weight_bytes + _GRADIENT_BYTES)
+        + kind.rank_bytes()[0] * of_full
+        for kind in plan.kinds
+    )
 
 
 # ---- reasons and warnings
@@ -183,117 +200,33 @@ def infeasible(plan: JobPlan) -> str | None:
     if plan.longest > 1:
         less = plan.host_memory(1).node_total
         remedies.insert(0, f'take a shorter window ({gib(less)} with 1)')
-    return f'{needed.describe()}, but a node has {gib(int(available))}: {" or ".join(remedies)}'
+    known = {'described': needed.describe(), 'remedies': ' or '.join(remedies),
+             'host_memory_available_bytes': available}  # fmt: skip
+    return _format(_TEXTS['infeasible'], (), known)
 
 
 def warnings(plan: JobPlan) -> list[str]:
     """Warnings of one or two sentences, with numbers and remedies."""
-    checks = (_window, _network, _exposed, _memory, _domains, _recovery, _hardware)
-    return [text for check in checks for text in check(plan)]
-
-
-def _window(plan: JobPlan) -> Iterator[str]:
-    fixed = plan.job.protection.window
-    if fixed is not None and plan.fewest is not None and fixed > plan.fewest:
-        yield (
-            f'window {fixed} is longer than need be: {plan.fewest} fits; a longer one makes '
-            f'recovery longer and saves nothing'
-        )
-
-
-def _network(plan: JobPlan) -> Iterator[str]:
-    if plan.limited_by == 'network':
-        yield (
-            f'the network makes the window longer ({plan.job.copies} replicas leave each node); by '
-            f'the copy to host memory alone it would be {plan.fewest_by_copy}'
-        )
-    needed, offered = plan.replicated_bytes(), plan.network_bytes()
-    if needed > offered:
-        yield (
-            f'replication needs {needed / 1e9:.2f} GB per node and iteration, the network share '
-            f'offers {offered / 1e9:.2f} GB: windows will be skipped, so that a failure costs more '
-            f'than stated here; use a longer window, fewer replicas or a larger share'
-        )
-
-
-def _exposed(plan: JobPlan) -> Iterator[str]:
-    needed, fewest, settings = plan.fewest_by_copy, plan.fewest, plan.job.protection
-    worst = float(plan.exposed_s().max())
-    if settings.window is None and fewest != plan.window:
-        carried = 'no window of a sensible length' if fewest is None else f'a window of {fewest}'
-        shrunk = plan.longest < settings.longest_window
-        remedy = 'find host memory' if shrunk else 'set a longer --sparse-ckpt-window'
-        yield (
-            f'the links carry {carried}, the longest is {plan.window}; {remedy}, or accept what '
-            f'follows'
-        )
-    if worst > 0:
-        remedy = f'a window of {needed} hides it' if needed else 'no window hides it'
-        yield f'the copy lengthens the worst iteration by {worst:.3f} s: {remedy}'
-
-
-def _memory(plan: JobPlan) -> Iterator[str]:
-    longest, allowed = plan.longest, plan.job.protection.longest_window
-    if longest < allowed:
-        yield (
-            f'host memory has no room for windows of {allowed}: `auto` takes {longest} at most. '
-            f'--sparse-ckpt-log-lag {plan.enough_log_lag():g} may leave room for longer ones'
-        )
-    if plan.window < longest:
-        reserved, enough = plan.host_memory().node_total, plan.host_memory(plan.window).node_total
-        yield (
-            f'a node needs room for windows of {longest} ({gib(reserved)}, of which it takes '
-            f'{gib(plan.taken_bytes())} until windows are longer); --sparse-ckpt-window '
-            f'{plan.window} needs {gib(enough)}'
-        )
-
-
-def _domains(plan: JobPlan) -> Iterator[str]:
-    job = plan.job
-    if job.nodes == 1:
-        yield (
-            'one node is one failure domain: windows survive the death of processes, not of the '
-            'node; write dense checkpoints too'
-        )
-    elif job.copies < job.protection.replicas:
-        yield f'{job.nodes} nodes leave room for {job.copies} replicas only'
-    elif job.copies == 0:
-        yield 'without replicas the loss of a node falls back to the last dense checkpoint'
-    stages = len({job.layout.stage_of(rank) for rank in range(job.ranks_per_node)})
-    if job.nodes > 1 and stages > 1:
-        yield f'a node holds ranks of {stages} stages, which are lost and replay together'
-
-
-def _recovery(plan: JobPlan) -> Iterator[str]:
-    mtbf, worst = plan.job.failures.mtbf_s, plan.effectiveness().worst_recovery_s()
-    if worst > mtbf / 10:
-        yield (
-            f'the worst recovery takes {worst:.0f} s at {mtbf:.0f} s between failures: many will '
-            f'be struck by the next failure; shorten the restart or the window'
-        )
-
-
-def _hardware(plan: JobPlan) -> Iterator[str]:
-    precision, available = plan.job.precision, plan.job.cluster.gpu_memory_bytes
+    job, known = plan.job, _fields(plan)
+    fixed, several = job.protection.fixed_window, job.nodes > 1
+    precision, fewest = job.precision, plan.fewest
     narrow = precision.compute == 'fp8' and precision.master != 'fp32'
-    if narrow and not precision.amax_history:
-        yield (
-            'upstream supports fp8 weights with masters below fp32 only with --fp8-recipe delayed; '
-            'the plan shows the bytes that they would take'
-        )
-    if precision.master == 'fp8':
-        yield (
-            'masters in fp8 lose updates that are small relative to a weight; compare losses '
-            '(moevement bench overhead --precision all)'
-        )
-    of_full = precision.optimizer_bytes / precision.full_bytes
-    state = max(
-        kind.held_parameters * (precision.weight_bytes + _GRADIENT_BYTES)
-        + rank_bytes(kind)[0] * of_full
-        for kind in plan.kinds
-    )
-    if state > available:
-        yield (
-            f'the largest rank holds {state / 1e9:.1f} GB of weights, gradients and optimizer '
-            f'state, a GPU has {available / 1e9:.0f} GB'
-        )
+    holds = {
+        'too_long': fixed is not None and fewest is not None and fixed > fewest,
+        'limited': plan.limited_by == 'network',
+        'skipped': known['needed_gb'] > known['offered_gb'],
+        'not_carried': fixed is None and fewest != plan.window,
+        'exposed': known['exposed_s_worst'] > 0,
+        'no_room': _short_of_room(plan),
+        'reserved': plan.window < plan.longest,
+        'one_node': not several,
+        'few_nodes': several and job.copies < job.protection.replicas,
+        'no_replicas': several and job.protection.replicas == 0,
+        'stages_of_node': several and known['stages_of_node'] > 1,
+        'long_recovery': known['worst_recovery_s'] > job.failures.mtbf_s / 10,
+        'fp8_recipe': narrow and not precision.amax_history,
+        'fp8_masters': precision.master == 'fp8',
+        'gpu_memory': known['state_gb'] > known['gpu_gb'],
+    }
+    texts = _TEXTS['warnings'].items()
+    return [_format(text, (), known) for name, text in texts if holds[name]]

@@ -22,107 +22,49 @@ import math
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Any
 
 from msgspec.structs import replace
-
-from moevement_ext.plan.strategy.dense import daly_s, young_s
 
 from ..lab.arguments import Parser
 from ..model.command import show
 from ..model.fields import FieldError
-from . import closed_form, flags
+from . import closed_form, scenario
 from .closed_form import Dense
-from .experts import PartialRun
-from .runs import Run
 from .systems import SYSTEMS, System
 
-SUBCOMMANDS = {'sweep': 'sweep', 'iteration': 'iteration', 'paper': 'paper.__main__',
-               'placement': 'placement'}  # fmt: skip
+SUBCOMMANDS = ('sweep', 'iteration', 'paper', 'placement')
 
 
-def answer(scenario: flags.Scenario, name: str) -> dict[str, object]:
-    """Results for one system, by closed formula and by simulation; seconds, bytes, shares.
-
-    Raises FieldError, InfeasiblePlan.
-    """
-    system = scenario.system(name)
-    costs = system.costs
-    found = scenario.simulate(system)
-    dense = isinstance(costs, Dense)
-    return {
-        'system': name,
-        'iteration_s': costs.iteration_s,
-        'interval' if dense else 'window': costs.period,
-        'overhead_s': costs.overhead_s,
-        **({'stall_s': costs.stall_s} if isinstance(costs, Dense) else {}),
-        'restart_s': costs.restart_s,
-        'mtbf_s': costs.mtbf_s,
-        **system.found,
-        'ettr_first_order': costs.ettr_first_order(),
-        'ettr_exact': costs.ettr_exact(),
-        'ettr_simulated': found.ettr,
-        'ettr_simulated_ci95': list(found.ci95),
-        'expected_recovery_s': costs.expected_recovery_s(),
-        'simulated_failures': found.failures,
-        'simulated_hours': found.hours,
-        'simulated_lost_s_per_failure': found.lost_s,
-        'simulated_struck_again': found.struck_again,
-        'simulated_wait_for_spare_s': found.waited_s,
-        **lost_tokens(found.run),
-    }
-
-
-def lost_tokens(run: Run) -> dict[str, object]:
-    """PLT, MLT and the final number of saved experts, for systems that lose tokens."""
-    if not isinstance(run, PartialRun):
-        return {}
-    return {
-        'lost_tokens_share': run.plt(),
-        'lost_tokens_share_of_1_in_20': run.plt_of_unlucky(),
-        'lost_tokens_per_failure_iterations': run.mlt(),
-        'saved_experts_at_end': run.saved(),
-    }
-
-
-def optimal_interval(system: System) -> dict[str, object]:
-    """Best intervals for the system's stall and overhead, in iterations and seconds.
-
-    Raises FieldError for a system with windows.
-    """
-    costs = system.costs
-    if not isinstance(costs, Dense):
+def optimal(system: System) -> tuple[closed_form.Intervals, closed_form.Intervals]:
+    """Best intervals, in iterations and in seconds; FieldError for a system with windows."""
+    if not isinstance(system.costs, Dense):
         raise FieldError('optimal_interval', f'{system.name} has a window, not an interval')
-    iterations = closed_form.optimal(costs)._asdict()
-    rules = {'exact': closed_form.exact_s, 'young': young_s, 'daly': daly_s}
-    seconds = {name: rule(costs.stall_s, costs.mtbf_s) for name, rule in rules.items()}
-    return {
-        **{f'optimal_interval_{name}': value for name, value in iterations.items()},
-        **{f'optimal_interval_{name}_s': value for name, value in seconds.items()},
-    }
+    return closed_form.optimal(system.costs)
 
 
 def compute(args: argparse.Namespace) -> dict[str, object]:
-    """Compute what the flags ask for. Raises the errors that `flags.errors` handles."""
-    scenario = flags.scenario(args)
+    """Compute what the flags ask for. Raises the errors that `scenario.errors` handles."""
+    found, name = scenario.scenario(args), args.system
     if not args.optimal_interval:
-        return answer(scenario, args.system)
-    options = scenario.options
-    if options.interval is None and scenario.profile is None and args.system != 'none':
-        system = scenario._replace(options=replace(options, interval=1)).system(args.system)
-        best: Any = optimal_interval(system)['optimal_interval_exact']
-        if best == math.inf:
+        return scenario.answer(found, name)
+    if args.interval is None and found.profile is None and name != 'none':
+        once = found._replace(options=replace(found.options, interval=1))
+        best = optimal(once.system(name))[0].exact
+        if math.isinf(best):
             raise FieldError('interval', 'is missing; without failures no interval is best')
-        scenario = scenario._replace(options=replace(options, interval=int(best)))
-    best_intervals = optimal_interval(scenario.system(args.system))
-    return {**answer(scenario, args.system), **best_intervals}
+        found = found._replace(options=replace(found.options, interval=int(best)))
+    iterations, seconds = optimal(found.system(name))
+    return {
+        **scenario.answer(found, name),
+        **{f'optimal_interval_{rule}': value for rule, value in iterations._asdict().items()},
+        **{f'optimal_interval_{rule}_s': value for rule, value in seconds._asdict().items()},
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments and arguments[0] in SUBCOMMANDS:
-        module = import_module(f'.{SUBCOMMANDS[arguments[0]]}', __package__)
-        return int(module.main(arguments[1:]))
+        return int(import_module(f'.{arguments[0]}', __package__).main(arguments[1:]))
     parser = Parser(prog='moevement simulate', description=__doc__)
     parser.add_argument('--system', choices=SYSTEMS, required=True)
     parser.add_argument(
@@ -130,9 +72,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         action='store_true',
         help='print the best intervals too; --interval may be left out',
     )
-    flags.add_scenario_flags(parser)
+    scenario.add_scenario_flags(parser)
     args = parser.parse_args(arguments)
-    with flags.errors(parser):
+    with scenario.errors(parser):
         found = compute(args)
     show(found, as_json=args.json)
     return 0

@@ -17,25 +17,19 @@ experts as the iteration hides, selected by their tokens; MLT is the mean number
 failure, here in iterations' worth of tokens.
 """
 
-from typing import Literal
-
 import numpy as np
+from msgspec import Struct
 from msgspec.structs import replace
 
-from ..model import fields
-from ..model.fields import Checked, NotNegative, Positive, Share, Whole
+from ..model.fields import require
 from .closed_form import Dense
 from .runs import DenseRun
 
-Selection = Literal['sequential', 'load-aware']
 _CYCLES = 40
 
 
 def concentration(mean_skew: float, experts: int) -> float:
     """The alpha with mean skew `mean_skew`: (1/S - 1) / E; inf for 0."""
-    rule = 'give a number from 0 to below 1'
-    fields.require(0 <= mean_skew < 1, 'skew', mean_skew, rule)
-    fields.number('experts', experts, Whole)
     return (1 / mean_skew - 1) / experts if mean_skew else np.inf
 
 
@@ -61,41 +55,47 @@ def frozen_shares(shares: np.ndarray, window: int, *, by_popularity: bool) -> tu
     experts last, so that they stay frozen longest (paper, section 3.5); otherwise the order is
     random and every slot has the mean share.
     """
-    fields.number('window', window, Whole)
     frozen = 1 - np.arange(1, window + 1) / window
     if by_popularity:
         frozen = 1 - spread_over(shares, window).cumsum()
-    return tuple(float(value) for value in np.clip(frozen, 0, 1))
+    return tuple(np.clip(frozen, 0, 1).tolist())
 
 
-class PartialExperts(Checked, frozen=True):
+class PartialExperts(Struct, frozen=True):
     """Which experts a checkpoint saves, and the limit of lost tokens."""
 
-    experts: Whole
-    saved: Whole
+    shares: np.ndarray
+    """Token shares of the experts."""
+    saved: int
     """K, experts in each checkpoint, at the start."""
-    selection: Selection = 'sequential'
-    lost_budget: Positive | None = None
+    selection: str = 'sequential'
+    lost_budget: float | None = None
     """Limit of PLT beyond which K doubles; None: K stays."""
-    expert_bytes: Share = 1.0
+    expert_bytes: float = 1.0
     """The experts' share of a full checkpoint; scales the cost of a checkpoint with K."""
-    hidden_s: NotNegative = 0.0
+    hidden_s: float = 0.0
     """Seconds of a checkpoint's copy that training hides; the remainder is a stall."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        rule = f'only {self.experts} experts can be saved'
-        fields.require(self.saved <= self.experts, 'saved', self.saved, rule)
+        experts = len(self.shares)
+        rule = f'only {experts} experts can be saved'
+        require(self.saved <= experts, 'saved_experts', self.saved, rule)
 
     def levels(self) -> list[int]:
         levels = [self.saved]
-        while self.lost_budget is not None and levels[-1] < self.experts:
-            levels.append(min(2 * levels[-1], self.experts))
+        while self.lost_budget is not None and levels[-1] < len(self.shares):
+            levels.append(min(2 * levels[-1], len(self.shares)))
         return levels
 
     def size(self, saved: int) -> float:
         """Size of a checkpoint of `saved` experts, relative to a full one."""
-        return 1 - self.expert_bytes * (1 - saved / self.experts)
+        return 1 - self.expert_bytes * (1 - saved / len(self.shares))
+
+    def costs(self, full: Dense, saved: int) -> Dense:
+        """`full` with checkpoints of `saved` experts only; of the copy an equal part is hidden."""
+        size = self.size(saved)
+        stall_s = max(0.0, (full.stall_s + self.hidden_s) * size - self.hidden_s)
+        return replace(full, overhead_s=full.overhead_s * size, stall_s=stall_s)
 
 
 def lost_by_checkpoint(shares: np.ndarray, saved: int, selection: str) -> np.ndarray:
@@ -103,12 +103,13 @@ def lost_by_checkpoint(shares: np.ndarray, saved: int, selection: str) -> np.nda
 
     The sum over the experts of token share times age of the last copy in checkpoints: the tokens
     lost at one fault by MoC-System's PLT (arXiv 2408.04307), divided by the tokens of one
-    checkpoint. Multiplied by the interval, the loss is in iterations' worth of tokens.
+    checkpoint. Multiplied by the interval, the loss is in iterations' worth of tokens. In turn and
+    with equal shares the mean is (E/K - 1)/2 if K divides E.
     """
     experts = len(shares)
     unsaved = np.zeros(experts)
     cycle = -(-experts // saved)
-    ages = []
+    lost = []
     for checkpoint in range(_CYCLES * cycle):
         unsaved += shares
         if selection == 'sequential':
@@ -116,36 +117,24 @@ def lost_by_checkpoint(shares: np.ndarray, saved: int, selection: str) -> np.nda
         else:
             chosen = np.argsort(-unsaved, kind='stable')[:saved]
         unsaved[chosen] = 0
-        if checkpoint >= _CYCLES // 2 * cycle:
-            ages.append(unsaved.sum())
-    return np.array(ages)
-
-
-def stale_checkpoints(shares: np.ndarray, saved: int, selection: str) -> float:
-    """Mean of `lost_by_checkpoint`: (E/K - 1)/2 for a sequential selection if K divides E."""
-    return float(lost_by_checkpoint(shares, saved, selection).mean())
+        lost.append(unsaved.sum())
+    return np.array(lost[_CYCLES // 2 * cycle :])
 
 
 class PartialRun(DenseRun):
-    """Global rollback to the last checkpoint; lost tokens are counted and may double K.
-
-    Checkpoints of K experts cost `full`'s overhead and copy times their relative size; of the copy
-    an equal part is hidden.
-    """
+    """Global rollback to the last checkpoint; lost tokens are counted and may double K."""
 
     stationary = False
 
-    def __init__(
-        self, full: Dense, partial: PartialExperts, shares: np.ndarray, histories: int, job_s: float
-    ) -> None:
+    def __init__(self, full: Dense, partial: PartialExperts, histories: int, job_s: float) -> None:
         super().__init__(full, histories)
-        self.partial = partial
-        self.job_iterations = job_s / full.iteration_s
+        self.budget, self.job_iterations = partial.lost_budget, job_s / full.iteration_s
         self.levels = np.array(partial.levels())
-        systems = [with_experts(full, partial, saved) for saved in self.levels.tolist()]
-        self.periods_s = np.array([system.period_s for system in systems])
+        self.periods_s = np.array(
+            [partial.costs(full, saved).period_s for saved in self.levels.tolist()]
+        )
         self.losses = [
-            lost_by_checkpoint(shares, saved, partial.selection) * full.interval
+            lost_by_checkpoint(partial.shares, saved, partial.selection) * full.period
             for saved in self.levels.tolist()
         ]
         """Iterations' worth of tokens that a failure after each checkpoint loses, by level."""
@@ -154,7 +143,7 @@ class PartialRun(DenseRun):
         self.lost_at_level = np.zeros(histories)
         self.lost = np.zeros(histories)
         self.rollbacks = 0
-        self._set_costs()
+        self.efficiency = self.useful_s / self.periods_s[self.level]
 
     def advance(self, running: np.ndarray, seconds: np.ndarray) -> np.ndarray:
         """Keep whole periods; then load the experts' older copies."""
@@ -169,13 +158,12 @@ class PartialRun(DenseRun):
         self.lost += lost
         self.lost_at_level += lost
         self.rollbacks += int(running.sum())
-        budget = self.partial.lost_budget
-        if budget is not None:
-            over = self.lost_at_level > budget * self.job_iterations
+        if self.budget is not None:
+            over = self.lost_at_level > self.budget * self.job_iterations
             over &= self.level < len(self.levels) - 1
             self.level[over] += 1
             self.lost_at_level[over] = 0
-            self._set_costs()
+            self.efficiency = self.useful_s / self.periods_s[self.level]
         return kept
 
     def plt(self) -> float:
@@ -190,13 +178,3 @@ class PartialRun(DenseRun):
 
     def saved(self) -> float:
         return float(self.levels[self.level].mean())
-
-    def _set_costs(self) -> None:
-        self.efficiency = self.useful_s / self.periods_s[self.level]
-
-
-def with_experts(full: Dense, partial: PartialExperts, saved: int) -> Dense:
-    """`full` with checkpoints of `saved` experts only."""
-    size = partial.size(saved)
-    stall_s = max(0.0, (full.stall_s + partial.hidden_s) * size - partial.hidden_s)
-    return replace(full, overhead_s=full.overhead_s * size, stall_s=stall_s)

@@ -18,54 +18,60 @@ their measurements by least squares.
 Exit status: 0 done, 2 a flag or file breaks a rule.
 """
 
-import argparse
 import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
+import msgspec
 import numpy as np
 
 from ..lab.arguments import Flag, Parser, add_flags
-from ..model import fields
 from ..model.command import show
 from ..model.description import DescriptionError, read
-from ..model.fields import Checked, Count, FieldError, NotNegative, Whole
+from ..model.fields import Count, FieldError, NotNegative, Whole, parser_of, require
 from ..model.layout import spread
-from . import flags
+from . import scenario
 
 _COMPUTE, _SYNC, _UPDATE = ('forward-compute', 'backward-compute'), 'all-grads-sync', 'optimizer'
-_TIMER = re.compile(r'^  ([\w-]+):$')
-_OF_RANK = re.compile(r'^ +rank +(\d+): ([\d.]+)$')
-_ARGUMENT = re.compile(r'^(?:\[\w+\]:)?  (\w+) \.+ (.+)$', re.M)
+_REPORT = re.compile(r'times across ranks \(ms\):\n((?:  [\w-]+:\n(?: +rank +\d+: [\d.]+\n)+)+)')
+_TIMER = re.compile(r'^  ([\w-]+):\n((?: +rank .*\n)+)', re.M)
+_ARGUMENT = re.compile(r'^  (\w+) \.+ (.+)$', re.M)
 _SIZES = ('num_layers', 'pipeline_model_parallel_size', 'global_batch_size', 'micro_batch_size',
           'data_parallel_size')  # fmt: skip
 _UNEVEN = ('decoder_first_pipeline_num_layers', 'decoder_last_pipeline_num_layers',
            'pipeline_model_parallel_layout')  # fmt: skip
-# Seconds by timer and rank.
-_Timers = dict[str, dict[int, float]]
-_BEGIN = 'times across ranks (ms):'
 # Iterations of a log to skip, if there are more: they allocate and compile.
 _WARM_UP = 2
 
 
-class Affine(NamedTuple):
-    """Seconds of a collective: latency + bytes / rate."""
-
-    latency_s: float
-    bytes_per_s: float
-
-
-class Collective(Checked, frozen=True):
-    """One kind of collective: its measurements, and its calls in an iteration."""
+class Collective(msgspec.Struct, frozen=True):
+    """One kind of collective: bytes and seconds as measured, and its calls in an iteration."""
 
     measured: tuple[tuple[float, float], ...]
     calls: tuple[float, ...] = ()
     """Bytes of each call of an iteration that is not overlapped."""
 
+    def fit(self, name: str) -> dict[str, float]:
+        """Latency and rate (least squares).
 
-class StageProfile(Checked, frozen=True):
+        A latency below 0 is unmeasurable: then it is 0, and the rate is that of a line through the
+        origin. Raises FieldError: there are fewer than two sizes, or more bytes take no longer.
+        """
+        nbytes, seconds = np.array(self.measured, dtype=float).reshape(-1, 2).T
+        field, rule = f'collectives.{name}', 'give bytes and seconds of calls of two sizes or more'
+        require(len(np.unique(nbytes)) > 1, field, self.measured, rule)
+        columns = np.stack([np.ones_like(nbytes), nbytes], axis=1)
+        (latency_s, per_byte), *_ = np.linalg.lstsq(columns, seconds)
+        if latency_s < 0:
+            latency_s, per_byte = 0.0, float(nbytes @ seconds / (nbytes @ nbytes))
+        rule = 'more bytes take no longer; measure larger ones'
+        require(per_byte > 0, field, self.measured, rule)
+        return {'latency_s': float(latency_s), 'bytes_per_s': float(1 / per_byte)}
+
+
+class StageProfile(msgspec.Struct, frozen=True):
     """Measurements of one node."""
 
     format: Literal['moevement-stages/1']
@@ -82,83 +88,36 @@ class StageProfile(Checked, frozen=True):
     collectives: dict[str, Collective] = {}
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         good = bool(self.micro_batch_s) and all(self.micro_batch_s)
         good = good and all(0 < one < np.inf for stage in self.micro_batch_s for one in stage)
         rule = 'give seconds above 0, one or more of each stage'
-        fields.require(good, 'micro_batch_s', self.micro_batch_s, rule)
-        if self.layers is not None:
-            _check_layers(self.layers)
-            good = len(self.layers) == len(self.micro_batch_s)
-            rule = f'give those of each of {len(self.micro_batch_s)} stages'
-            fields.require(good, 'layers', self.layers, rule)
+        require(good, 'micro_batch_s', self.micro_batch_s, rule)
+        stages = len(self.micro_batch_s)
+        good = self.layers is None or len(self.layers) == stages
+        require(good, 'layers', self.layers, f'give those of each of {stages} stages')
 
-    def stage_s(self) -> np.ndarray:
-        """Median seconds of a micro-batch, float64 [stages]."""
-        return np.array([np.median(stage) for stage in self.micro_batch_s])
+    def stage_s(self, layers: Sequence[int] | None = None) -> np.ndarray:
+        """Median seconds of a micro-batch, as measured or with other layers; float64 [stages].
+
+        Raises FieldError: the profile has no layers, or all of its layers are at the ends.
+        """
+        measured = np.array([np.median(stage) for stage in self.micro_batch_s])
+        if layers is None or tuple(layers) == self.layers:
+            return measured
+        if self.layers is None or not any(self.layers):
+            raise FieldError('layers', 'are not known of the measured stages')
+        counts = np.array(self.layers)
+        layer_s = float((measured[counts > 0] / counts[counts > 0]).min())
+        found = layer_s * np.array(layers, dtype=float)
+        found[0] += measured[0] - layer_s * counts[0]
+        if len(measured) > 1:
+            found[-1] += measured[-1] - layer_s * counts[-1]
+        return found
 
     def slowdowns(self) -> np.ndarray:
         """Times divided by the median of their stage, over all stages, ascending."""
         stages = (np.array(stage) / np.median(stage) for stage in self.micro_batch_s)
         return np.sort(np.concatenate([*stages]))
-
-    def fits(self) -> dict[str, Affine]:
-        return {name: fit_affine(name, one.measured) for name, one in self.collectives.items()}
-
-
-class Iteration(NamedTuple):
-    """Parts of an iteration's time."""
-
-    stage_s: tuple[float, ...]
-    micro_batches: int
-    bubble: float
-    """Share of the pipeline's time in which a stage waits: (S - 1) / (M + S - 1); with chunks S - 1
-    is divided by their number, also in `pipeline_s`."""
-    pipeline_s: float
-    """(M + S - 1) max_s t_s."""
-    sync_s: float
-    update_s: float
-    iteration_s: float
-    """T: the sum of the three parts."""
-    stragglers_s: float
-    """Mean seconds that stragglers add to T."""
-
-
-def fit_affine(name: str, measured: Sequence[tuple[float, float]]) -> Affine:
-    """Fit latency and rate to bytes and seconds (least squares).
-
-    A latency below 0 is unmeasurable: then it is 0, and the rate is that of a line through the
-    origin. Raises FieldError: there are fewer than two sizes, or more bytes take no longer.
-    """
-    nbytes, seconds = np.array(measured, dtype=float).reshape(-1, 2).T
-    rule = 'give bytes and seconds of calls of two sizes or more'
-    fields.require(len(np.unique(nbytes)) > 1, f'collectives.{name}', measured, rule)
-    columns = np.stack([np.ones_like(nbytes), nbytes], axis=1)
-    (latency_s, per_byte), *_ = np.linalg.lstsq(columns, seconds)
-    if latency_s < 0:
-        latency_s, per_byte = 0.0, float(nbytes @ seconds / (nbytes @ nbytes))
-    rule = 'more bytes take no longer; measure larger ones'
-    fields.require(per_byte > 0, f'collectives.{name}', measured, rule)
-    return Affine(float(latency_s), float(1 / per_byte))
-
-
-def stages_of(profile: StageProfile, layers: Sequence[int]) -> np.ndarray:
-    """Seconds of a micro-batch on stages with `layers` layers each, float64 [stages].
-
-    Raises FieldError: the profile has no layers, or all of its layers are at the ends.
-    """
-    _check_layers(layers)
-    if profile.layers is None:
-        raise FieldError('layers', 'are not known of the measured stages')
-    counts, measured = np.array(profile.layers), profile.stage_s()
-    each = counts > 0
-    fields.require(bool(each.any()), 'layers', profile.layers, 'one of the stages has some')
-    layer_s = float((measured[each] / counts[each]).min())
-    found = layer_s * np.array(layers, dtype=float)
-    found[0] += measured[0] - layer_s * counts[0]
-    if len(measured) > 1:
-        found[-1] += measured[-1] - layer_s * counts[-1]
-    return found
 
 
 def slowest_s(stage_s: np.ndarray, slowdowns: np.ndarray) -> float:
@@ -175,33 +134,38 @@ def slowest_s(stage_s: np.ndarray, slowdowns: np.ndarray) -> float:
 
 def iteration_of(
     profile: StageProfile, layers: Sequence[int] | None = None, micro_batches: int | None = None
-) -> Iteration:
-    """Time of an iteration with these layers; None: as measured.
+) -> dict[str, object]:
+    """Parts of an iteration's time with these layers; None: as measured.
 
-    Raises FieldError: a value is missing or breaks its rule.
+    `bubble` is the share of the pipeline's time in which a stage waits, (S - 1) / (M + S - 1); with
+    chunks S - 1 is divided by their number, also in `pipeline_s`. `stragglers_s` are mean seconds
+    that stragglers add. Raises FieldError: the profile has no layers.
     """
     batches = profile.micro_batches if micro_batches is None else micro_batches
-    fields.number('micro_batches', batches, Whole)
-    as_measured = layers is None or tuple(layers) == profile.layers
-    stage_s = profile.stage_s() if as_measured else stages_of(profile, layers or ())
+    stage_s, slow = profile.stage_s(layers), profile.slowdowns()
     bubble = (len(stage_s) - 1) / profile.chunks
     pipeline_s = (batches + bubble) * float(stage_s.max())
-    waits_s = (batches + bubble) * slowest_s(stage_s, profile.slowdowns()) - pipeline_s
-    fits = profile.fits()
+    fits = {name: one.fit(name) for name, one in profile.collectives.items()}
     sync_s = profile.sync_s + sum(
-        fits[name].latency_s + nbytes / fits[name].bytes_per_s
+        fits[name]['latency_s'] + nbytes / fits[name]['bytes_per_s']
         for name, one in profile.collectives.items()
         for nbytes in one.calls
     )
-    iteration_s = pipeline_s + (sync_s + profile.update_s)
-    parts = pipeline_s, sync_s, profile.update_s, iteration_s, waits_s
-    return Iteration(tuple(stage_s.tolist()), batches, bubble / (batches + bubble), *parts)
-
-
-def _check_layers(layers: Sequence[int]) -> None:
-    fields.require(len(layers) > 0, 'layers', layers, 'give those of each stage')
-    for count in layers:
-        fields.number('layers', count, Count)
+    p50, p95, greatest = np.quantile(slow, (0.5, 0.95, 1.0)).tolist()
+    return {
+        'stage_s': tuple(stage_s.tolist()),
+        'micro_batches': batches,
+        'bubble': bubble / (batches + bubble),
+        'pipeline_s': pipeline_s,
+        'sync_s': sync_s,
+        'update_s': profile.update_s,
+        'iteration_s': pipeline_s + (sync_s + profile.update_s),
+        'stragglers_s': (batches + bubble) * slowest_s(stage_s, slow) - pipeline_s,
+        'slowdown_p50': p50,
+        'slowdown_p95': p95,
+        'slowdown_greatest': greatest,
+        'collectives': fits,
+    }
 
 
 # ---- files
@@ -218,6 +182,7 @@ def read_stages(path: Path) -> StageProfile:
         raise DescriptionError(f'{path}: cannot be read: {error.strerror}') from error
     if log.lstrip()[:1] == '{':
         return read(path, StageProfile)
+    log = re.sub(r'^\[\w+\]:', '', log, flags=re.M)
     given, timers = dict(_ARGUMENT.findall(log)), _timers(log)
     if not timers or not all(given.get(name, '').isdecimal() for name in _SIZES):
         raise DescriptionError(
@@ -226,16 +191,13 @@ def read_stages(path: Path) -> StageProfile:
         )
     layers, stages, batch, at_once, data = (int(given[name]) for name in _SIZES)
     micro_batches, kept = batch // (at_once * data), timers[_WARM_UP:] or timers
-    ranks = len(kept[0][_COMPUTE[0]])
-    if ranks % stages:
-        raise DescriptionError(
-            f'{path}: times of {ranks} ranks, which are not those of {stages} stages'
-        )
-    of_ranks = [np.sum([[*one[name].values()] for name in _COMPUTE], axis=0) for one in kept]
-    of_stages = np.array(of_ranks).reshape(len(kept), stages, -1).max(axis=2) / micro_batches
+    of_ranks = np.array([np.sum([one[name] for name in _COMPUTE], axis=0) for one in kept])
+    if of_ranks.shape[1] % stages:
+        text = f'times of {of_ranks.shape[1]} ranks, which are not those of {stages} stages'
+        raise DescriptionError(f'{path}: {text}')
+    of_stages = of_ranks.reshape(len(kept), stages, -1).max(axis=2) / micro_batches
     sync_s, update_s = (
-        float(np.median([max(one.get(name, {0: 0.0}).values()) for one in kept]))
-        for name in (_SYNC, _UPDATE)
+        float(np.median([max(one.get(name, [0.0])) for one in kept])) for name in (_SYNC, _UPDATE)
     )
     even = all(given.get(name, 'None') == 'None' for name in _UNEVEN)
     chunks = given.get('virtual_pipeline_model_parallel_size', 'None')
@@ -246,23 +208,17 @@ def read_stages(path: Path) -> StageProfile:
     )  # fmt: skip
 
 
-def _timers(log: str) -> list[_Timers]:
-    """Megatron's reports of complete iterations with all ranks, not of checkpoints."""
-    found: list[_Timers] = []
-    timer: dict[int, float] | None = None
-    for line in log.splitlines():
-        line = re.sub(r'^\[\w+\]:', '', line)
-        if line.endswith(_BEGIN):
-            found.append({})
-        elif found and (named := _TIMER.match(line)):
-            timer = found[-1].setdefault(named[1], {})
-        elif timer is not None and (ranked := _OF_RANK.match(line)):
-            timer[int(ranked[1])] = float(ranked[2]) / 1000
-        else:
-            timer = None
+def _timers(log: str) -> list[dict[str, list[float]]]:
+    """Seconds by timer and rank, of complete iterations with all ranks, not of checkpoints."""
+    found = [
+        {
+            name: [float(line.rpartition(':')[2]) / 1000 for line in ranks.splitlines()]
+            for name, ranks in _TIMER.findall(report)
+        }
+        for report in _REPORT.findall(log)
+    ]
     counts = [min(len(one.get(name, ())) for name in _COMPUTE) for one in found]
-    ranks = max(counts, default=0)
-    return [one for one, count in zip(found, counts, strict=True) if count == ranks > 0]
+    return [one for one, count in zip(found, counts, strict=True) if count == max(counts) > 0]
 
 
 # ---- the command
@@ -272,28 +228,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog='moevement simulate iteration', description=__doc__)
     add_flags(
         parser,
-        Flag('--micro-batches', 'of an iteration (default: as measured)', int),
+        Flag('--micro-batches', 'of an iteration (default: as measured)', parser_of(Whole)),
         Flag('--layers', 'of each stage, comma-separated (default: as measured)', _layers),
     )
     parser.add_argument('--profile', type=Path, required=True, help='JSON, or the log of a run')
     parser.add_argument('--json', action='store_true', help='print JSON')
     args = parser.parse_args(argv)
-    with flags.errors(parser):
-        profile = read_stages(args.profile)
-        found = iteration_of(profile, args.layers, args.micro_batches)
-        fits = {name: one._asdict() for name, one in profile.fits().items()}
-    p50, p95, greatest = np.quantile(profile.slowdowns(), (0.5, 0.95, 1.0)).tolist()
-    slow = {'slowdown_p50': p50, 'slowdown_p95': p95, 'slowdown_greatest': greatest}
-    show({**found._asdict(), **slow, 'collectives': fits}, as_json=args.json)
+    with scenario.errors(parser):
+        found = iteration_of(read_stages(args.profile), args.layers, args.micro_batches)
+    show(found, as_json=args.json)
     return 0
 
 
 def _layers(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(count) for count in text.split(','))
-    except ValueError:
-        problem = f'{text}: give whole numbers, separated by commas'
-        raise argparse.ArgumentTypeError(problem) from None
+    return tuple(parser_of(Count)(count) for count in text.split(','))
 
 
 if __name__ == '__main__':

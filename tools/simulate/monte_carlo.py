@@ -16,10 +16,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..model import fields
-from ..model.fields import Checked, Count, NotNegative, Positive, Whole
+from ..model.fields import require
 from .closed_form import Dense, Sparse
-from .failures import FailureTimes, Process, Renewal, Trace
+from .failures import Failures, FailureTimes, Process, Trace
 from .runs import DenseRun, Run, RunFactory, SparseRun
 
 HISTORIES = 512
@@ -28,19 +27,20 @@ MOST_FIGURES = 200_000_000
 """Limit of histories times nodes, or spares, given by memory."""
 
 _ROUNDING = 1e-12
+_Z = 1.959964  # 97.5 % quantile of the normal distribution
 # 97.5 % quantiles of Student's t for 1, 2, ... degrees of freedom.
 _STUDENT = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622)
 
 
-class Spares(Checked, frozen=True):
+class Spares(NamedTuple):
     """Spare nodes.
 
     A spare replaces a failed node; without a spare, the job waits until the next node is
     repaired.
     """
 
-    count: Count = 0
-    repair_s: NotNegative = 0.0
+    number: int = 0
+    repair_s: float = 0.0
     """Seconds until a failed node becomes a spare, unless the failures have repair times."""
 
 
@@ -57,20 +57,21 @@ class Estimate(NamedTuple):
     struck_again: float
     waited_s: float
     """Mean seconds that a failure waited for a spare."""
-    ettr_of_first: float
+    useful_s: np.ndarray
+    """Useful seconds of each history."""
     run: Run
     """The simulated run, which has further counts for some systems."""
 
 
 def simulate(
     system: Dense | Sparse | RunFactory,
-    process: Process | None = None,
+    process: Failures | None = None,
     *,
     nodes: int = 1,
     spares: Spares | None = None,
     hours: float | None = None,
     job_hours: float | None = None,
-    histories: int | None = None,
+    histories: int = HISTORIES,
     seed: int = 0,
 ) -> Estimate:
     """Simulate a system under failures; equal arguments give equal results.
@@ -83,54 +84,34 @@ def simulate(
         hours: hours to simulate, on average, over all histories.
         job_hours: length of each history, from a fresh start; None: histories are cut without bias,
             or are as long as the trace.
-        histories: number of independent histories, 2 or more.
+        histories: number of independent histories; with both hours, as many as they give.
         seed: seed of the random numbers.
 
     Raises:
         FieldError: an argument breaks its rule.
     """
-    for name, value in (('hours', hours), ('job_hours', job_hours)):
-        fields.number(name, 1.0 if value is None else value, Positive)
-    if job_hours is None and isinstance(process, Trace):
-        job_hours = process.length_s / 3600
-    if histories is None:
-        histories = HISTORIES
-        if hours is not None and job_hours is not None:
-            histories = max(2, round(hours / job_hours))
-    _check_sizes(histories, nodes, spares)
-    fields.number('seed', seed, Count)
+    if isinstance(process, Trace):
+        job_hours = job_hours or process.length_s / 3600
+    if hours and job_hours:
+        histories = max(2, round(hours / job_hours))
+    for name, count in (('nodes', nodes), ('spares', spares.number if spares else 0)):
+        text = f'{histories} histories of that many do not fit in memory'
+        require(histories * count <= MOST_FIGURES, name, count, text)
     # Failures have a separate stream: all systems get the same ones.
     rng, run_rng = np.random.default_rng(seed).spawn(2)
     run = _run(system, histories, run_rng)
-    source = process or Renewal(run.mtbf_s)
-    if _cut_at_failures(source, run, job_hours):
-        count = FAILURES_PER_HISTORY
+    source = process or Process(run.mtbf_s)
+    unbiased = run.stationary and not job_hours and math.isfinite(source.mtbf_s)
+    if unbiased and isinstance(source, Process) and not source.correlated:
+        failures = FAILURES_PER_HISTORY
         if hours is not None:
-            count = max(1, round(hours * 3600 / source.mtbf_s / histories))
-        assert isinstance(source, Renewal)
-        played = _Histories(run, source.first(rng, histories, count, nodes), nodes, spares)
+            failures = max(1, round(hours * 3600 / source.mtbf_s / histories))
+        played = _Histories(run, source.first(rng, histories, failures, nodes), nodes, spares)
         played.begin_with_failure(rng.integers(nodes, size=histories))
         return played.play(None)
-    horizon_s = _horizon_s(source, run, hours, job_hours)
+    horizon_s = _horizon_s(source.mtbf_s, run, hours, job_hours)
     drawn = source.until(rng, histories, horizon_s, nodes)
     return _Histories(run, drawn, nodes, spares).play(horizon_s)
-
-
-def _check_sizes(histories: int, nodes: int, spares: Spares | None) -> None:
-    """Check memory: each history has a figure for each node and each spare."""
-    fields.require(histories >= 2, 'histories', histories, 'give a whole number, 2 or more')
-    fields.number('nodes', nodes, Whole)
-    sizes = {'histories': 1, 'nodes': nodes, 'count': spares.count if spares else 0}
-    for name, value in sizes.items():
-        given = histories if name == 'histories' else value
-        rule = f'{histories} histories of that many do not fit in memory'
-        fields.require(histories * value <= MOST_FIGURES, name, given, rule)
-
-
-def _cut_at_failures(process: Process, run: Run, job_hours: float | None) -> bool:
-    """True if histories may begin and end at failures."""
-    renewal = isinstance(process, Renewal) and math.isfinite(process.mtbf_s)
-    return renewal and run.stationary and job_hours is None
 
 
 def _run(system: Dense | Sparse | RunFactory, histories: int, rng: np.random.Generator) -> Run:
@@ -141,14 +122,12 @@ def _run(system: Dense | Sparse | RunFactory, histories: int, rng: np.random.Gen
     return system(histories, rng)
 
 
-def _horizon_s(process: Process, run: Run, hours: float | None, job_hours: float | None) -> float:
+def _horizon_s(mtbf_s: float, run: Run, hours: float | None, job_hours: float | None) -> float:
     if job_hours is not None:
         return job_hours * 3600
     if hours is not None:
         return hours * 3600 / run.histories
-    if math.isinf(process.mtbf_s):
-        return 1000 * run.unit_s
-    return FAILURES_PER_HISTORY * process.mtbf_s
+    return 1000 * run.unit_s if math.isinf(mtbf_s) else FAILURES_PER_HISTORY * mtbf_s
 
 
 class _Histories:
@@ -160,7 +139,7 @@ class _Histories:
         self.ready = np.zeros(histories)
         self.useful = np.zeros(histories)
         self.lost = np.zeros((histories, nodes), dtype=bool)
-        self.free_at = np.zeros((histories, spares.count if spares else 0))
+        self.free_at = np.zeros((histories, spares.number if spares else 0))
         self.failures = self.struck_again = 0
         self.waited_s = 0.0
         self.rows = np.arange(histories)
@@ -191,7 +170,7 @@ class _Histories:
             lost_s=lost_s,
             struck_again=self.struck_again / max(1, self.failures),
             waited_s=self.waited_s / max(1, self.failures),
-            ettr_of_first=float(self.useful[0] / wall[0]),
+            useful_s=self.useful,
             run=self.run,
         )
 
@@ -213,13 +192,10 @@ class _Histories:
         """Seconds until a node replaces the failed one: a spare, or the repaired node itself."""
         if self.spares is None:
             return 0.0
-        at = self.drawn.times[:, column]
-        if self.drawn.repair_s is None:
-            repaired = at + self.spares.repair_s
-        else:
-            repaired = at + self.drawn.repair_s[:, column]
+        at, repair_s = self.drawn.times[:, column], self.drawn.repair_s
+        repaired = at + (self.spares.repair_s if repair_s is None else repair_s[:, column])
         free = repaired
-        if self.spares.count:
+        if self.spares.number:
             first = self.free_at.argmin(axis=1)
             free = np.minimum(self.free_at[self.rows, first], repaired)
             used = happens & (free < repaired)
@@ -242,7 +218,5 @@ def _student(degrees: int) -> float:
     """97.5 % quantile of Student's t, to 0.1 %; from 10 degrees on by Cornish and Fisher."""
     if degrees <= len(_STUDENT):
         return _STUDENT[degrees - 1]
-    z = 1.959964
-    first = (z**3 + z) / 4
-    second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
-    return z + first / degrees + second / degrees**2
+    first, second = (_Z**3 + _Z) / 4, (5 * _Z**5 + 16 * _Z**3 + 3 * _Z) / 96
+    return _Z + first / degrees + second / degrees**2

@@ -68,21 +68,22 @@ def survival_report(
         holders = place_replicas(domains, replicas, groups=groups, distance=distance)
         held = Counter(rank for held_by in holders for rank in held_by)
         loads = [held[rank] for rank in range(len(domains))]
-        away = [distance(owner, rank) for owner, held_by in enumerate(holders) for rank in held_by
-                ] if distance else []  # fmt: skip
+        pairs = [(owner, rank) for owner, held_by in enumerate(holders) for rank in held_by]
+        away = [distance(*pair) for pair in pairs] if distance else []
         survival = []
         for lost in counts:
             probability = survival_probability(domains, holders, lost, groups=groups)
             # Two more of each kind, as samples without any loss prove nothing (Agresti and Coull).
             share = (probability * SAMPLES + 2) / (SAMPLES + 4)
-            error = math.sqrt(share * (1 - share) / (SAMPLES + 4))
-            if is_exact(len(set(domains)), lost):
-                error = 0.0
+            exact = is_exact(len(set(domains)), lost)
+            error = 0.0 if exact else math.sqrt(share * (1 - share) / (SAMPLES + 4))
             survival.append({'failed': lost, 'probability': probability, 'standard_error': error})
         found.append({
-            'replicas': replicas, 'holders': min(map(len, holders), default=0),
+            'replicas': replicas,
+            'holders': min(map(len, holders), default=0),
             'load': (min(loads, default=0), max(loads, default=0)),
-            'mean_distance': sum(away) / len(away) if away else None, 'survival': survival,
+            'mean_distance': mean(away) if away else None,
+            'survival': survival,
         })  # fmt: skip
     return found
 
@@ -115,11 +116,13 @@ def copies_survival(kept: np.ndarray, failed_domains: int) -> float:
     """
     domains = kept.shape[1]
     if not 0 <= failed_domains <= domains:
-        raise ValueError(f'failed_domains is {failed_domains}, of {domains} domains')
+        raise ValueError(f'--failed {failed_domains}: there are {domains} nodes')
     kept = np.unique(kept, axis=0).astype(np.float32)
     sets = _all_sets if is_exact(domains, failed_domains) else _random_sets
     survived = tried = 0
-    for failed in sets(domains, failed_domains):
+    for chosen in sets(domains, failed_domains):
+        failed = np.zeros((len(chosen), domains), dtype=np.float32)
+        np.put_along_axis(failed, chosen, 1, axis=1)
         lost = failed @ kept.T == kept.sum(axis=1)
         survived += int((~lost.any(axis=1)).sum())
         tried += len(failed)
@@ -132,22 +135,19 @@ def is_exact(domains: int, failed_domains: int) -> bool:
 
 
 def _all_sets(count: int, failed: int) -> Iterator[np.ndarray]:
+    """Every set of `failed` of `count`, int64 (sets, failed) at a time."""
     for chunk in batched(combinations(range(count), failed), _CHUNK):
-        yield _one_hot(np.array(chunk, dtype=np.int64).reshape(len(chunk), failed), count)
+        yield np.array(chunk, dtype=np.int64).reshape(len(chunk), failed)
 
 
 def _random_sets(count: int, failed: int) -> Iterator[np.ndarray]:
     generator = np.random.default_rng(0)
     for start in range(0, SAMPLES, _CHUNK):
         order = generator.random((min(_CHUNK, SAMPLES - start), count)).argpartition(failed, axis=1)
-        yield _one_hot(order[:, :failed], count)
+        yield order[:, :failed]
 
 
-def _one_hot(chosen: np.ndarray, count: int) -> np.ndarray:
-    """float32 (sets, count), 1 at the indices of each row of `chosen` (sets, failed)."""
-    sets = np.zeros((len(chosen), count), dtype=np.float32)
-    np.put_along_axis(sets, chosen, 1, axis=1)
-    return sets
+# ---- replicas of experts
 
 
 def allocate_replicas(tokens: Sequence[float], nodes: int, slots: int, least: int = 1) -> list[int]:
@@ -189,10 +189,10 @@ def maximum_rank_overlap(replicas: Sequence[int], nodes: int, slots: int) -> Pla
         for node in held[first:last]:
             node.extend(group)
         first = last
-    placed = np.bincount([expert for node in held for expert in node], minlength=len(replicas))
+    placed = Counter(expert for node in held for expert in node)
     for expert in order:
         for _ in range(replicas[expert] - placed[expert]):
-            _put(expert, held, slots)
+            _put(expert, held, slots, range(nodes))
     return [tuple(node) for node in held]
 
 
@@ -205,8 +205,7 @@ def spread(replicas: Sequence[int], nodes: int, slots: int, seed: int = 0) -> Pl
     held: list[list[int]] = [[] for _ in range(nodes)]
     for expert in sorted(range(len(replicas)), key=lambda expert: -replicas[expert]):
         for _ in range(replicas[expert]):
-            ties = random.permutation(nodes).tolist()
-            _put(expert, held, slots, ties)
+            _put(expert, held, slots, random.permutation(nodes).tolist())
     return [tuple(node) for node in held]
 
 
@@ -222,12 +221,10 @@ def recovery_probability(placement: Placement, failed_nodes: int) -> float:
     return copies_survival(kept[kept.any(axis=1)], failed_nodes)
 
 
-def _put(expert: int, held: list[list[int]], slots: int, ties: Sequence[int] | None = None) -> None:
+def _put(expert: int, held: list[list[int]], slots: int, ties: Sequence[int]) -> None:
     """Put an expert on the emptiest node with a free slot, preferably one without the expert."""
-    ties = range(len(held)) if ties is None else ties
     free = [node for node in ties if len(held[node]) < slots]
-    node = min(free, key=lambda node: (expert in held[node], len(held[node])))
-    held[node].append(expert)
+    held[min(free, key=lambda node: (expert in held[node], len(held[node])))].append(expert)
 
 
 # ---- the command
@@ -236,51 +233,43 @@ def _put(expert: int, held: list[list[int]], slots: int, ties: Sequence[int] | N
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_arguments(argv)
     try:
-        if args.failed > args.nodes:
-            raise ValueError(f'--failed {args.failed}: there are {args.nodes} nodes')
-        found = ranks_report(args) if args.command == 'ranks' else experts_report(args)
+        found = args.report(args)
     except ValueError as error:
         print(f'placement: {error}', file=sys.stderr)
         return 2
-    if args.command == 'experts' or args.json:
+    if args.json or 'placements' not in found:
         show(found, as_json=args.json)
     else:
-        print_ranks(found['placements'])
+        records([_row(one) for one in found['placements']], 'Probability that nothing is lost')
     return 0
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(prog='moevement simulate placement', description=__doc__.split('\n')[0])
     positive = at_least(1)
-    commands = parser.add_subparsers(dest='command', required=True)
+    commands = parser.add_subparsers(required=True)
     ranks = commands.add_parser('ranks', help="copies of ranks' states")
-    experts = commands.add_parser('experts', help='replicas of experts')
-    for command in (ranks, experts):
-        command.add_argument('--nodes', type=positive, required=True)
-        command.add_argument('--failed', type=positive, default=4, help='most failures at once')
-        command.add_argument('--json', action='store_true')
+    ranks.set_defaults(report=ranks_report)
     add_flags(
         ranks,
         Flag('--gpus-per-node', None, positive, 8),
         Flag('--nodes-per-switch', 'links within a switch are cheap', positive),
         Flag('--same-state', 'data-parallel ranks with the same state', positive, 1),
     )
+    experts = commands.add_parser('experts', help='replicas of experts')
+    experts.set_defaults(report=experts_report)
     experts.add_argument('--slots', type=positive, required=True, help='experts a node can hold')
     experts.add_argument('--experts', type=positive, required=True)
     add_flags(
         experts,
         Flag('--least', 'replicas of each expert', positive, 2),
-        Flag('--skew', 'tokens of the i-th expert grow as i to this power', _power, 1.0),
+        Flag('--skew', 'tokens of the i-th expert grow as i to this power', float, 1.0),
     )
+    for command in (ranks, experts):
+        command.add_argument('--nodes', type=positive, required=True)
+        command.add_argument('--failed', type=positive, default=4, help='most failures at once')
+        command.add_argument('--json', action='store_true')
     return parser.parse_args(argv)
-
-
-def _power(text: str) -> float:
-    value = float(text)
-    if not abs(value) <= _MOST_SKEW:
-        rule = f'give a number from -{_MOST_SKEW} to {_MOST_SKEW}'
-        raise argparse.ArgumentTypeError(f'{text}: {rule}')
-    return value
 
 
 def ranks_report(args: argparse.Namespace) -> dict[str, Any]:
@@ -310,6 +299,8 @@ def experts_report(args: argparse.Namespace) -> dict[str, Any]:
 
     Raises ValueError if experts do not fit.
     """
+    if not abs(args.skew) <= _MOST_SKEW:
+        raise ValueError(f'--skew {args.skew:g}: give a number from -{_MOST_SKEW} to {_MOST_SKEW}')
     tokens = [(expert + 1) ** args.skew for expert in range(args.experts)]
     shape = (args.nodes, args.slots)
     replicas = allocate_replicas(tokens, *shape, args.least)
@@ -327,22 +318,18 @@ def experts_report(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def print_ranks(placements: Sequence[dict[str, Any]]) -> None:
-    rows = []
-    for one in placements:
-        row = {
-            'copies': str(one['replicas']),
-            'holders': str(one['holders']),
-            'load': ' to '.join(map(str, sorted(set(one['load'])))),
-            'links between switches': '',
-        }
-        if one['mean_distance'] is not None:
-            row['links between switches'] = f'{one["mean_distance"]:.0%}'
-        for lost in one['survival']:
-            error = f' ±{lost["standard_error"]:.4f}' if lost['standard_error'] else ''
-            row[f'{lost["failed"]} failed'] = f'{lost["probability"]:.4f}{error}'
-        rows.append(row)
-    records(rows, 'Probability that nothing is lost')
+def _row(placed: dict[str, Any]) -> dict[str, str]:
+    away, row = placed['mean_distance'], {}
+    for lost in placed['survival']:
+        error = f' ±{lost["standard_error"]:.4f}' if lost['standard_error'] else ''
+        row[f'{lost["failed"]} failed'] = f'{lost["probability"]:.4f}{error}'
+    return {
+        'copies': str(placed['replicas']),
+        'holders': str(placed['holders']),
+        'load': ' to '.join(map(str, sorted(set(placed['load'])))),
+        'links between switches': '' if away is None else f'{away:.0%}',
+        **row,
+    }
 
 
 if __name__ == '__main__':

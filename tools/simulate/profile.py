@@ -11,25 +11,26 @@ import math
 import statistics
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+import msgspec
 import numpy as np
 
 from moevement_ext.events import Protected, Replanned, WindowCommitted
-from moevement_ext.plan.byte_planner import DEFAULT_HIDDEN_FRACTION
+from moevement_ext.plan.byte_planner import DEFAULT_HIDDEN_FRACTION, OperatorTable
 
 from ..lab.errors import LabError
 from ..lab.history import Episode, History, read_history
-from ..model import fields
 from ..model.description import DescriptionError
-from ..model.fields import Checked, Count, NotNegative, Part, Positive
+from ..model.fields import Count, FieldError, NotNegative, Positive, require
 from .runs import Pipeline
 
 COMPUTED_AGAIN = ('fetch', 'load', 'convert', 'catch_up')
 """Phases of a recovery that the simulator computes itself."""
+_FLAGS = {'copy_bytes_per_s': '--copy-bandwidth', 'network_bytes_per_s': '--network-bandwidth'}
 
 
-class OperatorProfile(Checked, frozen=True):
+class OperatorProfile(msgspec.Struct, frozen=True):
     """One operator on this rank."""
 
     name: str
@@ -39,19 +40,14 @@ class OperatorProfile(Checked, frozen=True):
     """Tokens of an expert, in any unit; None for operators that every token passes."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         rule = f'give no more than full_bytes, {self.full_bytes}'
-        fields.require(
-            self.weight_bytes <= self.full_bytes, 'weight_bytes', self.weight_bytes, rule
-        )
+        require(self.weight_bytes <= self.full_bytes, 'weight_bytes', self.weight_bytes, rule)
 
 
-class Profile(Checked, frozen=True):
+class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A workload on a machine."""
 
     format: Literal['moevement-profile/1']
-    name: str
-    source: str
     iteration_s: Positive
     """T, seconds without fault tolerance."""
     operators: tuple[OperatorProfile, ...]
@@ -62,20 +58,20 @@ class Profile(Checked, frozen=True):
     disk_bytes_per_s: Positive | None = None
     """This rank's share of the storage; None: unknown (only some systems need it)."""
     replicas: Count = 1
-    hidden_fraction: Part = DEFAULT_HIDDEN_FRACTION
-    """Part of an iteration that hides copies."""
     restart_s: NotNegative = 0.0
     """Seconds from a failure until state can be loaded: detection, new process, new groups."""
     mtbf_s: Positive | None = None
     """Mean seconds between failures of the job; None: unknown."""
     pipeline: Pipeline = Pipeline()
+    name: str = ''
+    source: str = ''
+    """Where the figures come from, for readers of the file."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        fields.require(self.state_bytes > 0, 'operators', self.operators, 'list one with bytes')
+        require(self.state_bytes > 0, 'operators', self.operators, 'list one with bytes')
         names = [operator.name for operator in self.operators]
         twice = sorted({name for name in names if names.count(name) > 1})
-        fields.require(not twice, 'operators', twice, 'list each of them once')
+        require(not twice, 'operators', twice, 'list each of them once')
 
     @property
     def state_bytes(self) -> int:
@@ -87,26 +83,43 @@ class Profile(Checked, frozen=True):
         return sum(op.full_bytes for op in self.operators if op.tokens is not None)
 
     @property
+    def table(self) -> OperatorTable:
+        sizes = np.array([(op.full_bytes, op.weight_bytes) for op in self.operators])
+        return OperatorTable([op.name for op in self.operators], sizes[:, :1], sizes[:, 1:])
+
+    @property
     def memory_bytes_per_s(self) -> float:
         """Rate at which state reaches host memory on this node and on the replicas' nodes."""
         if self.replicas == 0:
             return self.copy_bytes_per_s
         return min(self.copy_bytes_per_s, self.network_bytes_per_s / self.replicas)
 
+    # Seconds that all operators in full take: to own memory, to all memories, and from another.
+
+    @property
+    def own_s(self) -> float:
+        return self.state_bytes / self.copy_bytes_per_s
+
+    @property
+    def everywhere_s(self) -> float:
+        return self.state_bytes / self.memory_bytes_per_s
+
+    @property
+    def load_s(self) -> float:
+        return self.state_bytes / self.network_bytes_per_s
+
     @property
     def written_s(self) -> float:
-        """Seconds to write all operators to the storage, or to read them.
-
-        Raises FieldError: the rate is unknown.
-        """
+        """To the storage, or from it. Raises FieldError: the rate is unknown."""
         if self.disk_bytes_per_s is None:
             rule = 'is missing; the profile does not say it, and this system uses a disk'
-            raise fields.FieldError('disk_bytes_per_s', rule)
+            raise FieldError('disk_bandwidth', rule)
         return self.state_bytes / self.disk_bytes_per_s
 
     @property
     def hidden_s(self) -> float:
-        return self.iteration_s * self.hidden_fraction
+        """Seconds of an iteration that hide copies."""
+        return self.iteration_s * DEFAULT_HIDDEN_FRACTION
 
     def token_shares(self) -> np.ndarray | None:
         """Token share of each expert, float64 [experts], summing to 1; None without experts."""
@@ -134,30 +147,25 @@ def derive(folder: Path, given: Mapping[str, float]) -> Profile:
             f'{folder}: no rank has trained from one window to the next yet; give the events of '
             'a longer run'
         )
-    largest = max(places.values(), key=lambda place: sum(full for full, _ in _sizes(place)))
-    restart_s, how = _restart(history)
-    measured: dict[str, float | None] = {
+    measured: dict[str, Any] = {
         'copy_bytes_per_s': _slowest(history, 'copy_bytes_per_s'),
         'network_bytes_per_s': _slowest(history, 'send_bytes_per_s'),
         **given,
     }
-    for name, flag in (('copy_bytes_per_s', '--copy-bandwidth'),
-                       ('network_bytes_per_s', '--network-bandwidth')):  # fmt: skip
+    for name, flag in _FLAGS.items():
         if measured[name] is None:
             raise DescriptionError(f'{folder}: the events do not say {name}; give {flag}')
+    largest = max(places.values(), key=lambda place: sum(full for full, _ in _sizes(place)))
+    back = [_restart_s(episode) for episode in history.episodes if episode.recovered]
     return Profile(
         format='moevement-profile/1',
-        name=str(folder),
-        source=f'Events of a run of {len(history.ranks)} ranks up to iteration '
-        f'{history.iteration}; rank {largest.rank} holds most. Rates: of the slowest rank. '
-        f'Restart: {how}.',
         iteration_s=pace.iteration_s - pace.exposed_s,
         operators=_operators(history, largest),
         replicas=min(place.replicas for place in places.values()),
-        restart_s=restart_s,
+        restart_s=statistics.median(back or [history.trained_from - history.begun]),
         mtbf_s=history.mtbf_s,
         pipeline=_pipeline(places),
-        **measured,  # type: ignore[arg-type]
+        **measured,
     )
 
 
@@ -169,12 +177,9 @@ def _operators(history: History, place: Protected) -> tuple[OperatorProfile, ...
     """Operators of a rank; experts have equal shares until their popularity is known."""
     plans = history.newest(Replanned)
     shares = plans[place.rank].shares if place.rank in plans else {}
-    experts = set(place.experts)
-    return tuple(
-        OperatorProfile(name, full, weights, shares.get(name, 0.0 if shares else 1.0)
-                        if name in experts else None)
-        for name, (full, weights) in place.operators.items()
-    )  # fmt: skip
+    tokens = {name: shares.get(name, 0.0 if shares else 1.0) for name in place.experts}
+    return tuple(OperatorProfile(name, full, weights, tokens.get(name))
+                 for name, (full, weights) in place.operators.items())  # fmt: skip
 
 
 def _slowest(history: History, field: str) -> float | None:
@@ -183,15 +188,7 @@ def _slowest(history: History, field: str) -> float | None:
     return min((rate for rate in rates if rate is not None), default=None)
 
 
-def _restart(history: History) -> tuple[float, str]:
-    """Seconds from a failure until state can be loaded, and the origin of the figure."""
-    back = [_restart_of(episode) for episode in history.episodes if episode.recovered]
-    if back:
-        return statistics.median(back), f'median of {len(back)} recoveries, without the replay'
-    return history.trained_from - history.begun, 'as long as the launch, for nothing failed'
-
-
-def _restart_of(episode: Episode) -> float:
+def _restart_s(episode: Episode) -> float:
     """Seconds of a recovery, without loading and repeated work."""
     end = episode.end if episode.end is not None else episode.events[-1].time
     again = sum(episode.phases.get(name, 0.0) for name in COMPUTED_AGAIN)

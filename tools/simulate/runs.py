@@ -9,17 +9,16 @@ pipeline of S stages m + S - 1. Logs between two lost stages are lost with their
 adjacent lost stages replay as one pipeline; separate ones replay in parallel.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 
+import msgspec
 import numpy as np
 
-from ..model import fields
-from ..model.fields import Checked, Whole
-from .closed_form import Dense, Sparse
+from ..model.fields import Whole, require
+from .closed_form import Costs, Dense, Sparse
 
 
-class Pipeline(Checked, frozen=True):
+class Pipeline(msgspec.Struct, frozen=True):
     """Nodes of a job."""
 
     nodes: Whole = 1
@@ -30,29 +29,22 @@ class Pipeline(Checked, frozen=True):
     """Number of nodes of a stage with the same state (data-parallel redundancy); 1: none."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         even = self.nodes % self.stages == 0 or self.stages % self.nodes == 0
-        fields.require(even, 'stages', self.stages, f'must divide evenly over {self.nodes} nodes')
-        good = self.copies == 1 or (self.nodes // self.stages) % self.copies == 0
-        good &= self.copies == 1 or self.nodes >= self.stages
+        require(even, 'stages', self.stages, f'must divide evenly over {self.nodes} nodes')
+        apart = self.nodes >= self.stages and (self.nodes // self.stages) % self.copies == 0
         rule = f'must divide the nodes of a stage ({self.nodes} nodes in {self.stages} stages)'
-        fields.require(good, 'copies', self.copies, rule)
-
-    def stages_lost(self, lost: np.ndarray) -> np.ndarray:
-        """Stages with a lost node, bool [histories, stages]; `lost` is bool [histories, nodes]."""
-        if self.stages >= self.nodes:
-            return np.repeat(lost, self.stages // self.nodes, axis=1)
-        stages: np.ndarray = lost.reshape(len(lost), self.stages, -1).any(axis=2)
-        return stages
+        require(self.copies == 1 or apart, 'copies', self.copies, rule)
 
     def longest_run(self, lost: np.ndarray) -> np.ndarray:
-        """Most adjacent lost stages, int [histories]; `lost` is bool [histories, nodes]."""
-        stages = self.stages_lost(lost)
-        run = np.zeros(len(lost), dtype=int)
-        longest = run.copy()
-        for stage in range(self.stages):
-            run = (run + 1) * stages[:, stage]
-            np.maximum(longest, run, out=longest)
+        """Most adjacent stages with a lost node, int [histories]; `lost` is [histories, nodes]."""
+        if self.stages >= self.nodes:
+            stages = np.repeat(lost, self.stages // self.nodes, axis=1)
+        else:
+            stages = lost.reshape(len(lost), self.stages, -1).any(axis=2)
+        run = longest = np.zeros(len(lost), dtype=int)
+        for stage in stages.T:
+            run = (run + 1) * stage
+            longest = np.maximum(longest, run)
         return longest
 
     def local_saving(self, adjacent: np.ndarray) -> np.ndarray:
@@ -62,33 +54,32 @@ class Pipeline(Checked, frozen=True):
 
     def state_lost(self, lost: np.ndarray) -> np.ndarray:
         """True where state has no copy left, bool [histories]; `lost` is [histories, nodes]."""
-        if self.copies == 1:
-            some: np.ndarray = lost.any(axis=1)
-            return some
-        groups = lost.reshape(len(lost), self.stages, self.copies, -1)
+        per_stage = self.stages if self.copies > 1 else 1
+        groups = lost.reshape(len(lost), per_stage, self.copies, -1)
         gone: np.ndarray = groups.all(axis=2).any(axis=(1, 2))
         return gone
 
 
-class Run(ABC):
-    """A simulated system; see `monte_carlo`."""
+class Run:
+    """A simulated system: a failure loses the current unit, and costs the restart."""
 
-    histories: int
-    mtbf_s: float
-    unit_s: float
-    """Seconds of the unit that is kept or lost: a period, an iteration."""
-    efficiency: float | np.ndarray
-    """Useful seconds per wall second while nothing fails."""
     stationary = True
     """True if the costs do not depend on the age of the job."""
 
-    @abstractmethod
+    def __init__(self, costs: Costs, histories: int, unit_s: float, useful_s: float) -> None:
+        self.histories, self.mtbf_s, self.restart_s = histories, costs.mtbf_s, costs.restart_s
+        self.unit_s, self.useful_s = unit_s, useful_s
+        self.efficiency: float | np.ndarray = useful_s / unit_s
+        """Useful seconds per wall second while nothing fails."""
+
     def advance(self, running: np.ndarray, seconds: np.ndarray) -> np.ndarray:
         """Train for `seconds` where `running`, then fail; returns the useful seconds kept."""
+        kept: np.ndarray = np.where(running, seconds, 0.0) // self.unit_s * self.useful_s
+        return kept
 
-    @abstractmethod
     def recovery_s(self, lost: np.ndarray) -> np.ndarray:
         """Seconds to recover from the end of the last `advance`; `lost` is [histories, nodes]."""
+        return np.full(self.histories, self.restart_s)
 
 
 RunFactory = Callable[[int, np.random.Generator], Run]
@@ -97,65 +88,48 @@ RunFactory = Callable[[int, np.random.Generator], Run]
 class DenseRun(Run):
     """A failure loses the current period."""
 
-    def __init__(self, system: Dense, histories: int) -> None:
-        self.histories, self.mtbf_s = histories, system.mtbf_s
-        self.unit_s = system.period_s
-        self.useful_s = system.interval * system.iteration_s
-        self.efficiency = self.useful_s / self.unit_s
-        self.restart_s = np.full(histories, system.restart_s)
-
-    def advance(self, running: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-        kept: np.ndarray = np.where(running, seconds, 0.0) // self.unit_s * self.useful_s
-        return kept
-
-    def recovery_s(self, lost: np.ndarray) -> np.ndarray:
-        return self.restart_s
+    def __init__(self, costs: Dense, histories: int) -> None:
+        super().__init__(costs, histories, costs.period_s, costs.period * costs.iteration_s)
 
 
 class SparseRun(Run):
     """A failure loses the running iteration; window and position determine the replay.
 
-    With a pipeline only the lost stages replay, and the system's `local_saving` is ignored.
+    With a pipeline only the lost stages replay, and the costs' `local_saving` is ignored.
     """
 
     def __init__(
         self,
-        system: Sparse,
+        costs: Sparse,
         histories: int,
         rng: np.random.Generator,
         pipeline: Pipeline | None = None,
     ) -> None:
-        self.histories, self.mtbf_s = histories, system.mtbf_s
-        self.unit_s = system.step_s
-        self.iteration_s, self.window = system.iteration_s, system.window
-        self.efficiency = system.iteration_s / system.step_s
-        self.restart_s = system.restart_s
-        self.pipeline = pipeline
-        self.local_saving = system.local_saving
-        self.conversion = system.active_iterations()
-        self.position = self._struck(system, rng)
+        super().__init__(costs, histories, costs.step_s, costs.iteration_s)
+        self.costs, self.pipeline = costs, pipeline
+        self.position = self._struck(rng)
 
-    def _struck(self, system: Sparse, rng: np.random.Generator) -> np.ndarray:
+    def _struck(self, rng: np.random.Generator) -> np.ndarray:
         """Positions at which failures find the histories: more often where a repair takes long.
 
         Only success leaves a position, after a mean time in proportion to e^(Q_p/M).
         """
-        repairs = system.recovery_s() / system.mtbf_s
+        repairs = self.costs.recovery_s() / self.costs.mtbf_s
         share = np.exp(repairs - repairs.max())
-        return rng.choice(system.window, size=self.histories, p=share / share.sum())
+        return rng.choice(self.costs.period, size=self.histories, p=share / share.sum())
 
     def advance(self, running: np.ndarray, seconds: np.ndarray) -> np.ndarray:
         done = np.where(running, seconds, 0.0) // self.unit_s
-        self.position = (self.position + done.astype(np.int64)) % self.window
-        kept: np.ndarray = done * self.iteration_s
+        self.position = (self.position + done.astype(np.int64)) % self.costs.period
+        kept: np.ndarray = done * self.useful_s
         return kept
 
     def recovery_s(self, lost: np.ndarray) -> np.ndarray:
-        saving: float | np.ndarray = self.local_saving
+        saving: float | np.ndarray = self.costs.local_saving
         if self.pipeline is not None:
             saving = self.pipeline.local_saving(self.pipeline.longest_run(lost))
-        replayed = (self.conversion + self.position) * self.iteration_s * (1 - saving)
-        seconds: np.ndarray = self.restart_s + replayed
+        replayed = self.costs.active_iterations() + self.position
+        seconds: np.ndarray = self.restart_s + replayed * self.useful_s * (1 - saving)
         return seconds
 
 
@@ -170,20 +144,19 @@ class CopyRun(SparseRun):
 
     def __init__(
         self,
-        system: Sparse,
+        costs: Sparse,
         copied_s: float,
         histories: int,
         rng: np.random.Generator,
         pipeline: Pipeline,
         localized: bool = False,
     ) -> None:
-        super().__init__(system, histories, rng, pipeline if localized else None)
-        self.copies = pipeline
-        self.copied_s = copied_s
+        super().__init__(costs, histories, rng, pipeline if localized else None)
+        self.copies, self.copied_s = pipeline, copied_s
 
-    def _struck(self, system: Sparse, rng: np.random.Generator) -> np.ndarray:
+    def _struck(self, rng: np.random.Generator) -> np.ndarray:
         """Positions at which failures find the histories: uniform, as copies take equally long."""
-        return rng.integers(system.window, size=self.histories)
+        return rng.integers(self.costs.period, size=self.histories)
 
     def recovery_s(self, lost: np.ndarray) -> np.ndarray:
         converted = super().recovery_s(lost)

@@ -10,7 +10,8 @@ r"""Several systems over a range of one flag: a table, JSON and a plot.
         --show overhead ...
 
 Lines are closed formulas, points with bars are the simulation with its 95 % confidence interval. A
-system that is infeasible at some value is left out there, and the reason is printed.
+system that is infeasible at some value is left out there, and the reason is printed; so is a flag
+that changes nothing.
 """
 
 import argparse
@@ -31,18 +32,23 @@ from moevement_ext.plan.byte_planner import InfeasiblePlan
 from ..lab.arguments import Parser
 from ..lab.drawing import OWN, PALETTE, picture, subtitle
 from ..lab.figures import print_json
+from ..lab.tables import say
 from ..lab.text import tick
 from ..model.command import records
-from ..model.fields import FieldError
-from . import flags
+from . import scenario
 from .experts import PartialRun
-from .systems import PARTIAL_SYSTEMS, SPARSE_SYSTEMS, SYSTEMS
+from .systems import PARTIAL_SYSTEMS, SYSTEMS
 
 WHOLE = ('gpus', 'window', 'interval')
 _WORDS = tomllib.loads(files(__package__).joinpath('sweep.toml').read_text('utf-8'))
 SHOWN: dict[str, str] = _WORDS['shown']
 AXIS: dict[str, str] = _WORDS['axis']
 NAMES: dict[str, str] = _WORDS['names']
+# Lines of this project stand out.
+_OWN: dict[str, dict[str, Any]] = {
+    'ours': {'color': OWN, 'linewidth': 2.6, 'zorder': 3},
+    'copy': {'color': OWN, 'linewidth': 1.6, 'linestyle': '--'},
+}
 # Share of an axis that a label takes.
 _CROWDED = 0.06
 
@@ -62,25 +68,32 @@ class Point(NamedTuple):
     lost: float | None
     """PLT that 1 job in 20 exceeds; None for systems that lose no tokens."""
 
+    def shown(self, what: str) -> float:
+        name = {'ettr': 'ettr_exact', 'simulated': 'ettr_simulated'}.get(what, what)
+        return float(getattr(self, name))
+
 
 def sweep(args: argparse.Namespace, values: Sequence[float]) -> tuple[list[Point], list[str]]:
     """Points, and reasons for missing ones. Raises FieldError and errors of file readers."""
     points, missing = [], []
     for value in tqdm(values, desc=args.over, disable=None, leave=False):
+        given = (value, False) if args.over == 'mtbf' else value
         attribute = args.over.replace('-', '_')
-        setattr(args, attribute, int(value) if args.over in WHOLE else value)
-        scenario = flags.scenario(args)
+        setattr(args, attribute, int(value) if args.over in WHOLE else given)
+        varied = scenario.scenario(args)
         for name in args.systems:
             try:
-                points.append(_point(scenario, name, value))
+                points.append(_point(varied, name, value))
             except InfeasiblePlan as error:
                 missing.append(f'{name} at {args.over} {value:g}: {error}')
+    if len(values) > 1 and len({one._replace(value=0) for one in points}) <= len(args.systems):
+        missing.append(f'--over {args.over} changes nothing for {", ".join(args.systems)}')
     return points, missing
 
 
-def _point(scenario: flags.Scenario, name: str, value: float) -> Point:
-    system = scenario.system(name)
-    costs, estimate = system.costs, scenario.simulate(system)
+def _point(varied: scenario.Scenario, name: str, value: float) -> Point:
+    system = varied.system(name)
+    costs, estimate = system.costs, varied.simulate(system)
     lost = estimate.run.plt_of_unlucky() if isinstance(estimate.run, PartialRun) else None
     return Point(
         name, value, costs.ettr_exact(), estimate.ettr, estimate.ci95,
@@ -88,31 +101,26 @@ def _point(scenario: flags.Scenario, name: str, value: float) -> Point:
     )  # fmt: skip
 
 
-def shown(point: Point, what: str) -> float:
-    name = {'ettr': 'ettr_exact', 'simulated': 'ettr_simulated'}.get(what, what)
-    return float(getattr(point, name))
-
-
 def print_table(points: Sequence[Point], over: str, what: str) -> None:
     missing = dict.fromkeys((point.system for point in points), '-')
     rows: dict[float, dict[str, str]] = {}
     for point in points:
         row = rows.setdefault(point.value, {AXIS[over]: f'{point.value:g}', **missing})
-        row[point.system] = f'{shown(point, what):.4g}'
+        row[point.system] = f'{point.shown(what):.4g}'
     records(list(rows.values()), SHOWN[what])
 
 
 def draw(points: Sequence[Point], over: str, what: str, target: Path) -> None:
-    names = list(dict.fromkeys(point.system for point in points))
-    values = sorted({point.value for point in points})
     seconds = over == 'mtbf'
     varied = AXIS[over].removesuffix(' (s)') if seconds else AXIS[over]
+    others = iter(PALETTE * len(SYSTEMS))
     with picture(target, figsize=(8, 4.5)) as axes:
         axes.set_title(f'{SHOWN[what]} by {varied}', loc='left')
-        for name, style in zip(names, styles(names), strict=True):
+        for name in dict.fromkeys(point.system for point in points):
+            style = _OWN.get(name) or {'color': next(others), 'linewidth': 1.6}
             own = [point for point in points if point.system == name]
             places = [point.value for point in own]
-            axes.plot(places, [shown(point, what) for point in own], label=NAMES[name], **style)
+            axes.plot(places, [point.shown(what) for point in own], label=NAMES[name], **style)
             if what == 'ettr':
                 middle = np.array([point.ettr_simulated for point in own])
                 low, high = np.array([point.ettr_simulated_ci95 for point in own]).T
@@ -120,13 +128,14 @@ def draw(points: Sequence[Point], over: str, what: str, target: Path) -> None:
                 axes.errorbar(places, middle, ends, fmt='o', markersize=4, color=color)
         if what == 'ettr':
             subtitle(axes, 'lines: closed form; points: simulated, with 95 % confidence')
-        _ticks(axes, values, logarithmic=over != 'skew' and values[0] > 0, seconds=seconds)
+        _ticks(axes, sorted({point.value for point in points}), over)
         axes.set_xlabel(varied)
         axes.set_ylabel(SHOWN[what])
         axes.legend(loc='best')
 
 
-def _ticks(axes: Any, values: Sequence[float], *, logarithmic: bool, seconds: bool) -> None:
+def _ticks(axes: Any, values: Sequence[float], over: str) -> None:
+    logarithmic = over != 'skew' and values[0] > 0
     place = math.log if logarithmic else float
     axes.set_xscale('log' if logarithmic else 'linear')
     length = place(values[-1]) - place(values[0])
@@ -134,46 +143,8 @@ def _ticks(axes: Any, values: Sequence[float], *, logarithmic: bool, seconds: bo
     for value in values:
         if not labelled or place(value) - place(labelled[-1]) > _CROWDED * length:
             labelled.append(value)
-    words = [tick(value) if seconds else f'{value:,g}' for value in labelled]
-    axes.set_xticks(labelled, words)
+    axes.set_xticks(labelled, [tick(one) if over == 'mtbf' else f'{one:,g}' for one in labelled])
     axes.set_xticks([], minor=True)
-
-
-def styles(names: Sequence[str]) -> list[dict[str, Any]]:
-    """Style of each system's line; the line of this project stands out."""
-    others = iter(PALETTE * math.ceil(len(names) / len(PALETTE)))
-    own: dict[str, dict[str, Any]] = {
-        'ours': {'color': OWN, 'linewidth': 2.6, 'zorder': 3},
-        'copy': {'color': OWN, 'linewidth': 1.6, 'linestyle': '--'},
-    }
-    return [own.get(name) or {'color': next(others), 'linewidth': 1.6} for name in names]
-
-
-def check_it_matters(args: argparse.Namespace) -> None:
-    """Refuse a sweep over a flag without effect. Raises FieldError, which names a flag."""
-    over, names = args.over, set(args.systems)
-    lossless = [name for name in args.systems if name not in PARTIAL_SYSTEMS]
-    none = 'cannot be varied: none of --systems'
-    losing = ' and '.join(PARTIAL_SYSTEMS)
-    for forbidden, flag, rule in (
-        (over in ('mtbf', 'gpus') and args.trace is not None, over,
-         'cannot be varied: --trace fixes the failures'),
-        (over == 'gpus' and args.mtbf is not None, 'mtbf',
-         'fixes the rate of failures for any number of GPUs; leave it out'),
-        (over == 'gpus' and args.gpu_hours_per_failure is None, 'gpu_hours_per_failure',
-         'is missing; give it to vary --gpus'),
-        (over.endswith('bandwidth') and args.profile is None, 'profile',
-         f'is missing; without one nothing is priced by --{over}'),
-        (over == 'window' and not names & set(SPARSE_SYSTEMS), over, f'{none} has a window'),
-        (over == 'interval' and names <= {'none', *SPARSE_SYSTEMS}, over,
-         f'{none} has an interval'),
-        (over == 'skew' and not names & {*SPARSE_SYSTEMS, *PARTIAL_SYSTEMS}, over,
-         f'{none} depends on popularity'),
-        (args.show == 'lost' and lossless, 'show',
-         f'lost is for {losing}; {lossless[0] if lossless else ""} loses none'),
-    ):  # fmt: skip
-        if forbidden:
-            raise FieldError(flag, rule)
 
 
 def parse_arguments(
@@ -185,31 +156,29 @@ def parse_arguments(
     parser.add_argument('--systems', required=True, help='comma-separated')
     parser.add_argument('--show', choices=tuple(SHOWN), help='(default: ettr; by skew: simulated)')
     parser.add_argument('--plot', type=Path, metavar='FILE', help='image to write')
-    flags.add_scenario_flags(parser)
+    scenario.add_scenario_flags(parser)
     args = parser.parse_args(argv)
     # The closed formula of a system that loses tokens uses its first K, whatever the skew.
     args.show = args.show or ('simulated' if args.over == 'skew' else 'ettr')
-    try:
-        values = [float(text) for text in args.values.split(',')]
-    except ValueError:
-        parser.error(f'--values {args.values}: give numbers, separated by commas')
-    if args.over in WHOLE and not all(value.is_integer() for value in values):
-        parser.error(f'--values {args.values}: --over {args.over} takes whole numbers')
     args.systems = args.systems.split(',')
-    for name in args.systems:
-        if name not in SYSTEMS:
-            parser.error(f'--systems: {name!r} is not a system; choose from {", ".join(SYSTEMS)}')
-    return parser, args, values
+    if unknown := [name for name in args.systems if name not in SYSTEMS]:
+        parser.error(f'--systems: {unknown[0]!r} is none of {", ".join(SYSTEMS)}')
+    if args.show == 'lost' and not set(args.systems) <= set(PARTIAL_SYSTEMS):
+        parser.error(f'--show lost is for {" and ".join(PARTIAL_SYSTEMS)}; others lose no tokens')
+    try:
+        kind = int if args.over in WHOLE else float
+        return parser, args, [kind(text) for text in args.values.split(',')]
+    except ValueError:
+        parser.error(f'--values {args.values}: give values of --{args.over}, separated by commas')
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser, args, values = parse_arguments(argv)
-    with flags.errors(parser):
-        check_it_matters(args)
+    with scenario.errors(parser):
         points, missing = sweep(args, values)
     console = Console(stderr=args.json)
     for reason in missing:
-        console.print(reason, style='yellow', markup=False, soft_wrap=True)
+        say(console, reason)
     if not points:
         return 2
     if args.json:

@@ -6,7 +6,6 @@ import math
 import msgspec
 import pytest
 
-from moevement_ext.config import INTERVAL_RULES
 from moevement_ext.plan.replanning import PlanParameters, WindowLoad
 from moevement_ext.plan.strategy.dense import (
     DenseCycles,
@@ -15,7 +14,7 @@ from moevement_ext.plan.strategy.dense import (
     gemini,
     shortest_interval,
 )
-from tools.simulate.closed_form import Dense
+from tools.simulate.closed_form import Dense, optimal
 from tools.simulate.profile import OperatorProfile, Profile
 from tools.simulate.systems import Options, build
 
@@ -77,18 +76,24 @@ def test_checkfreq_uses_the_slowest_rank() -> None:
     assert changed.version == 1 and changed.origin == present.after(0)
 
 
-@pytest.mark.parametrize('rule', INTERVAL_RULES)
 @pytest.mark.parametrize('own_s', [0.1, 0.9, 4.0])
 @pytest.mark.parametrize('traffic', [1, 8])
 @pytest.mark.parametrize('mtbf_s', [60.0, 3600.0])
-def test_gemini_interval_equals_the_simulators(
-    rule: str, own_s: float, traffic: int, mtbf_s: float
+def test_gemini_interval_is_the_best_by_closed_form(
+    own_s: float, traffic: int, mtbf_s: float
 ) -> None:
     state = OperatorProfile('all', full_bytes=int(1e6 * own_s), weight_bytes=0)
-    profile = Profile('moevement-profile/1', 'name', 'source', 1.0, (state,), 1e6, 1e6 / traffic)
-    expected = build('gemini', Options(mtbf_s=mtbf_s, interval_rule=rule), profile).costs
-    assert isinstance(expected, Dense)
-    assert best_interval(rule, 1.0, (own_s, traffic * own_s), mtbf_s) == expected.interval
+    profile = Profile('moevement-profile/1', 1.0, (state,), 1e6, 1e6 / traffic)
+
+    def costs(interval: int) -> Dense:
+        found = build('gemini', Options(mtbf_s=mtbf_s, interval=interval), profile).costs
+        assert isinstance(found, Dense)
+        return found
+
+    young, daly = optimal(costs(1))[0][1:]
+    best = max(range(1, 300), key=lambda interval: costs(interval).ettr_exact())
+    for rule, expected in (('young', young), ('daly', daly), ('oracle', best)):
+        assert best_interval(rule, 1.0, (own_s, traffic * own_s), mtbf_s) == expected
 
 
 def test_gemini_amortizes_the_stall_of_its_copy() -> None:

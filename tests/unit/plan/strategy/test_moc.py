@@ -13,7 +13,7 @@ from moevement_ext.config import DYNAMIC
 from moevement_ext.plan.byte_planner import WindowPlan
 from moevement_ext.plan.replanning import Cycle, PlanParameters, WindowLoad
 from moevement_ext.plan.strategy.moc import Moc, doubled, in_turn
-from tools.simulate.experts import stale_checkpoints
+from tools.simulate.experts import lost_by_checkpoint
 
 
 def layers_of(layers: int, experts: int) -> list[list[str]]:
@@ -65,7 +65,7 @@ def test_loss_of_sequential_turns_has_a_closed_form(experts: int, most: int) -> 
     losses = lost_after_each(most, even, 4 * experts)
     expected = (experts / most - 1) / 2
     assert losses[-1] == pytest.approx(expected)
-    assert stale_checkpoints(np.array(even), most, 'sequential') == pytest.approx(expected)
+    assert lost_by_checkpoint(np.array(even), most, 'sequential').mean() == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(

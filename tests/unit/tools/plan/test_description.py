@@ -3,6 +3,7 @@
 
 import importlib.util
 import json
+from typing import Any
 
 import msgspec
 import pytest
@@ -14,7 +15,6 @@ from tools.model.description import (
     read,
     read_operators,
 )
-from tools.simulate.profile import Profile
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def test_presets_survive_a_file(written, name):
 
 def test_a_file_without_end_is_no_crash(written):
     with pytest.raises(DescriptionError, match='nested too deeply'):
-        read(written('{"x": ' + '[' * 100_000), Profile)
+        read(written('[' * 100_000), Any)
 
 
 def test_yaml_is_read_or_its_package_is_requested(written):

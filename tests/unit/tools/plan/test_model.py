@@ -4,7 +4,7 @@
 import pytest
 from msgspec.structs import replace
 
-from tools.model.description import _KNOWN, PRESETS
+from tools.model.description import KNOWN, PRESETS
 from tools.model.shape import LatentAttention, ModelShape
 
 TINY = ModelShape(
@@ -15,7 +15,7 @@ TINY = ModelShape(
 
 @pytest.mark.parametrize('name', PRESETS)
 def test_preset_has_its_published_size(name):
-    model, published = PRESETS[name].model, _KNOWN['models'][name]['published']
+    model, published = PRESETS[name].model, KNOWN.models[name]['published']
     assert model.total_parameters / 1e9 == pytest.approx(published['total'], rel=0.02)
     if 'active' in published:
         assert model.active_parameters / 1e9 == pytest.approx(published['active'], rel=0.035)

@@ -138,7 +138,7 @@ def test_layer_frequency_is_parsed():
     assert layers_with_experts('2', 5) == (1, 0, 1, 0, 1)
     assert layers_with_experts('[0]+[1,0]*2', 5) == (0, 1, 0, 1, 0)
     for wrong in ('0', 'x', '[2]*3', '__import__("os")'):
-        with pytest.raises(FieldError, match='moe_layer_freq'):
+        with pytest.raises(FieldError):
             layers_with_experts(wrong, 3)
 
 

@@ -12,18 +12,18 @@ from tools.simulate.closed_form import Dense, Sparse, optimal
 
 SECONDS = st.floats(0.1, 10)
 DENSE = st.builds(
-    Dense, iteration_s=SECONDS, interval=st.integers(1, 50), overhead_s=st.floats(0, 2),
+    Dense, iteration_s=SECONDS, period=st.integers(1, 50), overhead_s=st.floats(0, 2),
     stall_s=st.floats(0, 20), restart_s=st.floats(0, 60), mtbf_s=st.floats(50, 1e5),
 )  # fmt: skip
 SPARSE = st.builds(
-    Sparse, iteration_s=SECONDS, window=st.integers(1, 20), overhead_s=st.floats(0, 2),
+    Sparse, iteration_s=SECONDS, period=st.integers(1, 20), overhead_s=st.floats(0, 2),
     restart_s=st.floats(0, 60), mtbf_s=st.floats(50, 1e5), local_saving=st.floats(0, 0.9),
     frozen_saving=st.floats(0, 0.9),
 )  # fmt: skip
 
 
 def test_dense_costs_match_a_hand_calculation() -> None:
-    system = Dense(3.12, 150, 0.345, 0.0, 15.0, 450.0)
+    system = Dense(3.12, 150, 0.345, 15.0, 450.0)
     period = 450 * math.exp(15 / 450) * (math.exp(519.75 / 450) - 1)
     assert system.ettr_exact() == pytest.approx(468 / period)
     assert system.expected_recovery_s() == pytest.approx(249)
@@ -46,7 +46,7 @@ def test_without_failures_only_the_overhead_counts(system: Dense | Sparse) -> No
     never = replace(system, mtbf_s=math.inf)
     overhead_s = system.overhead_s
     if isinstance(system, Dense):
-        overhead_s += system.stall_s / system.interval
+        overhead_s += system.stall_s / system.period
     limit = 1 / (1 + overhead_s / system.iteration_s)
     assert never.ettr_exact() == pytest.approx(limit, rel=1e-12)
     assert never.ettr_first_order() == pytest.approx(limit, rel=1e-12)
@@ -61,7 +61,7 @@ def test_exact_and_first_order_agree_when_failures_are_rare(system: Dense | Spar
     low = rare.expected_recovery_s() / 1e9
     slower = rare.step_s / rare.iteration_s
     if isinstance(rare, Dense):
-        slower += rare.stall_s / (rare.interval * rare.iteration_s)
+        slower += rare.stall_s / (rare.period * rare.iteration_s)
     assert low * 0.999 - 1e-12 <= lost <= low * slower * 1.001 + 1e-12
 
 
@@ -72,7 +72,7 @@ def test_ettr_is_monotone(system: Dense | Sparse, factor: float) -> None:
     assert replace(system, overhead_s=system.overhead_s * factor + 0.01).ettr_exact() < here
     assert replace(system, restart_s=system.restart_s * factor + 0.01).ettr_exact() < here
     if isinstance(system, Sparse):
-        assert replace(system, window=system.window + 1).ettr_exact() < here
+        assert replace(system, period=system.period + 1).ettr_exact() < here
     assert 0 < here <= 1
 
 
@@ -89,9 +89,9 @@ def test_ettr_is_monotone(system: Dense | Sparse, factor: float) -> None:
 def test_exact_is_the_best_of_all(
     iteration_s: float, overhead_s: float, stall_s: float, restart_s: float, mtbf_s: float
 ) -> None:
-    system = Dense(iteration_s, 1, overhead_s, stall_s, restart_s, mtbf_s)
-    best = optimal(system).exact
+    system = Dense(iteration_s, 1, overhead_s, restart_s, mtbf_s, stall_s)
+    best = optimal(system)[0].exact
     assert isinstance(best, int)
-    found = replace(system, interval=best).ettr_exact()
-    others = [replace(system, interval=interval).ettr_exact() for interval in range(1, 300)]
+    found = replace(system, period=best).ettr_exact()
+    others = [replace(system, period=interval).ettr_exact() for interval in range(1, 300)]
     assert found == pytest.approx(max(others), rel=1e-12)

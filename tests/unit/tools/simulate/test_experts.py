@@ -59,7 +59,7 @@ def test_run_counts_the_loss_of_each_failure(
     shares = np.array([0.1, 0.2, 0.7])
 
     def make(histories: int, rng: np.random.Generator) -> PartialRun:
-        return PartialRun(Dense(1.0, 2), PartialExperts(3, 1), shares, histories, 100.0)
+        return PartialRun(Dense(1.0, 2), PartialExperts(shares, 1), histories, 100.0)
 
     count = len(moments)
     failures = Trace(np.array(moments), np.zeros(count, dtype=int), np.full(count, math.inf), 100.0)
@@ -70,9 +70,9 @@ def test_run_counts_the_loss_of_each_failure(
 
 
 def test_k_never_doubles_in_12_hours_under_the_published_rule() -> None:
-    full, partial = Dense(3.0, 1, 1.0, 0.0, 10.0, 600.0), PartialExperts(64, 8, lost_budget=0.0375)
+    full, partial = Dense(3.0, 1, 1.0, 10.0, 600.0), PartialExperts(EVEN, 8, lost_budget=0.0375)
     run = simulate(
-        lambda histories, rng: PartialRun(full, partial, EVEN, histories, 12 * 3600),
+        lambda histories, rng: PartialRun(full, partial, histories, 12 * 3600),
         job_hours=12,
         histories=100,
     ).run

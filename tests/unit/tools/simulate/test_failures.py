@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tools.model.fields import FieldError
-from tools.simulate.failures import Correlated, Process, Renewal, read_trace
+from tools.simulate.failures import Process, read_trace
 
 RNG = np.random.default_rng
 
@@ -16,11 +16,11 @@ RNG = np.random.default_rng
 @pytest.mark.parametrize(
     'process',
     [
-        Renewal(100.0),
-        Renewal(100.0, 0.6),
-        Renewal(100.0, 2.5),
-        Correlated(100.0),
-        Correlated(100.0, repeat=0.5, repeat_after_s=20.0),
+        Process(100.0),
+        Process(100.0, 0.6),
+        Process(100.0, 2.5),
+        Process(100.0),
+        Process(100.0, repeat=0.5, repeat_after_s=20.0),
     ],
     ids=str,
 )
@@ -36,13 +36,13 @@ def test_failures_have_their_rate_order_and_range(process: Process) -> None:
 
 @pytest.mark.parametrize(('shape', 'variation'), [(0.5, math.sqrt(5)), (1.0, 1.0), (2.0, 0.5227)])
 def test_weibull_gaps_have_their_variation(shape: float, variation: float) -> None:
-    gaps = Renewal(30.0, shape).gaps(RNG(2), 100, 3000)
+    gaps = Process(30.0, shape).gaps(RNG(2), 100, 3000)
     assert gaps.mean() == pytest.approx(30, rel=0.02)
     assert gaps.std() / gaps.mean() == pytest.approx(variation, rel=0.03)
 
 
 def test_neighbours_fail_at_the_same_moment() -> None:
-    drawn = Correlated(100.0, neighbours=1.0).until(RNG(3), 20, 20_000.0, 50)
+    drawn = Process(100.0, neighbours=1.0).until(RNG(3), 20, 20_000.0, 50)
     same = (drawn.times[:, 1:] == drawn.times[:, :-1]) & (drawn.times[:, 1:] < math.inf)
     follows = (np.diff(drawn.nodes, axis=1) % 50 == 1)[same]
     assert follows.all() and len(follows) == pytest.approx(20 * 200, rel=0.1)
@@ -50,7 +50,7 @@ def test_neighbours_fail_at_the_same_moment() -> None:
 
 def test_repeat_offenders_fail_again_soon() -> None:
     def soon(repeat: float) -> float:
-        process = Correlated(1000.0, repeat=repeat, repeat_after_s=50.0)
+        process = Process(1000.0, repeat=repeat, repeat_after_s=50.0)
         drawn = process.until(RNG(4), 1, 1e6, 1000)
         gaps = np.diff(drawn.times[0])
         return float((np.diff(drawn.nodes[0])[gaps < 200] == 0).mean())
@@ -74,7 +74,7 @@ def test_trace_is_read(tmp_path: Path, start: int, times: list[int], length: int
     text = ''.join(f'{start + time},{event}\n' for time, event in events)
     trace = read_trace(write(tmp_path, f'time,event,node\n{text}'))
     assert trace.times.tolist() == times
-    assert trace.nodes.tolist() == [0, 0, 1] and trace.names == ('a', 'b')
+    assert trace.nodes.tolist() == [0, 0, 1] and trace.least_nodes == 2
     assert trace.repair_s.tolist() == [60, 30, math.inf]
     assert trace.length_s == length and trace.mtbf_s == pytest.approx(length / 3)
 

@@ -20,11 +20,9 @@ from tools.simulate import __main__ as simulate
 from tools.simulate.iteration import (
     Collective,
     StageProfile,
-    fit_affine,
     iteration_of,
     read_stages,
     slowest_s,
-    stages_of,
 )
 
 PROFILE = StageProfile(
@@ -39,36 +37,39 @@ UNEVEN = StageProfile('moevement-stages/1', ((5.0,), (8.0,), (9.0,)), 1, layers=
 
 def test_iteration_matches_a_hand_calculation() -> None:
     found = iteration_of(PROFILE)
-    assert found.stage_s == (1, 2)
-    assert found.pipeline_s == (4 + 2 - 1) * 2
-    assert found.iteration_s == 10 + 0.5 + 0.25
-    assert found.bubble == 1 / 5
+    assert found['stage_s'] == (1, 2)
+    assert found['pipeline_s'] == (4 + 2 - 1) * 2
+    assert found['iteration_s'] == 10 + 0.5 + 0.25
+    assert found['bubble'] == 1 / 5
     # One time in six a stage takes twice as long; the second one then takes 4, else all take 2.
-    assert found.stragglers_s == pytest.approx(5 * (4 / 6 + 2 * 5 / 6) - 10)
-    assert iteration_of(PROFILE, micro_batches=19).pipeline_s == 40
+    assert found['stragglers_s'] == pytest.approx(5 * (4 / 6 + 2 * 5 / 6) - 10)
+    assert iteration_of(PROFILE, micro_batches=19)['pipeline_s'] == 40
     halved = iteration_of(replace(PROFILE, chunks=2))
-    assert (halved.pipeline_s, halved.bubble) == (9, 0.5 / 4.5)
+    assert (halved['pipeline_s'], halved['bubble']) == (9, 0.5 / 4.5)
 
 
 def test_layers_of_other_stages_match_a_hand_calculation() -> None:
     # A layer takes 2 (second stage); 1 more is the embedding, 3 more the head.
-    assert stages_of(UNEVEN, (3, 3, 3)).tolist() == [7, 6, 9]
-    assert stages_of(UNEVEN, (9,)).tolist() == [22]
-    assert stages_of(UNEVEN, (0, 9, 0)).tolist() == [1, 18, 3]
-    assert iteration_of(UNEVEN, (3, 4, 2), 10).pipeline_s == (10 + 2) * 8
-    assert iteration_of(UNEVEN, (2, 4, 3)).stage_s == (5, 8, 9), 'as measured'
+    assert UNEVEN.stage_s((3, 3, 3)).tolist() == [7, 6, 9]
+    assert UNEVEN.stage_s((9,)).tolist() == [22]
+    assert UNEVEN.stage_s((0, 9, 0)).tolist() == [1, 18, 3]
+    assert iteration_of(UNEVEN, (3, 4, 2), 10)['pipeline_s'] == (10 + 2) * 8
+    assert iteration_of(UNEVEN, (2, 4, 3))['stage_s'] == (5, 8, 9), 'as measured'
 
 
 def test_collectives_match_a_hand_calculation() -> None:
-    exact = fit_affine('x', [(size, 1e-4 + size / 1e10) for size in (1e6, 2e6, 4e6)])
+    def fit(*measured: tuple[float, float]) -> list[float]:
+        return list(Collective(measured).fit('x').values())
+
+    exact = fit(*((size, 1e-4 + size / 1e10) for size in (1e6, 2e6, 4e6)))
     assert exact == pytest.approx((1e-4, 1e10))
     # Normal equations of (0, 1), (1, 2), (2, 2): 7/6 + 1/2 b.
-    assert fit_affine('x', [(0, 1), (1, 2), (2, 2)]) == pytest.approx((7 / 6, 2))
+    assert fit((0, 1), (1, 2), (2, 2)) == pytest.approx((7 / 6, 2))
     # Its line would begin at -1; through the origin the slope is (1 + 6) / (1 + 4).
-    assert fit_affine('x', [(1, 1), (2, 3)]) == pytest.approx((0, 5 / 7))
+    assert fit((1, 1), (2, 3)) == pytest.approx((0, 5 / 7))
     calls = Collective(((1.0, 3.0), (2.0, 4.0)), (10.0, 20.0))
     profile = replace(PROFILE, collectives={'all_reduce': calls})
-    assert iteration_of(profile).sync_s == pytest.approx(0.5 + (2 + 10) + (2 + 20))
+    assert iteration_of(profile)['sync_s'] == pytest.approx(0.5 + (2 + 10) + (2 + 20))
 
 
 @given(

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tools.simulate.closed_form import Dense, Sparse
-from tools.simulate.failures import FailureTimes, Renewal, Trace
+from tools.simulate.failures import FailureTimes, Process, Trace
 from tools.simulate.monte_carlo import Spares, simulate
 from tools.simulate.runs import CopyRun, Pipeline, Run, SparseRun
 
@@ -17,10 +17,8 @@ SYSTEMS: list[Dense | Sparse] = [
     Sparse(2.9, 6, 0.06, 0.0, 600.0),
     Sparse(2.0, 10, 0.1, 5.0, 60.0, 0.2, 0.33),
     Sparse(1.0, 1, 0.0, 0.0, 20.0),
-    Dense(3.12, 150, 0.345, 0.0, 15.0, 450.0),
-    Dense(3.0, 20, 0.1, 5.0, 30.0, 100.0),
-    Dense(1.0, 1, 0.0, 0.0, 0.0, 3.0),
-    Dense(3.0, 100, 0.1, 5.0, 30.0, 1e6),
+    Dense(3.12, 150, 0.345, 15.0, 450.0),
+    Dense(3.0, 20, 0.1, 30.0, 100.0, 5.0),
 ]
 
 
@@ -38,7 +36,7 @@ def slow_ettr(system: Dense | Sparse, failures: list[float], position: int) -> f
                 span = float(system.recovery_s()[position])
         else:
             span = system.step_s
-            if isinstance(system, Dense) and done == system.interval - 1:
+            if isinstance(system, Dense) and done == system.period - 1:
                 span += system.stall_s
         if clock + span > strike:
             clock, recovering, done = strike, True, 0
@@ -51,17 +49,17 @@ def slow_ettr(system: Dense | Sparse, failures: list[float], position: int) -> f
             recovering = False
         elif isinstance(system, Sparse):
             useful += system.iteration_s
-            position = (position + 1) % system.window
+            position = (position + 1) % system.period
         else:
-            done = (done + 1) % system.interval
-            useful += system.interval * system.iteration_s * (done == 0)
+            done = (done + 1) % system.period
+            useful += system.period * system.iteration_s * (done == 0)
 
 
-@pytest.mark.parametrize('system', SYSTEMS[:5], ids=str)
+@pytest.mark.parametrize('system', SYSTEMS, ids=str)
 def test_vectorized_histories_equal_a_simulation_iteration_by_iteration(
     system: Dense | Sparse,
 ) -> None:
-    class Given(Renewal):
+    class Given(Process):
         def first(
             self, rng: np.random.Generator, histories: int, count: int, nodes: int
         ) -> FailureTimes:
@@ -84,7 +82,7 @@ def test_vectorized_histories_equal_a_simulation_iteration_by_iteration(
 
 
 def test_interval_covers_the_closed_form_at_its_confidence() -> None:
-    system = Dense(3.0, 20, 0.1, 5.0, 30.0, 200.0)
+    system = Dense(3.0, 20, 0.1, 30.0, 200.0, 5.0)
     inside = 0
     for seed in range(120):
         low, high = simulate(system, histories=64, hours=200, seed=seed).ci95
@@ -113,7 +111,7 @@ def test_closed_form_is_the_mean(
     if sparse:
         system = Sparse(iteration_s, length, overhead_s, restart_s, mtbf_s)
     else:
-        system = Dense(iteration_s, length, overhead_s, 3.0, restart_s, mtbf_s)
+        system = Dense(iteration_s, length, overhead_s, restart_s, mtbf_s, 3.0)
     found = simulate(system)
     half = (found.ci95[1] - found.ci95[0]) / 2
     assert abs(found.ettr - system.ettr_exact()) < 2.2 * half
@@ -126,20 +124,20 @@ def trace(times: list[float], nodes: list[int], repair_s: float, length_s: float
 def test_simulation_matches_failures_played_by_hand() -> None:
     # Period 10 s of 8 useful, restart 4. Failure at 25: 2 periods kept, back at 29. At 27: struck
     # again, back at 31. To 60: 2 periods, and 9 s of 10 in progress.
-    system = Dense(2.0, 4, 0.5, 0.0, 4.0, math.inf)
+    system = Dense(2.0, 4, 0.5, 4.0)
     found = simulate(system, trace([25.0, 27.0], [0, 0], math.inf, 60.0), histories=2)
-    assert 60 * found.ettr_of_first == pytest.approx(16 + 0.8 * 29)
+    assert found.useful_s[0] == pytest.approx(16 + 0.8 * 29)
 
 
 def test_spares_run_out() -> None:
     # Failures at 10 and 20; a repair takes 30. One spare: the first waits for nothing, the second
     # until the first node is back at 40. None: 30 each, and the second strikes the wait.
-    system = Dense(1.0, 1, 0.0, 0.0, 0.0, math.inf)
+    system = Dense(1.0, 1)
 
     def useful(spares: Spares | None, repair_s: float) -> float:
         failures = trace([10.0, 20.0], [0, 1], repair_s, 100.0)
         found = simulate(system, failures, nodes=2, spares=spares, histories=2)
-        return 100 * found.ettr_of_first
+        return float(found.useful_s[0])
 
     assert useful(None, 30.0) == pytest.approx(100)
     assert useful(Spares(2), 30.0) == pytest.approx(100)
@@ -160,7 +158,7 @@ def test_adjacent_stages_replay_together() -> None:
             nodes=4,
             histories=2,
         )
-        return 800 * found.ettr_of_first
+        return float(found.useful_s[0])
 
     # One iteration is 8 stage times long: k stages replay it in 5 + k - 1 of them.
     kept = 96 + 800 - 100
@@ -182,7 +180,7 @@ def test_state_is_copied_while_a_copy_is_left() -> None:
             histories=2,
             seed=1,
         )
-        return 800 * found.ettr_of_first
+        return float(found.useful_s[0])
 
     assert useful([0]) == useful([0, 2]) == pytest.approx(96 + 700 - 3)
     assert useful([0, 1]) <= 96 + 700 - 5 * 8

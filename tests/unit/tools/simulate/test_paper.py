@@ -3,11 +3,10 @@
 
 import pytest
 
+from tools.simulate import paper as claims
 from tools.simulate.closed_form import Dense, Sparse
-from tools.simulate.paper import claims
-from tools.simulate.paper.__main__ import Report, recompute
-from tools.simulate.paper.claims import Claim
-from tools.simulate.paper.tables import ETTR_TOLERANCE, GEMINI, ROWS, T3, Condition, Verdict, fit
+from tools.simulate.paper import Claim, Report, recompute
+from tools.simulate.printed import ETTR_TOLERANCE, GEMINI, ROWS, T3, Condition, Verdict, fit
 
 
 @pytest.fixture(scope='module')
@@ -35,7 +34,7 @@ def test_cells_of_each_kind_match_a_hand_calculation(report: Report) -> None:
     assert ettr.exact == Sparse(2.9, 6, overhead_s=0.06, mtbf_s=600).ettr_exact()
     dense = found['CheckFreq', 'ettr']
     assert dense.ours == pytest.approx(1 / (1 + 0.08 / 2.9) / (1 + 124 * 2.9 / 2 / 600))
-    assert dense.exact == Dense(2.9, 124, overhead_s=0.08, mtbf_s=600).ettr_exact()
+    assert dense.exact == Dense(2.9, 124, 0.08, mtbf_s=600).ettr_exact()
     assert dense.verdict == Verdict.DIFFERS
     assert dense.fitted == pytest.approx(dense.theirs, abs=ETTR_TOLERANCE)
     assert found['CheckFreq', 'recovery_s'].ours == pytest.approx(72 * 124 * 2.9 / 2)
@@ -49,7 +48,7 @@ def test_cells_of_each_kind_match_a_hand_calculation(report: Report) -> None:
 def test_fit_finds_constants_that_made_the_numbers() -> None:
     def made(one: Condition) -> float:
         overhead_s = one.overhead_s + 0.1
-        return Dense(2.9, int(one.interval), overhead_s, 0.0, 60, one.mtbf_s).ettr_first_order()
+        return Dense(2.9, int(one.interval), overhead_s, 60, one.mtbf_s).ettr_first_order()
 
     row = T3, 'DeepSeek-MoE', GEMINI
     found = fit(row, [one._replace(ettr=made(one)) for one in ROWS[row]])

@@ -10,19 +10,11 @@ from typing import Any
 import pytest
 from matplotlib import pyplot
 
-from tools.lab.arguments import Parser
 from tools.simulate import __main__ as simulate
-from tools.simulate import flags, sweep
+from tools.simulate import sweep
 
 ROOT = Path(__file__).resolve().parents[4]
 PROFILE = str(ROOT / 'docs' / 'assets' / 'simulate-profile.json')
-
-
-def test_each_field_is_named_by_a_flag_that_there_is() -> None:
-    parser = Parser('x')
-    flags.add_scenario_flags(parser)
-    text = parser.format_help()
-    assert all(f'  {flag} ' in text for flag in flags.FLAG_OF_FIELD.values())
 
 
 @pytest.fixture

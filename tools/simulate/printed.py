@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The numbers that the paper prints, from `paper.json`, and those computed from its own inputs.
+"""The numbers that the MoEvement paper prints (`paper.toml`), and its tables from its own inputs.
 
-Unreadable cells are None; the notes of each table list corrections. Inputs are the iteration times,
-the windows, the intervals and the overheads in seconds. A global rollback loses half an interval,
-MoEvement 3/2 of a window (paper, appendix C), MoC one iteration.
+Inputs are the iteration times, the windows, the intervals and the overheads in seconds. A global
+rollback loses half an interval, MoEvement 3/2 of a window (paper, appendix C), MoC one iteration.
 
 Two constants that the paper does not give are fitted per setting and dense system: the additional
 slowdown of each iteration and the restart after each failure, one pair for all MTBFs of a row and
 never per cell. They minimise the sum of squared differences of the first-order ETTR.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
 from importlib.resources import files
@@ -20,7 +20,7 @@ import numpy as np
 
 from moevement_ext.plan.strategy.dense import young_s
 
-from ..closed_form import Dense, Sparse, first_order
+from .closed_form import Dense, Sparse, first_order
 
 CHECKFREQ, GEMINI, MOC, MOEVEMENT = 'CheckFreq', 'Gemini', 'MoC', 'MoEvement'
 DENSE = (CHECKFREQ, GEMINI)
@@ -28,22 +28,17 @@ T3, T7 = 'Table 3', 'Table 7'
 
 
 class Setting(msgspec.Struct, frozen=True):
-    """A model, or a choice of precisions.
-
-    By system and quantity it has a value per MTBF, or one for all: iterations between checkpoints
-    (`interval`), seconds and percent added to each iteration (`overhead_s`, `overhead_percent`),
-    seconds of all recoveries of a run (`recovery_s`), `ettr`.
-    """
+    """A model, or a choice of precisions."""
 
     name: str
     params_e9: float
     iteration_s: float
-    """Not printed: derived from MoC's overhead in seconds and in percent."""
     window: int
     full_bytes: int
     """Bytes of master weight and optimizer moments per parameter."""
     weight_bytes: int
-    systems: dict[str, dict[str, list[float | None]]]
+    systems: dict[str, dict[str, list[float]]]
+    """By system and quantity, a value per MTBF or one for all; nan is not readable."""
 
 
 class Table(msgspec.Struct, frozen=True):
@@ -65,7 +60,6 @@ class Statement(msgspec.Struct, frozen=True):
     source: str
     statement: str
     how: str
-    """Inputs of the computed number; mentions any fitted constant."""
     theirs: float | None = None
     tolerance: float = 0.0
 
@@ -75,12 +69,9 @@ class Paper(msgspec.Struct, frozen=True):
 
     tables: list[Table]
     memory: list[dict[str, Any]]
-    """Table 6, in GB (1e9 bytes)."""
     text: dict[str, Any]
-    """Numbers of the text and of the figures."""
-    claims: dict[str, Statement]
     quantities: dict[str, tuple[str, int]]
-    """Title and decimal places of each quantity of the tables."""
+    claims: dict[str, Statement]
 
 
 class Condition(NamedTuple):
@@ -94,8 +85,8 @@ class Condition(NamedTuple):
     """Expected number of failures in a run."""
     interval: float
     overhead_s: float
-    recovery_s: float | None
-    ettr: float | None
+    recovery_s: float
+    ettr: float
 
 
 Row = tuple[str, str, str]
@@ -103,18 +94,15 @@ Row = tuple[str, str, str]
 
 
 def _rows(table: Table, setting: Setting, system: str) -> list[Condition]:
-    def at(name: str, index: int) -> Any:
-        values = setting.systems[system][name]
-        return values[index] if len(values) > 1 else values[0]
-
+    values = setting.systems[system]
     return [
         Condition(setting, system, mtbf, mtbf_s, table.run_s / mtbf_s, *(
-            at(name, index) for name in Condition._fields[5:]))
+            values[name][index % len(values[name])] for name in Condition._fields[5:]))
         for index, (mtbf, mtbf_s) in enumerate(table.mtbf_s.items())
     ]  # fmt: skip
 
 
-PAPER = msgspec.json.decode(files(__package__).joinpath('paper.json').read_bytes(), type=Paper)
+PAPER = msgspec.toml.decode(files(__package__).joinpath('paper.toml').read_bytes(), type=Paper)
 TABLES = {table.name: table for table in PAPER.tables}
 ROWS: dict[Row, list[Condition]] = {
     (table.name, setting.name, system): _rows(table, setting, system)
@@ -199,7 +187,7 @@ def judge(ours: float, theirs: float, tolerance: float) -> Verdict:
 def fit(row: Row, conditions: Sequence[Condition]) -> Constants:
     """Fit constants to the readable cells of a row of a dense system, on a grid of 2 ms by 2 s."""
     known = [(one.setting.iteration_s, one.interval, one.overhead_s, one.mtbf_s, one.ettr)
-             for one in conditions if one.ettr is not None]  # fmt: skip
+             for one in conditions if not math.isnan(one.ettr)]  # fmt: skip
     iteration_s, interval, overhead_s, mtbf_s, theirs = np.array(known).T
     recovery_s = interval * iteration_s / 2 + RESTART_S[:, None]
     ettr = first_order(iteration_s, overhead_s + EXTRA_S[:, None, None], recovery_s, mtbf_s)
@@ -213,30 +201,29 @@ def priced(condition: Condition, fitted: Constants | None = None) -> Dense | Spa
     """The system under a condition of the paper, with the fitted constants if given."""
     setting, overhead_s, mtbf_s = condition.setting, condition.overhead_s, condition.mtbf_s
     if condition.system == MOEVEMENT:
-        return Sparse(setting.iteration_s, setting.window, overhead_s=overhead_s, mtbf_s=mtbf_s)
+        return Sparse(setting.iteration_s, setting.window, overhead_s, mtbf_s=mtbf_s)
     extra_s, restart_s = (fitted.extra_s, fitted.restart_s) if fitted else (0.0, 0.0)
-    interval, overhead_s = int(condition.interval), overhead_s + extra_s
-    return Dense(setting.iteration_s, interval, overhead_s, 0.0, restart_s, mtbf_s)
+    interval = int(condition.interval)
+    return Dense(setting.iteration_s, interval, overhead_s + extra_s, restart_s, mtbf_s)
 
 
 def all_cells(fits: Fits) -> Iterator[Cell]:
-    """Cells of Tables 3 and 7."""
+    """Readable cells of Tables 3 and 7."""
     for row, conditions in ROWS.items():
         for quantity, printed in conditions[0].setting.systems[row[2]].items():
             for theirs, one in zip(printed, conditions, strict=False):
-                if theirs is not None:
+                if not math.isnan(theirs):
                     mtbf = one.mtbf if len(printed) > 1 else ''
                     yield _cell((*row, quantity, mtbf), theirs, one, fits.get(row))
 
 
-Names = tuple[str, str, str, str, str]
-
-
-def _cell(names: Names, theirs: float, one: Condition, constants: Constants | None) -> Cell:
+def _cell(
+    names: tuple[str, str, str, str, str], theirs: float, one: Condition, fitted: Constants | None
+) -> Cell:
     iteration_s, system, quantity = one.setting.iteration_s, one.system, names[3]
-    costs, with_fit = priced(one), priced(one, constants) if constants else None
+    costs, with_fit = priced(one), priced(one, fitted) if fitted else None
     exact: float | None = None
-    fitted: float | None = None
+    refit: float | None = None
     tolerance = _SCALED * theirs
     if quantity == 'interval' and system == GEMINI:
         # The optimum for its costs against Young's, sqrt(2 c M) / T iterations (Young 1974), a
@@ -247,10 +234,13 @@ def _cell(names: Names, theirs: float, one: Condition, constants: Constants | No
         tolerance = 0.5 + 100 * 0.005 / iteration_s  # both numbers are rounded
     elif quantity == 'recovery_s':
         ours = one.failures * (iteration_s if system == MOC else costs.expected_recovery_s())
-        fitted = one.failures * with_fit.expected_recovery_s() if with_fit else None
+        if with_fit:
+            refit = one.failures * with_fit.expected_recovery_s()
     elif quantity == 'ettr':
-        ours, exact, tolerance = costs.ettr_first_order(), costs.ettr_exact(), ETTR_TOLERANCE
-        fitted = with_fit.ettr_first_order() if with_fit else None
+        ours, tolerance = costs.ettr_first_order(), ETTR_TOLERANCE
+        exact = costs.ettr_exact()
+        if with_fit:
+            refit = with_fit.ettr_first_order()
     else:
         # CheckFreq's interval needs a disk bandwidth that is not given; 1 is a definition.
         missing = quantity == 'interval' and system == CHECKFREQ
@@ -258,7 +248,7 @@ def _cell(names: Names, theirs: float, one: Condition, constants: Constants | No
     # The iteration times are derived from MoC's overhead.
     derived = quantity == 'overhead_percent' and system == MOC
     verdict = Verdict.INPUT if derived else judge(ours, theirs, tolerance)
-    return Cell(*names, theirs, verdict, ours, exact, fitted)
+    return Cell(*names, theirs, verdict, ours, exact, refit)
 
 
 def slot_bytes(window: int) -> np.ndarray:

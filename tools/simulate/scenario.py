@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Common flags of the simulator and its sweeps, and the scenario that they describe."""
+
+import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, NamedTuple
+
+import numpy as np
+from msgspec import Meta
+from msgspec.structs import replace
+
+from moevement_ext.plan.byte_planner import InfeasiblePlan
+
+from ..model.command import add_flags_of
+from ..model.description import GIGA, DescriptionError, read
+from ..model.description import mtbf_s as mtbf_of
+from ..model.fields import FieldError, PositiveOrInfinite, parser_of
+from . import profile as profiles
+from .experts import PartialRun, draw_shares
+from .failures import Failures, Process, Trace, read_trace
+from .monte_carlo import Estimate, Spares, simulate
+from .profile import Profile
+from .runs import Pipeline
+from .systems import PARTIAL_SYSTEMS, Options, System, build
+
+_Window = Annotated[int, Meta(ge=1, le=10**6, description='give a whole number from 1 to 1000000')]
+_Shape = Annotated[float, Meta(ge=0.1, description='give 0.1 or more')]
+_RATES = {'copy_bandwidth': 'copy_bytes_per_s', 'network_bandwidth': 'network_bytes_per_s',
+          'disk_bandwidth': 'disk_bytes_per_s'}  # fmt: skip
+
+
+@contextmanager
+def errors(parser: argparse.ArgumentParser) -> Iterator[None]:
+    """Exit with a message about bad input; a field is named as its flag."""
+    try:
+        yield
+    except FieldError as error:
+        parser.error(f'--{error.field.replace("_", "-")} {error.problem}')
+    except (InfeasiblePlan, DescriptionError) as error:
+        parser.error(str(error))
+
+
+def add_scenario_flags(parser: argparse.ArgumentParser) -> None:
+    kinds = {'window': parser_of(_Window), 'shape': parser_of(_Shape), 'multiple': multiple}
+    assert __package__
+    add_flags_of(parser, __package__, kinds)
+
+
+def multiple(text: str) -> tuple[float, bool]:
+    """A number above 0, and whether it counts multiples, as in `0.5x`."""
+    return parser_of(PositiveOrInfinite)(text.removesuffix('x')), text.endswith('x')
+
+
+class Scenario(NamedTuple):
+    """Everything that the flags describe, except the system."""
+
+    options: Options
+    profile: Profile | None
+    process: Failures
+    pipeline: Pipeline
+    spares: Spares | None
+    hours: float | None
+    job_hours: float | None
+    seed: int
+
+    def system(self, name: str) -> System:
+        return build(name, self.options, self.profile)
+
+    def simulate(self, system: System) -> Estimate:
+        """Raises FieldError."""
+        # The length of a job matters if costs change or failures bunch.
+        bunch = not isinstance(self.process, Process) or self.process.correlated
+        return simulate(
+            system.run or system.costs,
+            self.process,
+            nodes=self.pipeline.nodes,
+            spares=self.spares,
+            hours=self.hours,
+            job_hours=self.job_hours if bunch or system.name in PARTIAL_SYSTEMS else None,
+            seed=self.seed,
+        )
+
+
+def scenario(args: argparse.Namespace) -> Scenario:
+    """Build the scenario of the flags. Raises FieldError, DescriptionError."""
+    profile = _profile(args)
+    process = _process(args, profile)
+    pipeline = _pipeline(args, profile, process)
+    own = {name: getattr(args, name) for name in Options.__struct_fields__ if name in args}
+    shares, spares = _shares(args, profile), None
+    if args.spares is not None:
+        spares = Spares(args.spares, args.repair_time)
+    options = Options(mtbf_s=process.mtbf_s, pipeline=pipeline, shares=shares, **own)
+    rest = args.hours, args.job_hours, args.seed
+    return Scenario(options, profile, process, pipeline, spares, *rest)
+
+
+def _profile(args: argparse.Namespace) -> Profile | None:
+    if args.profile is None:
+        return None
+    rates = {field: getattr(args, name) for name, field in _RATES.items()}
+    given = {field: GIGA * rate for field, rate in rates.items() if rate is not None}
+    if not args.profile.is_dir():
+        return replace(read(args.profile, Profile), **given)
+    if args.recovery == 'localized' and args.micro_batches is None:
+        raise FieldError('micro_batches', 'is missing; the events of a run do not say it')
+    return profiles.derive(args.profile, given)
+
+
+def _pipeline(args: argparse.Namespace, profile: Profile | None, process: Failures) -> Pipeline:
+    base = profile.pipeline if profile else Pipeline()
+    names = ('nodes', 'stages', 'micro_batches', 'copies')
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    if 'nodes' not in given and base.nodes == 1:
+        given['nodes'] = given.get('stages', base.stages) * given.get('copies', base.copies)
+    made = replace(base, **given)
+    if isinstance(process, Trace) and args.nodes is None:
+        made = replace(made, nodes=max(made.nodes, process.least_nodes))
+    return made
+
+
+def _process(args: argparse.Namespace, profile: Profile | None) -> Failures:
+    if args.trace is not None:
+        if args.mtbf is not None:
+            raise FieldError('mtbf', 'has no effect; --trace fixes the failures')
+        return read_trace(args.trace)
+    return Process(
+        _mtbf_s(args, profile),
+        args.weibull_shape,
+        args.neighbours,
+        args.repeat,
+        args.repeat_after,
+    )
+
+
+def _mtbf_s(args: argparse.Namespace, profile: Profile | None) -> float:
+    """Seconds of the flags, or of the profile; a rate by GPUs precedes the profile."""
+    rate = {name: getattr(args, name) for name in ('gpus', 'gpu_hours_per_failure')}
+    given = {name: value for name, value in rate.items() if value is not None}
+    measured = profile.mtbf_s if profile else None
+    if args.mtbf is not None:
+        seconds, multiple = args.mtbf
+        for name in () if multiple else given:
+            raise FieldError(name, 'is for a job without --mtbf; leave one of them out')
+        if multiple and measured is None:
+            raise FieldError('mtbf', 'is a multiple, but there is no profile of a run that failed')
+        return float(seconds * measured if multiple and measured else seconds)
+    if measured is not None and 'gpu_hours_per_failure' not in given:
+        return measured
+    if len(given) < len(rate):
+        raise FieldError('mtbf', 'is missing; give it, or --gpus and --gpu-hours-per-failure')
+    return mtbf_of(args.gpu_hours_per_failure, args.gpus)
+
+
+def _shares(args: argparse.Namespace, profile: Profile | None) -> np.ndarray | None:
+    if args.skew is None:
+        return None
+    known = profile.token_shares() if profile else None
+    experts = args.experts or (None if known is None else len(known))
+    if experts is None:
+        raise FieldError('experts', 'is missing; a skew is over a number of experts')
+    return draw_shares(args.skew, experts, args.seed)
+
+
+def answer(scenario: Scenario, name: str) -> dict[str, object]:
+    """Results for one system, by closed formula and by simulation; seconds, bytes, shares.
+
+    Raises FieldError, InfeasiblePlan.
+    """
+    system = scenario.system(name)
+    costs = system.costs
+    found = scenario.simulate(system)
+    stall_s = getattr(costs, 'stall_s', None)
+    figures = {
+        'system': name,
+        'iteration_s': costs.iteration_s,
+        'window' if stall_s is None else 'interval': costs.period,
+        'overhead_s': costs.overhead_s,
+        'stall_s': stall_s,
+        'restart_s': costs.restart_s,
+        'mtbf_s': costs.mtbf_s,
+        **system.found,
+        'ettr_first_order': costs.ettr_first_order(),
+        'ettr_exact': costs.ettr_exact(),
+        'ettr_simulated': found.ettr,
+        'ettr_simulated_ci95': list(found.ci95),
+        'expected_recovery_s': costs.expected_recovery_s(),
+        'simulated_failures': found.failures,
+        'simulated_hours': found.hours,
+        'simulated_lost_s_per_failure': found.lost_s,
+        'simulated_struck_again': found.struck_again,
+        'simulated_wait_for_spare_s': found.waited_s,
+    }
+    if isinstance(found.run, PartialRun):
+        figures |= {
+            'lost_tokens_share': found.run.plt(),
+            'lost_tokens_share_of_1_in_20': found.run.plt_of_unlucky(),
+            'lost_tokens_per_failure_iterations': found.run.mlt(),
+            'saved_experts_at_end': found.run.saved(),
+        }
+    return {key: value for key, value in figures.items() if value is not None}
