@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules about the tree as a whole: layering, licences, sizes, packaging, scripts and Dockerfile."""
 
-import argparse
 import ast
 import importlib.util
 import os
@@ -154,114 +153,6 @@ def test_shell_script_is_sound(script: Path) -> None:
     checked = run(bundled_linter('shellcheck'), '--severity=style', script)
     assert checked.returncode == 0, checked.stdout
     assert os.access(script, os.X_OK) or script.suffix == '.sbatch', f'{script} is not executable'
-
-
-def slurm_command(
-    script: str, tmp_path: Path, *flags: str, salloc: str = "printf '%s\\n' \"$@\""
-) -> list[str]:
-    """What a batch script would start on 5 nodes, by running it where Python only prints."""
-    programs = {
-        'python': "printf '%s\\n' \"$@\"",
-        'srun': "printf '%s\\n' \"$@\"",
-        'salloc': salloc,
-        'scontrol': "printf '%s\\n' node-{a,b,c,d,e}",
-    }
-    for name, body in programs.items():
-        program = tmp_path / '.venv' / 'bin' / name
-        program.parent.mkdir(parents=True, exist_ok=True)
-        program.write_text(f'#!/usr/bin/env bash\n{body}\n')
-        program.chmod(0o755)
-    (tmp_path / 'scripts').symlink_to(ROOT / 'scripts')
-    slurm = {
-        'PATH': f'{program.parent}:{os.environ["PATH"]}',
-        'SLURM_SUBMIT_DIR': str(tmp_path),
-        'SLURM_JOB_NAME': 'moevement',
-        'SLURM_GPUS_ON_NODE': '8',
-        'SLURM_JOB_ID': '42',
-        'PYTHON': str(tmp_path / '.venv' / 'bin' / 'python'),
-    }
-    result = run('bash', ROOT / 'scripts' / script, *flags, env=slurm)
-    assert result.returncode == 0, result.stderr
-    return result.stdout.splitlines()
-
-
-@pytest.mark.parametrize(
-    ('script', 'spare'), [('slurm_pretrain.sbatch', 1), ('slurm_requeue.sbatch', 0)]
-)
-def test_slurm_example_uses_flags_that_exist(
-    script: str, spare: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from megatron.training.arguments import add_megatron_arguments
-
-    from moevement_ext.launch.slurm import parse
-
-    command = slurm_command(script, tmp_path)
-    assert command[:2] == ['-m', 'moevement_ext.launch.slurm']
-    monkeypatch.setenv('SLURM_JOB_NODELIST', 'node-[a-e]')
-    monkeypatch.setenv('PATH', f'{tmp_path / ".venv" / "bin"}:{os.environ["PATH"]}')
-    monkeypatch.chdir(ROOT)
-    job = parse(command[2:])
-    assert (job.launch.nodes, job.launch.workers_per_node) == (5 - spare, 8)
-    assert job.requeue is (spare == 0) and job.before_end_s is None
-    assert job.launch.program == 'pretrain_gpt.py'
-
-    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
-    args, unknown = parser.parse_known_args(job.launch.flags)
-    ours = ['--sparse-ckpt', '--sparse-ckpt-run-id', Path(args.save).name]
-    assert unknown == ours  # all else is Megatron's
-    assert args.exit_signal_handler and args.save == args.load
-    assert '\n#SBATCH --signal=B:TERM@' in (ROOT / 'scripts' / script).read_text('utf-8')
-    assert args.num_layers % args.pipeline_model_parallel_size == 0
-    assert args.num_experts % args.expert_model_parallel_size == 0
-
-
-@pytest.mark.parametrize('flags', [(), ('--bf16', '--num-layers', '4')])
-def test_slurm_drill_uses_flags_that_exist(flags: tuple[str, ...], tmp_path: Path) -> None:
-    from tools.drill import _parser
-
-    command = slurm_command('slurm_drill.sbatch', tmp_path, *flags)
-    assert command[:2] == ['-m', 'tools.drill']
-    end = command.index('--')
-    args = _parser().parse_args(command[2:end])
-    assert (args.spare_nodes, args.workers_per_node) == (1, 8)
-    assert '--num-layers' in command[end:]
-    assert not flags or command[end + 1 :] == list(flags)
-
-
-def test_slurm_from_here_runs_the_batch_script_in_an_allocation(tmp_path: Path) -> None:
-    salloc = slurm_command('slurm_from_here.sh', tmp_path, '--nodes=9', '--', '--num-layers', '4')
-    program = salloc.index('bash')
-    script = str(ROOT / 'scripts' / 'slurm_pretrain.sbatch')
-    assert salloc[program:] == ['bash', script, '--num-layers', '4']
-    assert '--no-kill' in salloc[:program]
-    assert [flag for flag in salloc if flag.startswith('--nodes=')][-1] == '--nodes=9'
-
-
-def test_slurm_from_here_has_the_launcher_look_for_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Slurm signals a batch script, but not what salloc runs."""
-    from moevement_ext.launch.slurm import parse
-
-    runs_it = 'while [[ $1 == --* ]]; do shift; done; exec "$@"'
-    command = slurm_command('slurm_from_here.sh', tmp_path, '--nodes=5', salloc=runs_it)
-    monkeypatch.setenv('SLURM_JOB_NODELIST', 'node-[a-e]')
-    monkeypatch.setenv('PATH', f'{tmp_path / ".venv" / "bin"}:{os.environ["PATH"]}')
-    monkeypatch.chdir(ROOT)
-    assert command[:2] == ['-m', 'moevement_ext.launch.slurm']
-    assert parse(command[2:]).before_end_s == 120.0
-    assert command[command.index('--') + 1] == str(ROOT / 'pretrain_gpt.py')
-
-
-def test_workers_of_a_node_equal_its_requested_gpus() -> None:
-    source = f'source {ROOT / "scripts" / "slurm_job.sh"}; gpus_per_node'
-    for variables, workers in (
-        ({}, '1'),
-        ({'SLURM_GPUS_PER_NODE': '4'}, '4'),
-        ({'SLURM_GPUS_PER_NODE': 'h100:8'}, '8'),
-        ({'SLURM_GPUS_PER_NODE': '4', 'SLURM_GPUS_ON_NODE': '2'}, '2'),
-    ):
-        assert run('bash', '-c', source, env=variables).stdout.strip() == workers
 
 
 # ---- Dockerfile
