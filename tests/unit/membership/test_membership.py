@@ -24,8 +24,8 @@ from moevement_ext.membership.rendezvous import (
 )
 from moevement_ext.membership.report import Report, encode
 from tests.support.forks import Forked
+from tests.support.way import Way
 from tests.unit.membership import ranks
-from tests.unit.membership.way import Way
 
 pytestmark = pytest.mark.timed
 

@@ -22,8 +22,8 @@ from moevement_ext.membership.rendezvous import (
 )
 from moevement_ext.membership.rendezvous_runner import MissingRanks
 from moevement_ext.membership.report import Report, encode
+from tests.support.way import Way
 from tests.unit.membership.clock import Clock
-from tests.unit.membership.way import Way
 
 pytestmark = pytest.mark.timed
 

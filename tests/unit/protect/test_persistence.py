@@ -13,7 +13,7 @@ from torch.distributed import TCPStore
 
 from moevement_ext.memory.window.name import MAX_GIVEN_UP, Agreed, WindowName
 from moevement_ext.protect.persistence import PersistenceTracker
-from tests.unit.protect.distant_store import DistantStore
+from tests.support.way import DistantStore
 from tests.unit.replicate.peers import wait_for
 
 pytestmark = pytest.mark.timed

@@ -14,7 +14,7 @@ from moevement_ext.config import POPULARITY
 from moevement_ext.plan.replanning import Cycle, PlanParameters, WindowLoad
 from moevement_ext.plan.strategy.moevement import MoEvement
 from moevement_ext.protect.replanner import Replanner, publish
-from tests.unit.protect.distant_store import DistantStore
+from tests.support.way import DistantStore
 from tests.unit.protect.stage_plans import FIRST, planned, stage_plan
 from tests.unit.replicate.peers import wait_for
 

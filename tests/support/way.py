@@ -4,6 +4,9 @@
 import socket
 import threading
 from contextlib import suppress
+from datetime import timedelta
+
+from torch.distributed import TCPStore
 
 
 class Way:
@@ -14,6 +17,8 @@ class Way:
         self._listening = socket.create_server(('127.0.0.1', 0), backlog=64)
         self.port: int = self._listening.getsockname()[1]
         self._ends: list[socket.socket] = []
+        self.is_open = True
+        """False: new connections are dropped, too."""
         threading.Thread(target=self._accept, daemon=True).start()
 
     def cut(self) -> None:
@@ -34,6 +39,9 @@ class Way:
         with suppress(OSError):
             while True:
                 near, _ = self._listening.accept()
+                if not self.is_open:
+                    near.close()
+                    continue
                 far = socket.create_connection(('127.0.0.1', self._to))
                 self._ends += [near, far]
                 for ends in ((near, far), (far, near)):
@@ -46,3 +54,23 @@ class Way:
         for end in (source, sink):
             with suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
+
+
+class DistantStore(Way):
+    """A real store, and a way to it that stays cut until it is repaired."""
+
+    def __init__(self) -> None:
+        self.store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
+        super().__init__(self.store.port)
+
+    def connect(self, timeout: timedelta) -> TCPStore:
+        """A connection that takes that way."""
+        return TCPStore('127.0.0.1', self.port, is_master=False, timeout=timeout)
+
+    def cut(self) -> None:
+        """Drop all connections, and all new ones."""
+        self.is_open = False
+        super().cut()
+
+    def repair(self) -> None:
+        self.is_open = True
