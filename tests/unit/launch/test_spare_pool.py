@@ -21,23 +21,6 @@ from tests.unit.launch.conftest import Job, ended, starts_a_thread
 
 pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
 
-FULL = """
-import errno, os, pathlib, sys
-
-fork, spare, full = os.fork, os.getpid(), pathlib.Path(sys.argv[0]).parent / 'full'
-met = full.with_name('met')
-
-
-def fork_if_there_is_room():
-    if full.exists() and not met.exists() and (os.getpid() == spare) is BY_THE_SPARE:
-        met.touch()
-        raise BlockingIOError(errno.EAGAIN, 'Resource temporarily unavailable')
-    return fork()
-
-
-os.fork = fork_if_there_is_room
-"""
-"""Beginning of a program: one fork finds no room, that of the spare or that of its fork."""
 
 FAILS_ONCE = """
 import os, pathlib, sys, time
@@ -136,23 +119,6 @@ def test_worker_of_a_spare_is_as_a_new_process(job: Job, forks: bool) -> None:
     first, second = imported
     assert first['main'][0] == '__main__' and first['unpickled']
     assert [second[key] for key in ('main', 'unpickled')] == [first['main'], True]
-
-
-@pytest.mark.parametrize('by_the_spare', [True, False])
-def test_spare_without_room_for_a_fork_forks_later(
-    by_the_spare: bool, job: Job, tmp_path: Path
-) -> None:
-    full = FULL.replace('BY_THE_SPARE', str(by_the_spare))
-    job.program.write_text(full + job.program.read_text())
-
-    job.on(SpareReady, lambda event: job.touch('ready'))
-    job.on(WorkerLaunched, lambda event: job.touch('full'), restarts=1)
-    job.finish_when = lambda: len(job.started(1)) == 2
-    assert job.run('0.0=kill:ready', '1.0=kill:full', nodes=2, spares=1) == 0
-    assert [event.restarts for event in job.started(0)] == [0, 1]
-    assert all(event.was_spare for event in job.started() if event.restarts)
-    assert job.seen(SpareEnded) == []
-    assert (tmp_path / 'met').exists()
 
 
 @pytest.mark.parametrize('step', ['_new_worker', '_opened'])

@@ -6,9 +6,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from moevement_ext.launch.launch_config import StagedAction, StagedFault
+from moevement_ext.launch.launch_config import LaunchConfig, StagedAction, StagedFault
 from moevement_ext.launch.launcher_events import FaultStaged
-from moevement_ext.launch.staged_faults import logged_iteration
+from moevement_ext.launch.staged_faults import StagedFaults, logged_iteration
 from moevement_ext.membership.mailbox import write_memory
 from tests.unit.launch.conftest import Job, ended, failure
 
@@ -27,6 +27,14 @@ KILL, STOP = StagedFault(StagedAction.KILL, 0, 8), StagedFault(StagedAction.STOP
 )
 def test_iterations_are_read_from_the_log(line: str, iteration: int | None) -> None:
     assert logged_iteration(line) == iteration
+
+
+def test_fault_is_due_once() -> None:
+    faults = StagedFaults(LaunchConfig(__file__, nodes=2, faults=(KILL, STOP)))
+    assert faults.due(7) == []
+    assert faults.due(9) == [KILL, STOP], 'the log may skip an iteration'
+    assert faults.pending == []
+    assert faults.due(9) == []  # the iteration is logged again after the recovery
 
 
 @pytest.mark.parametrize('logged', [True, False])

@@ -1,17 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Forked workers behave like workers started as separate processes."""
 
-import errno
 import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-import psutil
 import pytest
 
-from moevement_ext.launch.child import SpawnedChild
 from moevement_ext.launch.template import Template
 from moevement_ext.memory.budget import SPARES
 from tests.support.readable import readable
@@ -58,29 +55,5 @@ def test_worker_killed_right_after_its_fork_dies(job: Job, nowhere: BinaryIO) ->
             worker.signal(signal.SIGKILL)
             assert readable(worker.death, 120.0)
             assert worker.reap() == -signal.SIGKILL
-    finally:
-        template.close()
-
-
-def test_worker_whose_end_cannot_be_seen_is_killed(
-    job: Job, nowhere: BinaryIO, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It would train on beside the worker that takes its place."""
-    begun: list[int] = []
-
-    def no_file_left(pid: int) -> int:
-        begun.append(pid)
-        raise OSError(errno.EMFILE, 'Too many open files')
-
-    own = {**os.environ, 'RANK': '0', 'TORCHELASTIC_RESTART_COUNT': '0'}
-    template = Template.spawn(str(job.program), [], os.environ)
-    try:
-        with monkeypatch.context() as patch:
-            patch.setattr(os, 'pidfd_open', no_file_left)
-            with pytest.raises(OSError, match='open files'):
-                template.start([str(job.program)], own, nowhere)
-            with pytest.raises(OSError, match='open files'):
-                SpawnedChild([str(job.program)], own, None)
-        assert [psutil.pid_exists(pid) for pid in begun] == [False, False]
     finally:
         template.close()
