@@ -205,14 +205,6 @@ def test_window_files_are_pinned(shm: Path, device: torch.device) -> None:
     assert torch.from_numpy(other.array).is_pinned()
 
 
-def test_files_that_take_the_place_of_others_are_pinned(shm: Path, device: torch.device) -> None:
-    for number in range(4):  # each is likely mapped where the one before was
-        file = WindowFile.create(shm / f'{number}.window', 2**21)
-        pin(file)
-        assert torch.from_numpy(file.array).is_pinned()
-        del file
-
-
 def test_a_failed_registration_is_refused_and_leaves_no_error(
     shm: Path, device: torch.device
 ) -> None:
@@ -237,24 +229,6 @@ def test_batches_of_any_content_arrive(shm: Path, device: torch.device) -> None:
     torch.cuda.synchronize(device)
     for target, source in zip(targets, sources, strict=True):
         assert torch.equal(target, source.cpu())
-
-
-def test_copies_run_beside_training_in_a_pool_of_streams_of_their_own(rig: Rig) -> None:
-    ours = rig.copier._stream
-    others = {torch.cuda.Stream(rig.device).cuda_stream for _ in range(64)}
-    assert ours.priority == -1
-    assert ours.cuda_stream not in others
-
-
-@pytest.mark.two_gpus
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason='needs two CUDA devices')
-def test_threads_of_the_copier_are_on_the_device_of_the_rank(shm: Path) -> None:
-    second = torch.device('cuda', 1)
-    with torch.cuda.device(second):
-        copier = Copier(torch.device('cuda'))
-        for pool in (copier._copying, copier._sealing):
-            assert pool.submit(torch.cuda.current_device).result(DEADLINE_S) == second.index
-        copier.stop()
 
 
 def test_no_more_than_two_pieces_are_queued_at_once(rig: Rig) -> None:
@@ -319,21 +293,6 @@ def test_the_stall_of_training_is_measured_by_the_device(rig: Rig) -> None:
     rig.start(copies[2:])
     assert rig.copier.wait() < 0.01, 'a hidden capture holds up nothing'
     rig.check()
-
-
-def test_rate_counts_arrived_bytes(rig: Rig) -> None:
-    copies = [rig.copy(value) for value in range(2)]
-    rig.start(copies[:1])
-    rig.copier.wait()
-    rig.check()
-    rate = rig.copier.bytes_per_s()
-    rig.occupy_side_stream()
-    rig.start(copies[1:])
-    rig.copier.wait()
-    assert not rig.copier._stream.query()
-    assert rig.copier.bytes_per_s() == rate, 'bytes count before they have arrived'
-    rig.check()
-    assert rig.copier.bytes_per_s() != rate
 
 
 def test_windows_of_a_gpu_hold_the_state_of_their_iterations(

@@ -69,24 +69,3 @@ def test_memory_is_not_reused_before_it_is_copied(log: UpstreamLog, device: torc
         log.append(1, DOWN, torch.full((ELEMENTS,), float(value), device=device))
     assert [values(log, sequence) for sequence in range(4)] == [{float(v)} for v in range(4)]
     log.drain()
-
-
-def test_memory_is_released_once_the_bytes_have_arrived(
-    log: UpstreamLog, device: torch.device
-) -> None:
-    before = torch.cuda.memory_allocated(device)
-    log.append(1, DOWN, torch.full((ELEMENTS,), 3.0, device=device))
-    assert values(log, 0) == {3.0}
-    log.drain()
-    assert torch.cuda.memory_allocated(device) == before
-
-
-def test_one_event_orders_all_copies_after_what_they_copy(
-    log: UpstreamLog, device: torch.device
-) -> None:
-    tensors = [torch.zeros(ELEMENTS, device=device) for _ in range(4)]
-    for value, tensor in enumerate(tensors):
-        torch.cuda._sleep(BUSY_CYCLES // 10)
-        tensor.fill_(value)
-        log.append(1, DOWN, tensor)
-    assert [values(log, sequence) for sequence in range(4)] == [{float(v)} for v in range(4)]

@@ -2,22 +2,17 @@
 """The probe of the capture path, without a GPU."""
 
 import json
-import threading
 from pathlib import Path
 
 import pytest
 import torch
 
-from moevement_ext.capture.layout import Piece
-from moevement_ext.memory.mapped_file import Bytes
 from tests.gpu.jobs import copy_probe
-from tests.gpu.jobs.copy_probe import Sizes, Stage, Window, beside, busy
+from tests.gpu.jobs.copy_probe import Sizes, Stage, Window, busy
 from tools.lab.errors import LabError
 
 CPU = torch.device('cpu')
 SMALL = Sizes(2**20, 64, 32, 64, 0.01, windows=2, small_calls=7)
-DEADLINE_S = 30.0
-"""How long a test waits for something that comes at once."""
 
 
 @pytest.fixture(scope='module')
@@ -59,26 +54,3 @@ def test_a_failed_capture_is_an_error(shm: Path) -> None:
     stage.tensors[0].resize_(3)  # its place in the file has another size
     with pytest.raises(LabError, match='a capture failed'):
         busy(CPU, stage, window, 1)
-
-
-def test_latencies_are_of_calls_until_the_copies_have_arrived(
-    stage: Stage, shm: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    window = window_of(stage, shm)
-    calls, gate = [], threading.Event()
-
-    def work() -> None:
-        calls.append(1)
-        if len(calls) == 3 + 5:
-            gate.set()
-
-    copies = window._layouts[0].copies
-
-    def gated(payload: Bytes, volatile: bool) -> list[Piece]:
-        assert volatile or gate.wait(DEADLINE_S)
-        return copies(payload, volatile)
-
-    monkeypatch.setattr(window._layouts[0], 'copies', gated)
-    measured = beside(CPU, window, work, 3)
-    assert measured['alone']['calls'] == 3
-    assert measured['beside']['calls'] == len(calls) - 3 >= 5

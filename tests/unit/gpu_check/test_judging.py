@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 
-from moevement_ext.events import ProtectionReduced, Recovered, WorkerStarted
+from moevement_ext.events import ProtectionReduced, Recovered
 from tests.gpu.jobs import copies, four_rank, nccl
 from tests.gpu.jobs.nccl_rank import Measured
 from tests.gpu.jobs.training import compare, costs, reduced
 from tests.unit.tools.samples import event
 from tools.lab.digests import StateDigest
 from tools.lab.evidence import Recovery, Tier
-from tools.lab.job import Trained, newest_pids
+from tools.lab.job import Trained
 from tools.lab.run_log import Captured, Iteration, RunLog
 
 GOOD_PROBE: dict[str, Any] = {
@@ -103,10 +103,3 @@ def test_only_the_lost_stage_replays() -> None:
     ):
         (found,) = four_rank.not_localized(wrong)
         assert problem in found
-
-
-def test_workers_of_a_job_that_is_over_are_known() -> None:
-    """Agents of torchrun know none any more, and the job would seem not to have recovered."""
-    lives = [(0, 10), (1, 11), (0, 12)]
-    events = [event(WorkerStarted, rank, 1.0, pid=pid) for rank, pid in lives]
-    assert newest_pids(events) == [12, 11]

@@ -2,12 +2,8 @@
 """The command around the check: what it looks for before anything is measured."""
 
 import ast
-import os
 import re
-import shutil
-import subprocess
 import sys
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -86,37 +82,3 @@ def test_the_pages_name_every_package() -> None:
     (text,) = re.findall(r'\*\*Without a network\.\*\*(.*?) The check names', page)
     distributions = {name.split('.')[0] for name in looked_for()} - {'megatron', 'moevement_ext'}
     assert {name.replace('_', '-') for name in distributions} <= set(re.findall(r'[\w-]+', text))
-
-
-@pytest.mark.thorough
-def test_wheels_are_installed_where_the_versions_of_packages_are_held(tmp_path: Path) -> None:
-    """NVIDIA's images have such constraints in the environment of every pip."""
-    (tmp_path / 'scripts').mkdir()
-    script = Path(shutil.copy(SCRIPT, tmp_path / 'scripts'))
-    wheels, held = tmp_path / 'wheels', tmp_path / 'constraints.txt'
-    write_wheel(wheels, 'carried', '2.0')
-    held.write_text('carried==1.0\n')
-    environment = {
-        **os.environ,
-        'PATH': f'{Path(sys.executable).parent}{os.pathsep}{os.environ["PATH"]}',
-        'PIP_CONSTRAINT': str(held),
-    }
-    command = [script, '--wheels', wheels, '--cpu']
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    installed = [path.name for path in (tmp_path / '.venv-gpu').rglob('carried*')]
-    assert sorted(installed) == ['carried-2.0.dist-info', 'carried.py'], done.stderr
-
-
-def write_wheel(folder: Path, name: str, version: str) -> None:
-    """A wheel of one empty module."""
-    folder.mkdir()
-    about = f'{name}-{version}.dist-info'
-    files = {
-        f'{name}.py': '',
-        f'{about}/METADATA': f'Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n',
-        f'{about}/WHEEL': 'Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n',
-    }
-    record = ''.join(f'{file},,\n' for file in (*files, f'{about}/RECORD'))
-    with zipfile.ZipFile(folder / f'{name}-{version}-py3-none-any.whl', 'w') as wheel:
-        for file, text in {**files, f'{about}/RECORD': record}.items():
-            wheel.writestr(file, text)
