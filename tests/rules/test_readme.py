@@ -178,23 +178,6 @@ def test_figures_of_process_groups_come_from_their_file() -> None:
     check_figures(quoted(text), measurement_of(text))
 
 
-def test_figures_of_the_campaign_match_its_lines() -> None:
-    """Its command, the faults of each kind, and its last line."""
-    text = section(MEASURED, 'Chaos')
-    lines = measurement_of(text).read_text('utf-8').splitlines()
-    struck = Counter(re.findall(r'^ *[\d.]+ s  (\w+) ', '\n'.join(lines), re.M))
-    told = re.search(r'(\d+)\s+kills, (\d+) lost nodes, (\d+) pairs .*?, (\d+) hung', text, re.S)
-    assert told is not None
-    kinds = ('kill', 'node', 'double', 'stop')
-    assert dict(zip(kinds, map(int, told.groups()), strict=True)) == struck
-    assert f'\n    {lines[-1]}\n' in text
-    assert f'--faults {struck.total()} --seed {lines[0].split()[-1]}\n' in text
-    (layout,) = {tuple(re.findall(r'\d+', line)[1:3]) for line in lines if ', window ' in line}
-    assert f'PP {layout[0]} x EP {layout[1]}' in text
-    windows = {int(found) for found in re.findall(r', window (\d+)$', '\n'.join(lines), re.M)}
-    assert f'windows of {min(windows)} to {max(windows)}' in text
-
-
 def test_figures_of_the_drawn_campaign_match_its_results() -> None:
     """Its command, the faults of each kind, the longest times and its last line."""
     text = section(MEASURED, 'Campaign')
