@@ -23,7 +23,7 @@ import psutil
 from ..lab.cpu_clock import memory_bytes, spent
 from ..lab.errors import LabError
 from ..lab.job import memory_directory
-from ..lab.launch import Launch, family, kill_groups
+from ..lab.launch import Launch, family, kill_all
 from ..lab.models import sparse_flags
 from . import model
 from .frame import Bench, Figure, Report
@@ -67,7 +67,7 @@ def start(way: str, launch: Launch) -> Start:
         return Start(time.monotonic() - began, spent(job).total_s, memory_bytes(job))
     finally:
         processes = family([launcher])
-        kill_groups([process.pid for process in processes])
+        kill_all(processes)
         psutil.wait_procs(processes)
 
 

@@ -50,6 +50,7 @@ from ..lab.benchmark import exit_on_sigterm, prepare, print_failure
 from ..lab.errors import LabError
 from ..lab.job import Kind, memory_directory
 from ..lab.launch import add_share_gpu
+from ..lab.tables import say
 from .campaign import Campaign
 from .configuration import HANG_TIMEOUT_S
 from .elastic import ElasticCampaign, draw_lives, run_here
@@ -96,9 +97,8 @@ def verdict(args: argparse.Namespace, results: Results) -> int:
     if results.failed:
         return 2
     stalled = args.max_stall is not None and results.longest_stall_s > args.max_stall
-    wrong = results.lost_iterations or results.survivors_lost
     few = len(results.faults) < args.faults
-    return 1 if wrong or few or stalled or not results.identical else 0
+    return 1 if few or stalled or not results.sound else 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -106,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     args = parse_arguments(argv)
     console = Console()
-    console.print(f'chaos: seed {args.seed}', highlight=False)
+    say(console, f'chaos: seed {args.seed}')
     try:
         output, data = prepare(args, 'jobs')
         return (_run_elastic if args.elastic else _run)(args, output, data, console)
@@ -120,13 +120,12 @@ def _run(args: argparse.Namespace, output: Path, data: Path, console: Console) -
     results.add(Begun(args.arguments, args.seed))
     Campaign(output, data, args, results, console).run()
     console.print(landing_table(cell for fault in results.faults for cell in fault.cells))
-    for job in results.failed:
-        failed = f'chaos: job {job.number} failed: {job.failed}'
-        console.print(failed, style='bold red', markup=False)
-    if len(results.faults) < args.faults:
-        injected = f'chaos: {len(results.faults)} of {args.faults} faults were injected'
-        console.print(injected, style='bold red', highlight=False)
-    console.print(f'chaos: longest stall {results.longest_stall_s:.1f} s', highlight=False)
+    injected = len(results.faults)
+    wrong = [f'job {job.number} failed: {job.failed}' for job in results.failed]
+    wrong += [f'{injected} of {args.faults} faults were injected'] * (injected < args.faults)
+    for line in wrong:
+        say(console, f'chaos: {line}', style='bold red')
+    say(console, f'chaos: longest stall {results.longest_stall_s:.1f} s')
     print(results.summary(), flush=True)
     return verdict(args, results)
 
@@ -136,11 +135,11 @@ def _run_elastic(args: argparse.Namespace, output: Path, data: Path, console: Co
         lives = draw_lives(args.seed, args.faults)
         campaign = ElasticCampaign(output, data, memory, lives, run_here)
         for lived in campaign.live():
-            console.print(lived.line(), markup=False, highlight=False)
+            say(console, lived.line())
         different, growth = campaign.different(), campaign.growth()
     wrong = [f'differs: rank {one.rank}: {one.name}' for one in different[:_MOST_SHOWN]]
     for line in [*wrong, *([growth] if growth else [])]:
-        console.print(f'chaos: {line}', style='bold red', markup=False)
+        say(console, f'chaos: {line}', style='bold red')
     print(campaign.summary(not different), flush=True)
     return 1 if different or growth else 0
 

@@ -5,7 +5,6 @@ import argparse
 import importlib.util
 import shutil
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -16,19 +15,18 @@ from rich.console import Console
 from ..lab.digests import StateDigest, difference_table, differences, read_digest
 from ..lab.errors import LabError
 from ..lab.job import DIGEST, Job, Kind, memory_directory, train
-from ..lab.launch import Launch
 from ..lab.local_cluster import log_file
 from ..lab.run_log import read_log
+from ..lab.tables import say
 from .configuration import (
+    BF16,
     LONGEST_WINDOW,
     RUN_ID,
     Configuration,
-    Feature,
-    Precision,
     draw_configuration,
     parse_layout,
 )
-from .drawing import Fault, draw_faults, draw_window
+from .drawing import draw_faults, draw_window
 from .injecting import FEWEST_ITERATIONS, LAST_ITERATIONS, FaultInjector
 from .results import FaultRecord, JobDone, Refused, Results
 
@@ -66,116 +64,88 @@ class Campaign:
 
     def run(self) -> None:
         most_jobs = _MORE_JOBS * -(-self.args.faults // self.faults_per_job) + _MORE_JOBS
-        while len(self.results.jobs) < most_jobs and self._left():
+        while len(self.results.jobs) < most_jobs and self._left() > 0:
             job = self._job(len(self.results.jobs) + 1)
             self.results.add(job)
             if job.failed and not self.args.configurations:
                 raise LabError(f'job {job.number}: {job.failed}')
 
     def _left(self) -> int:
-        return max(0, self.args.faults - len(self.results.faults))
+        return self.args.faults - len(self.results.faults)
 
     def _job(self, number: int) -> JobDone:
-        configuration_number = (number - 1) % (self.args.configurations or 1)
-        configuration, plain = self._reference(number, configuration_number)
-        self._print(f'job {number}: {configuration}')
+        drawn = (number - 1) % (self.args.configurations or 1)
+        configuration, plain = self._reference(number, drawn)
+        say(self.console, f'job {number}: {configuration}')
         kinds = [kind for kind in self.args.kinds if kind in configuration.kinds()] or [Kind.KILL]
         faults = draw_faults(
-            self.args.seed,
-            min(self._left(), self.faults_per_job),
-            kinds,
-            configuration.nodes,
-            configuration.workers_per_node,
-            job=number,
-        )
-        return self._disturb(number, configuration_number, configuration, faults, plain)
-
-    def _disturb(
-        self,
-        number: int,
-        configuration_number: int,
-        configuration: Configuration,
-        faults: Sequence[Fault],
-        plain: _Plain,
-    ) -> JobDone:
-        folder = self._anew(f'job{number}')
-        faults_done: list[FaultRecord] = []
-        began = time.time()
+            self.args.seed, min(self._left(), self.faults_per_job), kinds,
+            configuration.nodes, configuration.workers_per_node, job=number,
+        )  # fmt: skip
+        began, last = time.time(), self._iterations(configuration)
+        done, lost, failed, identical = list[FaultRecord](), list[str](), '', False
 
         def report(record: FaultRecord, line: str) -> None:
-            faults_done.append(record)
-            self._print(f'{time.time() - began:6.1f} s  {line}')
-
-        failed, identical, lost = '', False, list[str]()
+            done.append(record)
+            say(self.console, f'{time.time() - began:6.1f} s  {line}')
 
         def hurt(job: Job) -> None:
-            last = self._iterations(configuration)
-            injector = FaultInjector(job, last, configuration, report, plain.pause_s)
             try:
-                injector.inject_all(faults)
+                FaultInjector(job, last, configuration, report, plain.pause_s).inject_all(faults)
             finally:
                 lost.extend(map(str, job.unexpected))
 
+        folder = self._anew(f'job{number}')
+        if configuration.disk:
+            self._anew(f'job{number}-disk').mkdir()
         with memory_directory() as memory:
-            launch = self._launch(configuration, folder, memory)
+            flags = configuration.training_flags(self.data, last, folder)
+            flags += configuration.sparse_flags(memory, folder)
+            launch = configuration.launch(folder, flags, _MAX_RESTARTS)
             try:
                 found = train(launch, hurt, configuration.launcher, memory / RUN_ID)
                 identical = self._compare(plain.digest, found.state, number)
             except LabError as error:
                 failed = str(error)
-                self._print(f'job {number}: FAILED: {error}\n{error.tail}')
+                say(self.console, f'job {number}: FAILED: {error}\n{error.tail}')
         for death in lost:
-            self._print(f'job {number}: survivor lost: {death}')
+            say(self.console, f'job {number}: survivor lost: {death}')
         return JobDone(
-            number=number,
-            configuration=configuration_number,
-            what=str(configuration),
-            faults=faults_done,
-            identical=identical,
-            survivors_lost=lost,
-            failed=failed,
-        )
-
-    def _launch(self, configuration: Configuration, folder: Path, memory: Path) -> Launch:
-        if configuration.disk:
-            self._anew(configuration.disk_of(folder).name).mkdir()
-        flags = configuration.training_flags(self.data, self._iterations(configuration), folder)
-        flags += configuration.sparse_flags(memory, folder / 'events')
-        return configuration.launch(folder, flags, _MAX_RESTARTS, configuration.spares)
+            number=number, configuration=drawn, what=str(configuration), faults=done,
+            identical=identical, survivors_lost=lost, failed=failed,
+        )  # fmt: skip
 
     def _compare(self, reference: StateDigest, digest: StateDigest, number: int) -> bool:
         different = differences(reference, digest)
         if different:
             self.console.print(difference_table(different, reference, digest))
-        self._print(f'job {number}: final state {"DIFFERENT" if different else "equal"}')
+        say(self.console, f'job {number}: final state {"DIFFERENT" if different else "equal"}')
         return not different
 
-    def _reference(self, number: int, configuration_number: int) -> tuple[Configuration, _Plain]:
+    def _reference(self, number: int, drawn: int) -> tuple[Configuration, _Plain]:
         """Draw a configuration that plain Megatron accepts; returns it and its run."""
         while True:
-            attempt = self.results.refusals(configuration_number)
-            configuration = self.draw(number, configuration_number, attempt)
+            attempt = self.results.refusals(drawn)
+            configuration = self.draw(number, drawn, attempt)
             try:
-                return configuration, self._plain(configuration_number, attempt, configuration)
+                return configuration, self._plain(drawn, attempt, configuration)
             except LabError as error:
                 if attempt == _MOST_REFUSALS or not self.args.configurations:
                     raise
-                self._print(f'plain Megatron refuses, drawn again: {configuration}: {error}')
-                self.results.add(Refused(configuration_number, str(configuration), error.tail))
+                refused = f'plain Megatron refuses, drawn again: {configuration}: {error}'
+                say(self.console, refused)
+                self.results.add(Refused(drawn, str(configuration), error.tail))
 
     def draw(self, job: int, number: int, attempt: int) -> Configuration:
         """Draw configuration `number` for a job; without --configurations, draw only its window."""
         args = self.args
         if args.configurations:
-            drawn = draw_configuration(args.seed, number, attempt, _draws_narrow(args))
+            engine = importlib.util.find_spec('transformer_engine') is not None
+            narrow = args.stand_ins or (args.share_gpu and engine)
+            drawn = draw_configuration(args.seed, number, attempt, narrow)
         else:
-            drawn = Configuration(
-                parse_layout('pp2-ep2'),
-                Precision.BF16,
-                (Feature.DROPOUT,),
-                draw_window(args.seed, job, LONGEST_WINDOW),
-                nodes=4,
-            )
+            window = draw_window(args.seed, job, LONGEST_WINDOW)
+            drawn = Configuration(parse_layout('pp2-ep2'), BF16, ('dropout',), window, nodes=4)
         return drawn._replace(share_gpu=args.share_gpu, hang_timeout_s=args.hang_timeout)
 
     def _plain(self, number: int, attempt: int, configuration: Configuration) -> _Plain:
@@ -199,12 +169,3 @@ class Campaign:
     def _anew(self, name: str) -> Path:
         shutil.rmtree(self.output / name, ignore_errors=True)
         return self.output / name
-
-    def _print(self, text: str) -> None:
-        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
-def _draws_narrow(args: argparse.Namespace) -> bool:
-    """True if Transformer Engine, or a stand-in, is available."""
-    engine = importlib.util.find_spec('transformer_engine') is not None
-    return args.stand_ins or (args.share_gpu and engine)

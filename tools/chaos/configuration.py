@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The configuration of a job, Megatron's features included: from flags, or drawn from a seed."""
 
-import enum
 import math
 import random
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import msgspec
 
 from moevement_ext.config import REPORT, STOP, UNFLAGGED
 
@@ -18,6 +19,8 @@ RUN_ID = 'chaos'
 
 SAMPLES = 4
 """Samples of an iteration; of the first one if the batch grows."""
+_RAMP_TO = 2 * SAMPLES
+_RAMP_SAMPLES = 10 * SAMPLES
 _LAYERS = 4
 SEQUENCE = 32
 _MODEL = models.ToyModel(hidden=32, heads=2, sequence=SEQUENCE, experts=4)
@@ -25,6 +28,36 @@ _MODEL = models.ToyModel(hidden=32, heads=2, sequence=SEQUENCE, experts=4)
 # decays.
 _TRAINING = '--micro-batch-size 1 --lr 2e-3 --min-lr 1e-4 --clip-grad 0.5'.split()
 COMMON_FLAGS = [*_MODEL.flags(), *models.TRAINING, *_TRAINING, *models.TEXT]
+_FLAGS = {
+    **precisions.FLAGS,
+    # The scale grows every second step, so that many steps overflow and are skipped.
+    'skips': '--initial-loss-scale 2048 --loss-scale-window 2 --hysteresis 1',
+    'first': SAMPLES, 'then': _RAMP_TO, 'tokens': _RAMP_SAMPLES * SEQUENCE,
+}  # fmt: skip
+
+
+class _Decks(msgspec.Struct, forbid_unknown_fields=True):
+    """See the file."""
+
+    layouts: list[str]
+    precisions: dict[str, str]
+    features: dict[str, tuple[str, str]]
+
+
+_DECKS = msgspec.toml.decode(
+    Path(__file__).with_name('configuration.toml').read_bytes(), type=_Decks
+)
+FEATURES = tuple(_DECKS.features)
+_SAVES = SAVE, ASYNC_SAVE = 'dense-save', 'async-save'
+RAMP_UP = 'ramp-up'
+BF16 = 'bf16-distributed'
+_DELAYED = 'c3', 'c4', 'c5'
+NARROW = 'c1', 'c2', *_DELAYED
+"""Precisions that need Transformer Engine, or stand-ins for it."""
+WIDE = tuple(name for name in _DECKS.precisions if name not in NARROW)
+# Upstream's dense checkpoints do not hold all bits of narrow state; the stand-ins would count a
+# recomputed pass twice.
+_NOT_NARROW = {*_SAVES, 'recompute'}
 
 
 class Layout(NamedTuple):
@@ -63,108 +96,19 @@ def parse_layout(text: str) -> Layout:
 
 AUTO = 'auto'
 LONGEST_WINDOW = 6
+_RESTLESS = f'max_window={LONGEST_WINDOW} reorder_change=0 reorder_fraction=0.01'
 HANG_TIMEOUT_S = 5
 # Seconds per rank: training threads wait while upstream starts processes that write checkpoints, on
 # this machine for all ranks at once.
 _STUCK_TIMEOUT_OF_A_WRITER_S = 15
-
-_BLOCK = 10
-# Of each ten configurations, the number with a given feature.
-_OF_BLOCK = 4
-_RAMP_TO = 2 * SAMPLES
-_RAMP_SAMPLES = 10 * SAMPLES
-_RAMP_TOKENS = _RAMP_SAMPLES * SEQUENCE
-
-
-class Feature(enum.StrEnum):
-    """A feature of Megatron that is on or off."""
-
-    EVALUATION = 'evaluation'
-    SAVE = 'dense-save'
-    ASYNC_SAVE = 'async-save'
-    DROPOUT = 'dropout'
-    JITTER = 'router-jitter'
-    CAPACITY = 'capacity-drop'
-    RECOMPUTE = 'recompute'
-    LOADER_WORKERS = 'loader-workers'
-    TENSORBOARD = 'tensorboard'
-    RAMP_UP = 'ramp-up'
-    TIED = 'tied'
-
-
-class Precision(enum.StrEnum):
-    """Data type of the parameters, and whether the optimizer is distributed."""
-
-    BF16 = 'bf16-distributed'
-    BF16_PLAIN = 'bf16'
-    FP32 = 'fp32'
-    FP16 = 'fp16-skips'
-    C1 = 'c1'
-    """Precisions C1 to C5 of the paper's Table 7 need Transformer Engine, or stand-ins for it."""
-    C2 = 'c2'
-    C3 = 'c3'
-    C4 = 'c4'
-    C5 = 'c5'
-
-
-_SKIPS = '--initial-loss-scale 2048 --loss-scale-window 2 --hysteresis 1'
-_DELAYED = Precision.C3, Precision.C4, Precision.C5
-_NARROW = Precision.C1, Precision.C2, *_DELAYED
-_NOT_NARROW = frozenset(
-    (
-        Feature.SAVE,  # upstream's dense checkpoints do not hold all bits of narrow state
-        Feature.ASYNC_SAVE,
-        Feature.RECOMPUTE,  # the stand-ins would count a pass twice
-    )
-)
-_PRECISION = {
-    Precision.BF16: '--bf16 --use-distributed-optimizer',
-    Precision.BF16_PLAIN: '--bf16',
-    Precision.FP32: '',
-    # The scale grows every second step, so that many steps overflow and are skipped.
-    Precision.FP16: f'--fp16 --use-distributed-optimizer {_SKIPS}',
-    Precision.C1: f'{precisions.FLAGS["c1"]} {_SKIPS}',
-    **{one: precisions.FLAGS[one] for one in (Precision.C2, *_DELAYED)},
-}
-_ON = {
-    Feature.EVALUATION: '--eval-interval 5 --eval-iters 2',
-    Feature.SAVE: '--save {run}/dense --load {run}/dense --save-interval 7',
-    Feature.ASYNC_SAVE: '--save {run}/dense --load {run}/dense --save-interval 7 --async-save '
-    '--async-strategy mcore --use-persistent-ckpt-worker',
-    Feature.DROPOUT: '--hidden-dropout 0.1 --attention-dropout 0.1',
-    Feature.JITTER: '--moe-input-jitter-eps 1e-2',
-    Feature.CAPACITY: '--moe-expert-capacity-factor 1.0',
-    Feature.RECOMPUTE: '--recompute-granularity full --recompute-method uniform '
-    '--recompute-num-layers 1',
-    Feature.LOADER_WORKERS: '--num-workers 2',
-    Feature.TENSORBOARD: '--tensorboard-dir {run}/tensorboard --tensorboard-log-interval 1',
-    Feature.RAMP_UP: f'--step-batch-size-schedule 0:{SAMPLES},{_RAMP_TOKENS}:{_RAMP_TO}',
-    Feature.TIED: '',
-}
-_OFF = {
-    Feature.EVALUATION: '--eval-interval 1000000 --eval-iters 0',
-    Feature.DROPOUT: '--hidden-dropout 0 --attention-dropout 0',
-    Feature.LOADER_WORKERS: '--num-workers 0',
-    Feature.RAMP_UP: f'--global-batch-size {SAMPLES}',
-    Feature.TIED: '--untie-embeddings-and-output-weights',
-}
-_RESTLESS = f'max_window={LONGEST_WINDOW} reorder_change=0 reorder_fraction=0.01'
-_LAYOUTS = (
-    'pp2-ep2', 'pp2-ep2', 'pp4', 'pp2-dp2', 'pp2-dp2', 'pp2-ep2-vp2', 'pp2-tp2', 'pp3', 'ep2',
-    'pp4-ep2',
-)  # fmt: skip
-_SAVES = [Feature.SAVE] * 3 + [Feature.ASYNC_SAVE] * 2 + [None] * 5
-_WIDE = [one for one in Precision if one not in _NARROW]
-_PRECISIONS = [*_WIDE, *_WIDE, Precision.BF16, Precision.BF16]
-_OFTEN = len(_PRECISIONS) - len(_NARROW)
 
 
 class Configuration(NamedTuple):
     """Configuration of a job; disturbed jobs and the plain one share it."""
 
     layout: Layout
-    precision: Precision
-    features: tuple[Feature, ...]
+    precision: str
+    features: tuple[str, ...]
     window: int | str
     """Iterations per window, or `AUTO`, which also replans at every change of popularity."""
     nodes: int
@@ -192,15 +136,14 @@ class Configuration(NamedTuple):
     def longest_window(self) -> int:
         return self.window if isinstance(self.window, int) else LONGEST_WINDOW
 
-    def launch(
-        self, folder: Path, flags: list[str], max_restarts: int = 0, spares: int = 0
-    ) -> Launch:
-        narrow = self.precision in _NARROW
+    def launch(self, folder: Path, flags: list[str], max_restarts: int = 0) -> Launch:
+        """Without restarts, the job has no spares either."""
+        narrow = self.precision in NARROW
         program = precisions.program(stand_ins=not self.share_gpu) if narrow else PROGRAM
         variables = {UNFLAGGED: _RESTLESS} if self.window == AUTO else {}
         return Launch(
-            folder, flags, self.nodes, self.workers_per_node, max_restarts, spares, variables,
-            self.share_gpu, program_file=program,
+            folder, flags, self.nodes, self.workers_per_node, max_restarts,
+            self.spares if max_restarts else 0, variables, self.share_gpu, program_file=program,
         )  # fmt: skip
 
     def kinds(self) -> list[Kind]:
@@ -213,50 +156,47 @@ class Configuration(NamedTuple):
 
     @property
     def _stuck_timeout_s(self) -> int:
-        saves = Feature.SAVE in self.features or Feature.ASYNC_SAVE in self.features
-        return max(
-            2 * self.hang_timeout_s,
-            _STUCK_TIMEOUT_OF_A_WRITER_S * self.layout.ranks if saves else 0,
-        )
+        saves = not set(_SAVES).isdisjoint(self.features)
+        writers_s = _STUCK_TIMEOUT_OF_A_WRITER_S * self.layout.ranks if saves else 0
+        return max(2 * self.hang_timeout_s, writers_s)
 
     def training_flags(self, data: Path, iterations: int, folder: Path) -> list[str]:
-        features = [
-            (_ON[feature] if feature in self.features else _OFF.get(feature, '')).format(run=folder)
-            for feature in Feature
-        ]
+        words = [_DECKS.precisions[self.precision]]
+        words += [on if name in self.features else off
+                  for name, (on, off) in _DECKS.features.items()]  # fmt: skip
         return [
             *COMMON_FLAGS,
-            *_PRECISION[self.precision].split(),
-            *(precisions.ENGINE if self.share_gpu and self.precision in _NARROW else ()),
+            *' '.join(words).format(run=folder, **_FLAGS).split(),
+            *(precisions.ENGINE if self.share_gpu and self.precision in NARROW else ()),
             *self.layout.flags(),
-            *' '.join(features).split(),
             *self._length(iterations).split(),
             *models.data_flags(data),
         ]
 
-    def sparse_flags(self, memory: Path, events: Path) -> list[str]:
-        flags = models.sparse_flags(memory, RUN_ID, self.window, events)
-        flags += ['--sparse-ckpt-replicas', str(self.replicas)]
+    def sparse_flags(self, memory: Path, folder: Path) -> list[str]:
+        flags = models.sparse_flags(memory, RUN_ID, self.window, folder / 'events')
+        flags += ['--sparse-ckpt-replicas', str(self.replicas), '--sparse-ckpt-verify', self.verify]
         flags += ['--sparse-ckpt-hang-timeout', str(self.hang_timeout_s)]
-        flags += ['--sparse-ckpt-verify', self.verify]
+        flags += ['--sparse-ckpt-stuck-timeout', str(self._stuck_timeout_s)]
         if self.disk:
-            flags += ['--sparse-ckpt-disk', str(self.disk_of(events.parent))]
+            disk = folder.with_name(f'{folder.name}-disk')
+            flags += ['--sparse-ckpt-disk', str(disk)]
             flags += ['--sparse-ckpt-disk-every', str(LONGEST_WINDOW)]
-        return [*flags, '--sparse-ckpt-stuck-timeout', str(self._stuck_timeout_s)]
-
-    @staticmethod
-    def disk_of(folder: Path) -> Path:
-        """Folder of windows on disk, next to the job's folder."""
-        return folder.with_name(f'{folder.name}-disk')
+        return flags
 
     def _length(self, iterations: int) -> str:
         """Flags for the length: in samples if the batch grows, as upstream requires."""
-        if Feature.RAMP_UP not in self.features:
+        if RAMP_UP not in self.features:
             return f'--train-iters {iterations} --lr-warmup-iters 3 --lr-decay-iters 200'
         first = _RAMP_SAMPLES // SAMPLES
         samples = _RAMP_SAMPLES + (iterations - first) * _RAMP_TO
         decay = 200 * _RAMP_TO
         return f'--train-samples {samples} --lr-warmup-samples 24 --lr-decay-samples {decay}'
+
+
+_BLOCK = 10
+# Of each ten configurations, the number with a given feature.
+_OF_BLOCK = 4
 
 
 def draw_configuration(
@@ -275,32 +215,31 @@ def draw_configuration(
             it.
     """
     rng = random.Random(f'{seed} configuration {number} {attempt}')
+    block, place = divmod(number, _BLOCK)
 
-    def deal(what: str, deck: Sequence) -> list:
-        block = random.Random(f'{seed} {what} {number // _BLOCK} {attempt}')
-        return block.sample(deck, len(deck))
+    def shuffled(what: str, deck: Sequence) -> list:
+        return random.Random(f'{seed} {what} {block} {attempt}').sample(deck, len(deck))
 
-    place = number % _BLOCK
-    layout = parse_layout(deal('layout', _LAYOUTS)[place])
-    precision = deal('precision', _PRECISIONS)[place]
-    if layout.dp > layout.ep and precision is Precision.BF16:
-        precision = Precision.BF16_PLAIN  # the only one with equal state on data-parallel ranks
-    if narrow:
-        replaced = deal('narrow', [*_NARROW, *[None] * _OFTEN])[place]
-        if replaced is not None:
-            precision, layout = replaced, _layout_for(replaced, layout)
-    save = deal('save', _SAVES)[place]
+    def deal(what: str, *deck: object) -> Any:
+        return shuffled(what, deck)[place]
+
+    def chosen(what: str, often: int = _OF_BLOCK) -> bool:
+        return place in shuffled(what, range(_BLOCK))[:often]
+
+    layout = parse_layout(deal('layout', *_DECKS.layouts))
+    precision = deal('precision', *WIDE, *WIDE, BF16, BF16)
+    if layout.dp > layout.ep and precision == BF16:
+        precision = 'bf16'  # the only one with equal state on data-parallel ranks
+    replaced = deal('narrow', *NARROW, *[None] * (_BLOCK - len(NARROW))) if narrow else None
+    if replaced is not None:
+        precision, layout = replaced, _layout_for(replaced, layout)
+    save = deal('save', *[SAVE] * 3, *[ASYNC_SAVE] * 2, *[None] * 5)
     features = [
-        feature
-        for feature in Feature
-        if feature is save
-        or feature not in _SAVES
-        and place in deal(feature, range(_BLOCK))[:_OF_BLOCK]
-        and allowed(feature, layout)
-    ]
-    if precision in _NARROW:
-        features = [feature for feature in features if feature not in _NOT_NARROW]
-    launcher = Launcher.TORCHRUN if place in deal('launcher', range(_BLOCK))[:1] else Launcher.LOCAL
+        one for one in FEATURES
+        if (one == save if one in _SAVES else chosen(one) and _allowed(one, layout))
+        and not (replaced and one in _NOT_NARROW)
+    ]  # fmt: skip
+    launcher = Launcher.TORCHRUN if chosen('launcher', 1) else Launcher.LOCAL
     nodes = layout.ranks
     if launcher is Launcher.LOCAL and nodes >= 4:
         nodes = rng.choice((nodes, nodes // 2))
@@ -308,17 +247,17 @@ def draw_configuration(
         layout=layout,
         precision=precision,
         features=tuple(features),
-        window=deal('window', [*range(1, LONGEST_WINDOW + 1), AUTO, AUTO, 2, 4])[place],
+        window=deal('window', *range(1, LONGEST_WINDOW + 1), AUTO, AUTO, 2, 4),
         nodes=nodes,
         replicas=min(rng.choice((1, 1, 2)), nodes - 1),
         spares=rng.randint(0, 2) if launcher is Launcher.LOCAL else 0,
         launcher=launcher,
-        verify=deal('verify', (REPORT, STOP) * (_BLOCK // 2))[place],
-        disk=place in deal('disk', range(_BLOCK))[:_OF_BLOCK],
+        verify=deal('verify', *(REPORT, STOP) * (_BLOCK // 2)),
+        disk=chosen('disk'),
     )
 
 
-def _layout_for(precision: Precision, layout: Layout) -> Layout:
+def _layout_for(precision: str, layout: Layout) -> Layout:
     """The layout, or another one that the precision supports.
 
     With delayed scaling upstream leaves scales stale on data-parallel ranks, and refuses virtual
@@ -329,13 +268,12 @@ def _layout_for(precision: Precision, layout: Layout) -> Layout:
     return parse_layout('pp2-ep2') if layout.tp > 1 or layout.vp > 1 else layout
 
 
-def allowed(feature: Feature, layout: Layout) -> bool:
+def _allowed(feature: str, layout: Layout) -> bool:
     """True if upstream accepts a feature with a layout.
 
     A growing batch must be a whole number of micro-batches on every data-parallel rank, and with
     virtual stages also a whole number of rounds through the pipeline.
     """
-    if feature is not Feature.RAMP_UP:
-        return True
     micro_batches, rest = divmod(SAMPLES, layout.dp)
-    return not rest and (layout.vp == 1 or micro_batches % layout.pp == 0)
+    whole = not rest and (layout.vp == 1 or micro_batches % layout.pp == 0)
+    return feature != RAMP_UP or whole

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draws kind, victims and time of faults from a seed; no two faults of a job are equal."""
 
-import itertools
 import random
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -9,15 +8,9 @@ from typing import NamedTuple
 from ..lab.job import Kind
 
 _DECK = {
-    Kind.KILL: 5,
-    Kind.STOP: 1,
-    Kind.NODE: 2,
-    Kind.DOUBLE: 2,
-    Kind.STUCK: 1,
-    Kind.WHOLE: 1,
-    Kind.JOB: 1,
-    Kind.AGENT: 2,
-}
+    Kind.KILL: 5, Kind.STOP: 1, Kind.NODE: 2, Kind.DOUBLE: 2, Kind.STUCK: 1, Kind.WHOLE: 1,
+    Kind.JOB: 1, Kind.AGENT: 2,
+}  # fmt: skip
 _LATEST_ITERATIONS = 8
 _AT_ONCE = 0.25
 _APART_S = 2.5
@@ -43,12 +36,7 @@ class Fault(NamedTuple):
 
 
 def draw_faults(
-    seed: int,
-    count: int,
-    kinds: Sequence[Kind],
-    nodes: int,
-    workers_per_node: int,
-    job: int = 0,
+    seed: int, count: int, kinds: Sequence[Kind], nodes: int, workers_per_node: int, job: int = 0
 ) -> list[Fault]:
     """Draw the faults of one job.
 
@@ -56,22 +44,17 @@ def draw_faults(
     the same kind, victims and number of iterations before them.
     """
     rng = random.Random(f'{seed} faults {job}')
-    drawn: list[Fault] = []
-    seen = set()
-    for kind in itertools.islice(_kinds(rng, kinds), count):
+    drawn: dict[object, Fault] = {}
+    for kind, _ in zip(_kinds(rng, kinds), range(count), strict=False):
         fault = _draw(rng, kind, nodes, workers_per_node)
-        while _likeness(fault) in seen:
+        while fault[:3] in drawn:
             fault = fault._replace(after=fault.after + 1)
-        seen.add(_likeness(fault))
-        drawn.append(fault)
-    return drawn
+        drawn[fault[:3]] = fault
+    return list(drawn.values())
 
 
 def draw_window(seed: int, job: int, longest: int) -> int:
-    """Draw the iterations per window of one job, from 1 to `longest`.
-
-    Consecutive jobs have different windows.
-    """
+    """Draw the iterations per window, 1 to `longest`; consecutive jobs have different windows."""
     windows = list(range(1, longest + 1))
     random.Random(seed).shuffle(windows)
     return windows[job % longest]
@@ -88,20 +71,17 @@ def _draw(rng: random.Random, kind: Kind, nodes: int, workers_per_node: int) -> 
     ranks = range(nodes * workers_per_node)
     after = 0 if rng.random() < _AT_ONCE else rng.randint(1, _LATEST_ITERATIONS)
     apart_s = 0.0
-    if kind is Kind.NODE:
-        node = rng.randrange(nodes)
-        victims = tuple(ranks[node * workers_per_node : (node + 1) * workers_per_node])
-    elif kind is Kind.DOUBLE:
-        apart_s = rng.choice((0.0, rng.uniform(0.1, _APART_S)))
-        victims = tuple(rng.choices(ranks, k=2) if apart_s else rng.sample(ranks, 2))
-    elif kind in (Kind.WHOLE, Kind.JOB):
-        victims = tuple(ranks)
-    elif kind is Kind.AGENT:
-        victims = (rng.choice(ranks[1:]),)  # rank 0 holds the store of the job
-    else:
-        victims = (rng.choice(ranks),)
+    match kind:
+        case Kind.NODE:
+            first = rng.randrange(nodes) * workers_per_node
+            victims = tuple(ranks[first : first + workers_per_node])
+        case Kind.DOUBLE:
+            apart_s = rng.choice((0.0, rng.uniform(0.1, _APART_S)))
+            victims = tuple(rng.choices(ranks, k=2) if apart_s else rng.sample(ranks, 2))
+        case Kind.WHOLE | Kind.JOB:
+            victims = tuple(ranks)
+        case Kind.AGENT:
+            victims = (rng.choice(ranks[1:]),)  # rank 0 holds the store of the job
+        case _:
+            victims = (rng.choice(ranks),)
     return Fault(kind, victims, after, rng.uniform(0.0, 2.0), apart_s)
-
-
-def _likeness(fault: Fault) -> tuple[Kind, tuple[int, ...], int]:
-    return fault.kind, fault.victims, fault.after

@@ -71,11 +71,9 @@ class Start(NamedTuple):
     folder: Path
     """Folder for logs, which does not exist yet."""
     flags: Sequence[str]
-    layout: Layout
-    nodes: int
+    life: Life
     kill_at: int | None = None
     """Iteration after whose log line all processes are killed; None: the job ends by itself."""
-    delay_s: float = 0.0
     fail_at: str = ''
     """`MOEVEMENT_FAIL_AT` of a job that dies before it trains."""
 
@@ -116,8 +114,8 @@ def draw_lives(seed: int, restarts: int) -> list[Life]:
 
 def run_here(start: Start) -> int:
     """Run, or kill, a job under the launcher for emulated nodes."""
-    workers = start.layout.ranks // start.nodes
-    launch = Launch(start.folder, start.flags, start.nodes, workers, spares=1)
+    layout, nodes = start.life.layout, start.life.nodes
+    launch = Launch(start.folder, start.flags, nodes, layout.ranks // nodes, spares=1)
     with Job(launch._replace(variables={'MOEVEMENT_FAIL_AT': start.fail_at})) as job:
         if start.fail_at:
             with suppress(LabError):
@@ -126,9 +124,9 @@ def run_here(start: Start) -> int:
         if start.kill_at is None:
             job.finish()
         else:
-            job.kill_after(start.kill_at, (), start.delay_s)
+            job.kill_after(start.kill_at, (), start.life.delay_s)
             job.kill()
-    return read_log(log_file(start.folder, start.layout.ranks - 1)).iterations[-1].number
+    return read_log(log_file(start.folder, layout.ranks - 1)).iterations[-1].number
 
 
 @dataclass(frozen=True)
@@ -149,11 +147,13 @@ class ElasticCampaign:
         for number, life in enumerate(self.lives):
             folder = self._folder(number)
             flags = [*self._training(life.layout, folder), *self._protection(folder)]
-            start = Start(folder, flags, life.layout, life.nodes)
-            if life.in_reshard:
-                start = start._replace(fail_at=_in_reshard(at))
+            start = Start(folder, flags, life)
+            if life.in_reshard:  # while a rank assembles any window up to the newest iteration
+                points = range(max(at - _BEHIND, 0), at + 1)
+                fail_at = ','.join(f'0:{number + 1}:reshard' for number in points)
+                start = start._replace(fail_at=fail_at)
             elif life is not self.lives[-1]:
-                start = start._replace(kill_at=at + life.iterations, delay_s=life.delay_s)
+                start = start._replace(kill_at=at + life.iterations)
             at = max(at, self.run(start))
             events = read_events(folder / EVENTS)
             self.lived.append(self._lived(life, folder.name, events, persisted))
@@ -164,12 +164,14 @@ class ElasticCampaign:
     def _lived(self, life: Life, name: str, events: Sequence[Event], persisted: int) -> Lived:
         went_on = kind_of(events, RecoveryStarted)
         if life.in_reshard and went_on:
-            raise LabError(f'{name} was to be killed before it went on', '')
+            raise LabError(f'{name} was to be killed before it went on')
         began = went_on[-1].dense_at if went_on else None if life.in_reshard else 0
         if began is not None and began < persisted:
-            raise LabError(f'{name} went on from {began}, though all ranks had {persisted}', '')
+            raise LabError(f'{name} went on from {began}, though all ranks had {persisted}')
         left = [*self.memory.glob(f'{RUN_ID}*')]
-        return Lived(life, began, len(left), _nbytes(left))
+        files = (path for folder in left for path in folder.rglob('*') if path.is_file())
+        nbytes = sum(512 * path.stat().st_blocks for path in files)
+        return Lived(life, began, len(left), nbytes)
 
     def different(self) -> list[Difference]:
         """Differences from plain Megatron, except in streams of random numbers."""
@@ -185,7 +187,7 @@ class ElasticCampaign:
             dense = ['--save', str(folder / 'dense'), '--save-interval', str(end), *_DENSE]
             until = [] if end is None else ['--exit-interval', str(end), *dense]
             flags = [*self._training(life.layout, folder), *load, *until]
-            self.run(Start(folder, flags, life.layout, 1))
+            self.run(Start(folder, flags, Life(life.layout, 1)))
             load = ['--load', str(folder / 'dense'), *_DENSE]
         found = differences(
             read_digest(folder / DIGEST), read_digest(self._folder(len(self.lived) - 1) / DIGEST)
@@ -207,13 +209,12 @@ class ElasticCampaign:
         return None
 
     def summary(self, identical: bool) -> str:
-        sizes = sorted({one.life.layout.ranks for one in self.lived})
-        flat = self.growth() is None
+        layouts = {one.life.layout for one in self.lived}
+        sizes = sorted({layout.ranks for layout in layouts})
         return (
-            f'chaos: restarts={len(self.lived) - 1} '
-            f'layouts={len({one.life.layout for one in self.lived})} '
+            f'chaos: restarts={len(self.lived) - 1} layouts={len(layouts)} '
             f'ranks={",".join(map(str, sizes))} bit_identical={str(identical).lower()} '
-            f'flat={str(flat).lower()}'
+            f'flat={str(self.growth() is None).lower()}'
         )
 
     def _folder(self, number: int) -> Path:
@@ -229,17 +230,5 @@ class ElasticCampaign:
 
     def _protection(self, folder: Path) -> list[str]:
         flags = models.sparse_flags(self.memory, RUN_ID, 1, folder / EVENTS)
-        return [
-            *(flag for flag in flags if flag != '--sparse-ckpt-strict'),  # nodes come and go
-            *('--sparse-ckpt-elastic', 'restart', '--sparse-ckpt-replicas', '1'),
-        ]
-
-
-def _in_reshard(at: int) -> str:
-    """Fault points that hit while a rank assembles any window up to `at`, the newest iteration."""
-    return ','.join(f'0:{number + 1}:reshard' for number in range(max(at - _BEHIND, 0), at + 1))
-
-
-def _nbytes(folders: Sequence[Path]) -> int:
-    files = (path for folder in folders for path in folder.rglob('*') if path.is_file())
-    return sum(512 * path.stat().st_blocks for path in files)
+        flags.remove('--sparse-ckpt-strict')  # nodes come and go
+        return [*flags, '--sparse-ckpt-elastic', 'restart', '--sparse-ckpt-replicas', '1']

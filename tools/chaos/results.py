@@ -60,18 +60,12 @@ def landed(events: Sequence[Event], first: float | None, at: float, pid: int) ->
         pid: id of the process.
     """
     named = kind_of(events, RecoveryPhase)
-    own = [event for event in named if event.pid == pid]
-    if own and own[-1].phase != _OVER and (first is None or own[-1].time >= first):
-        return Phase(own[-1].phase)
-    if first is None:
-        return Phase.TRAINING
-    if own and own[-1].time >= first:
-        return Phase.TRAINING
-    others = [event for event in named if first <= event.time <= at]
-    if not others:
-        return Phase.UNNOTICED
-    newest = others[-1].phase
-    return Phase.TRAINING if newest == _OVER else Phase(newest)
+    own = [event for event in named if event.pid == pid and event.time >= (first or 0.0)]
+    others = [event for event in named if first is not None and first <= event.time <= at]
+    newest = (own or others)[-1:]
+    if not newest:
+        return Phase.TRAINING if first is None else Phase.UNNOTICED
+    return Phase.TRAINING if newest[0].phase == _OVER else Phase(newest[0].phase)
 
 
 def landing_table(cells: Iterable[Cell]) -> Table:
@@ -130,65 +124,58 @@ class JobDone(msgspec.Struct, frozen=True, tag='job'):
     failed: str = ''
 
 
-Line = Begun | Refused | JobDone
-
-
 class Results:
     """Results of a campaign, in memory and in a file, whose existing lines count."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        decode = msgspec.json.Decoder(Line).decode_lines
-        self._lines: list[Line] = decode(path.read_bytes()) if path.exists() else []
+        decode = msgspec.json.Decoder(Begun | Refused | JobDone).decode_lines
+        self._lines = decode(path.read_bytes()) if path.exists() else []
 
-    def add(self, line: Line) -> None:
+    def add(self, line: Begun | Refused | JobDone) -> None:
         self._lines.append(line)
         with self._path.open('ab') as file:
             file.write(msgspec.json.encode(line) + b'\n')
 
+    def _of[L](self, kind: type[L]) -> list[L]:
+        return [line for line in self._lines if isinstance(line, kind)]
+
     @property
     def begun(self) -> Begun:
-        return next(line for line in self._lines if isinstance(line, Begun))
+        return self._of(Begun)[0]
 
     @property
     def jobs(self) -> list[JobDone]:
-        return [line for line in self._lines if isinstance(line, JobDone)]
+        return self._of(JobDone)
 
     def refusals(self, configuration: int) -> int:
-        return sum(
-            isinstance(line, Refused) and line.configuration == configuration
-            for line in self._lines
-        )
+        return sum(line.configuration == configuration for line in self._of(Refused))
 
     @property
     def faults(self) -> list[FaultRecord]:
         return [fault for job in self.jobs for fault in job.faults]
 
     @property
-    def identical(self) -> bool:
-        return all(job.identical for job in self.jobs)
-
-    @property
     def failed(self) -> list[JobDone]:
         return [job for job in self.jobs if job.failed]
 
     @property
-    def survivors_lost(self) -> int:
-        return sum(len(job.survivors_lost) for job in self.jobs)
-
-    @property
-    def lost_iterations(self) -> int:
-        """Number of committed iterations that were trained again."""
-        return sum(fault.lost for fault in self.faults)
+    def sound(self) -> bool:
+        """Nothing was lost, and all final states are equal."""
+        return all(job.identical and not job.survivors_lost for job in self.jobs) and not any(
+            fault.lost for fault in self.faults
+        )
 
     @property
     def longest_stall_s(self) -> float:
         return max((fault.stall_s for fault in self.faults), default=0.0)
 
     def summary(self) -> str:
-        tiers = [fault.tier for fault in self.faults]
-        counts = ' '.join(f'{tier}={tiers.count(tier)}' for tier in Tier)
+        counts = Counter(fault.tier for fault in self.faults)
+        identical = all(job.identical for job in self.jobs)
         return (
-            f'chaos: faults={len(tiers)} {counts} lost_iterations={self.lost_iterations} '
-            f'bit_identical={str(self.identical).lower()} survivors_lost={self.survivors_lost}'
+            f'chaos: faults={counts.total()} {" ".join(f"{tier}={counts[tier]}" for tier in Tier)} '
+            f'lost_iterations={sum(fault.lost for fault in self.faults)} '
+            f'bit_identical={str(identical).lower()} '
+            f'survivors_lost={sum(len(job.survivors_lost) for job in self.jobs)}'
         )

@@ -10,7 +10,6 @@ import tempfile
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple, Self
 
 from moevement_ext.errors import EXIT_WHOLE_JOB
@@ -60,6 +59,10 @@ class Injection(NamedTuple):
     pid: int
 
 
+type Start = Launcher | Callable[[Launch], Agents]
+"""The program that starts the workers, or what makes its agents."""
+
+
 class Job:
     """A running job; leaving the `with` block ends all its processes. Used from one thread.
 
@@ -67,15 +70,12 @@ class Job:
 
     Args:
         launch: parameters of the job.
-        launcher: the program that starts the workers, or makes their agents.
+        launcher: what starts its workers.
         memory: host memory of the run, all nodes; without it `NODE` and `STUCK` are impossible.
     """
 
     def __init__(
-        self,
-        launch: Launch,
-        launcher: Launcher | Callable[[Launch], Agents] = Launcher.LOCAL,
-        memory: Path | None = None,
+        self, launch: Launch, launcher: Start = Launcher.LOCAL, memory: Path | None = None
     ) -> None:
         launch.folder.mkdir(parents=True)
         self.folder = launch.folder
@@ -84,18 +84,15 @@ class Job:
         if memory is not None:
             variables = {**launch.variables, 'MOEVEMENT_STALL_FILE': str(self._stall)}
             launch = launch._replace(variables=variables)
-        self.world_size = launch.world_size
-        self.workers_per_node = launch.workers_per_node
+        self._launch = launch
         self._launcher: LocalCluster | Agents
-        match launcher:
-            case Launcher.LOCAL:
-                self._launcher = LocalCluster(launch)
-            case Launcher.TORCHRUN:
-                self._launcher = Agents(launch)
-            case make_agents:
-                self._launcher = make_agents(launch)
+        if launcher is Launcher.LOCAL:
+            self._launcher = LocalCluster(launch)
+        else:
+            make = Agents if isinstance(launcher, Launcher) else launcher
+            self._launcher = make(launch)
         self._faulted: set[int] = set()
-        self._events = Follower(self.events_folder)
+        self._events = Follower(self.folder / 'events')
 
     def __enter__(self) -> Self:
         self._launcher.start()
@@ -108,24 +105,16 @@ class Job:
 
     def _await_workers(self) -> None:
         """Wait until all workers have started, or the job has ended."""
-        deadline = time.monotonic() + _STALLED_S
-        while (started := len(self._launcher.pids())) < self.world_size:
+        deadline, size = time.monotonic() + _STALLED_S, self._launch.world_size
+        while (started := len(self._launcher.pids())) < size:
             if self._launcher.exit_status() is not None:
                 return
             if time.monotonic() >= deadline:
-                raise LabError(
-                    f'{started} of {self.world_size} workers have started in {_STALLED_S} s; see '
-                    f'{self.folder}',
-                    self.tail(),
-                )
+                late = f'{started} of {size} workers have started in {_STALLED_S} s'
+                raise LabError(f'{late}; see {self.folder}', self.tail())
             time.sleep(_POLL_S / 10)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         ended = {death.pid for death in self._launcher.deaths}
         self._faulted.update(pid for pid in self.pids() if pid not in ended)
         self._launcher.end()
@@ -177,18 +166,14 @@ class Job:
 
     def text(self) -> str:
         """Log of the last rank, which logs the iterations; empty if there is no file yet."""
-        log = self._launcher.log_of(self.world_size - 1)
+        log = self._launcher.log_of(self._launch.world_size - 1)
         return log.read_text('utf-8', errors='replace') if log.exists() else ''
 
     def read_log(self) -> RunLog:
         return parse_log(self.text())
 
-    @property
-    def events_folder(self) -> Path:
-        return self.folder / 'events'
-
     def events(self) -> list[Event]:
-        if self.events_folder.is_dir():
+        if (self.folder / 'events').is_dir():
             self._events.look()
         return self._events.events
 
@@ -200,7 +185,7 @@ class Job:
     def pids(self) -> list[int]:
         """Process ids of the present workers, by rank; 0 if missing."""
         pids = self._launcher.pids()
-        return [pids.get(rank, 0) for rank in range(self.world_size)]
+        return [pids.get(rank, 0) for rank in range(self._launch.world_size)]
 
     @property
     def unexpected(self) -> list[Death]:
@@ -219,8 +204,8 @@ class Job:
         ]
 
     def ranks_of_node(self, rank: int) -> range:
-        first = rank // self.workers_per_node * self.workers_per_node
-        return range(first, first + self.workers_per_node)
+        size = self._launch.workers_per_node
+        return range(rank // size * size, (rank // size + 1) * size)
 
     # Faults
 
@@ -231,18 +216,20 @@ class Job:
             kind: kind of the fault; `NODE` hits the node of the first victim.
             victims: ranks.
         """
-        pid = self.pids()[victims[0]]
+        pid, at = self.pids()[victims[0]], time.time()
         match kind:
             case Kind.NODE:
                 at, _ = self.lose_node(victims[0])
             case Kind.STOP:
                 at = self.send(victims, signal.SIGSTOP)
             case Kind.STUCK:
-                at = self._stick(pid)
+                self._faulted.add(pid)
+                self._stall.with_name(f'{_STALL}.{pid}').touch()
             case Kind.AGENT:
-                at = self._lose_agent(victims[0])
+                self._lose_agent(victims[0])
             case Kind.JOB:
-                at = self._launch_again()
+                self.kill()
+                self._launcher.start()
             case _:
                 at = self.send(victims, signal.SIGKILL)
         return Injection(kind, at, pid)
@@ -276,7 +263,7 @@ class Job:
         Returns:
             The time (seconds since the epoch), and the bytes of that memory.
         """
-        ranks, node = self.ranks_of_node(rank), node_name(rank // self.workers_per_node)
+        ranks, node = self.ranks_of_node(rank), node_name(self._node_of(rank))
         if self._memory is None or not (memory := self._memory / node).is_dir():
             raise LabError(f'{node} has no memory to lose in {self._memory}')
         self.send(ranks, signal.SIGSTOP)
@@ -284,28 +271,16 @@ class Job:
         shutil.rmtree(memory)
         return self.send(ranks, signal.SIGKILL), nbytes
 
-    def _lose_agent(self, rank: int) -> float:
-        """Kill the agent of a rank with its worker, and restart it; returns the time."""
+    def _lose_agent(self, rank: int) -> None:
+        """Kill the agent of a rank with its workers, and restart it."""
         if not isinstance(self._launcher, Agents):
             raise LabError('only a job under torchrun has agents to lose')
-        self._faulted.add(self.pids()[rank])
-        lost_at = time.time()
-        self._faulted.update(self._launcher.kill_agent(rank // self.workers_per_node))
-        self._launcher.start_agent(rank // self.workers_per_node)
-        return lost_at
+        self._faulted.update(self.pids()[one] for one in self.ranks_of_node(rank))
+        self._launcher.kill(self._node_of(rank))
+        self._launcher.start_agent(self._node_of(rank))
 
-    def _launch_again(self) -> float:
-        """Kill launcher and workers, and launch the same job again; returns the time."""
-        killed_at = time.time()
-        self.kill()
-        self._launcher.start()
-        return killed_at
-
-    def _stick(self, pid: int) -> float:
-        self._faulted.add(pid)
-        stuck_at = time.time()
-        self._stall.with_name(f'{_STALL}.{pid}').touch()
-        return stuck_at
+    def _node_of(self, rank: int) -> int:
+        return rank // self._launch.workers_per_node
 
 
 @contextlib.contextmanager
@@ -341,7 +316,7 @@ class Trained(NamedTuple):
 def train(
     launch: Launch,
     hurt: Callable[[Job], float | None] | None = None,
-    launcher: Launcher | Callable[[Launch], Agents] = Launcher.LOCAL,
+    launcher: Start = Launcher.LOCAL,
     memory: Path | None = None,
 ) -> Trained:
     """Run a job to its end.
@@ -349,7 +324,7 @@ def train(
     Args:
         launch: parameters of the job; the flag for the digest is added.
         hurt: called after the start; returns the time of the last fault.
-        launcher: the program that starts the workers, or makes their agents.
+        launcher: what starts the workers.
         memory: host memory of the run, all nodes; required for faults that lose memory.
     """
     digest = launch.folder / DIGEST

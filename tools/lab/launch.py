@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launch parameters of a job under any launcher, and helpers for its processes."""
+"""Launch parameters of a job under any launcher, and the processes that it starts."""
 
 import argparse
 import contextlib
@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import socket
+import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -16,14 +17,14 @@ import psutil
 
 from megatron.moevement.seams.without_gpu import COMPILED
 from moevement_ext import command
+from moevement_ext.launch.child import bound
 from moevement_ext.launch.environment import connections
 
 ROOT, PROGRAM = command.ROOT, command.PROGRAM
 PACKAGE = __name__.rpartition('.lab.')[0]
 """Package of all tools; its name in a wheel is another."""
 _PORTS = 20_000, 32_000
-GRACE_S = 15
-"""Seconds between SIGTERM and SIGKILL."""
+_GRACE_S = 15  # between SIGTERM and SIGKILL
 
 ENVIRONMENT = {
     # One thread per process keeps the order of summation, hence the bits, equal everywhere.
@@ -71,14 +72,17 @@ class Launch(NamedTuple):
     def world_size(self) -> int:
         return self.nodes * self.workers_per_node
 
+    @property
+    def logs(self) -> Path:
+        return self.folder / 'logs'
+
     def environment(self) -> dict[str, str]:
         """Whole environment of the workers; faults armed in this process are left out."""
         inherited = {name: os.environ[name] for name in os.environ if name != 'MOEVEMENT_FAIL_AT'}
         inherited = {**connections(self.flags), **inherited}
         device = {} if self.share_gpu else _NO_GPU
         modules = os.pathsep.join(filter(None, [str(self.checkout), inherited.get('PYTHONPATH')]))
-        checkout = {'PYTHONPATH': modules}
-        return {**inherited, **ENVIRONMENT, **checkout, **device, **self.variables}
+        return {**inherited, **ENVIRONMENT, 'PYTHONPATH': modules, **device, **self.variables}
 
     def program(self) -> list[str]:
         program = str(self.checkout / self.program_file)
@@ -89,11 +93,8 @@ class Launch(NamedTuple):
 
 
 def add_share_gpu(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        '--share-gpu',
-        action='store_true',
-        help='all ranks on the first GPU, over NCCL (default: on the CPU, over gloo)',
-    )
+    about = 'all ranks on the first GPU, over NCCL (default: on the CPU, over gloo)'
+    parser.add_argument('--share-gpu', action='store_true', help=about)
 
 
 class Death(NamedTuple):
@@ -111,6 +112,51 @@ class Death(NamedTuple):
         return f'rank {self.rank} (pid {self.pid}) {how}'
 
 
+class Launched:
+    """The launchers of a job, by node, and all processes below them. Used from one thread."""
+
+    def __init__(self, launch: Launch) -> None:
+        self._launch = launch
+        self._launchers: dict[int, subprocess.Popen[bytes]] = {}
+
+    def _start(
+        self, node: int, command: Sequence[str], environment: Mapping[str, str], log: Path
+    ) -> None:
+        with log.open('ab') as output:
+            self._launchers[node] = subprocess.Popen(
+                bound(command),
+                cwd=self._launch.checkout,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C reaches only this tool, which then ends the job
+            )
+
+    def exit_status(self) -> int | None:
+        """Exit status of a failed launcher, else 0; None while the job runs."""
+        codes = [launcher.poll() for launcher in self._launchers.values()]
+        return next((code for code in codes if code), None if None in codes else 0)
+
+    def kill(self, node: int | None = None) -> None:
+        """SIGKILL the launcher of a node, or all, and their workers."""
+        for launcher in self._launchers.values() if node is None else [self._launchers[node]]:
+            if launcher.poll() is None:
+                launcher.send_signal(signal.SIGSTOP)  # it starts no more workers
+                kill_all(family([psutil.Process(launcher.pid)]))
+            launcher.wait()
+
+    def end(self) -> None:
+        """SIGTERM to the launchers, SIGKILL to all processes that are left some seconds later."""
+        running = [one for one in self._launchers.values() if one.poll() is None]
+        everybody = family([psutil.Process(launcher.pid) for launcher in running])
+        for launcher in running:
+            launcher.terminate()
+        kill_all(family(psutil.wait_procs(everybody, timeout=_GRACE_S)[1]))
+        for launcher in self._launchers.values():
+            launcher.wait()
+
+
 def node_name(node: int) -> str:
     """Name of an emulated node, as used for the folder of its host memory."""
     return f'node{node}'
@@ -125,10 +171,10 @@ def family(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
     return found
 
 
-def kill_groups(pids: Sequence[int]) -> None:
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(os.getpgid(pid), signal.SIGKILL)
+def kill_all(processes: Sequence[psutil.Process]) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def free_port() -> int:

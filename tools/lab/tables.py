@@ -8,9 +8,9 @@ from rich.console import Console
 from rich.table import Table
 
 
-def say(console: Console, text: str) -> None:
-    """Print a line unchanged, without markup, colors or added line breaks."""
-    console.print(text, highlight=False, soft_wrap=True, markup=False)
+def say(console: Console, text: str, style: str | None = None) -> None:
+    """Print a line unchanged, without markup, added colors or line breaks."""
+    console.print(text, style=style, highlight=False, soft_wrap=True, markup=False)
 
 
 def table(

@@ -7,10 +7,14 @@ import pytest
 
 from moevement_ext.config import REPORT, STOP
 from tools.chaos.configuration import (
+    ASYNC_SAVE,
     AUTO,
+    BF16,
+    FEATURES,
+    NARROW,
+    SAVE,
+    WIDE,
     Configuration,
-    Feature,
-    Precision,
     draw_configuration,
     parse_layout,
 )
@@ -20,7 +24,6 @@ from tools.lab.job import Kind
 from tools.lab.launch import PROGRAM, Launcher
 
 KINDS = list(Kind)
-NARROW = {Precision.C1, Precision.C2, Precision.C3, Precision.C4, Precision.C5}
 
 
 class TestFaults:
@@ -64,8 +67,8 @@ class TestConfiguration:
         self, seed: int
     ) -> None:
         drawn = self.drawn(seed)
-        assert {feature for one in drawn for feature in one.features} == set(Feature)
-        assert {one.precision for one in drawn} == set(Precision) - NARROW
+        assert {feature for one in drawn for feature in one.features} == set(FEATURES)
+        assert {one.precision for one in drawn} == set(WIDE)
         assert {one.launcher for one in drawn} == set(Launcher)
         assert {(one.verify, one.disk) for one in drawn} >= {(STOP, False), (REPORT, False)}
         assert {one.disk for one in drawn} == {True, False}
@@ -76,11 +79,11 @@ class TestConfiguration:
     @pytest.mark.parametrize('seed', range(0, 20, 5))
     def test_features_are_drawn_only_with_supported_layouts(self, seed: int) -> None:
         for one in self.drawn(seed):
-            assert not {Feature.SAVE, Feature.ASYNC_SAVE} <= set(one.features)
+            assert not {SAVE, ASYNC_SAVE} <= set(one.features)
             assert one.nodes * one.workers_per_node == one.layout.ranks
             assert 1 <= one.replicas < one.nodes
             if one.layout.dp > one.layout.ep:
-                assert one.precision is not Precision.BF16, 'its ranks share no state'
+                assert one.precision != BF16, 'its ranks share no state'
             if one.launcher is Launcher.TORCHRUN:
                 assert one.workers_per_node == 1 and one.spares == 0
             else:
@@ -97,18 +100,18 @@ class TestConfiguration:
             if one.precision not in NARROW:
                 assert one == other
                 continue
-            assert not {Feature.SAVE, Feature.ASYNC_SAVE, Feature.RECOMPUTE} & set(one.features)
+            assert not {SAVE, ASYNC_SAVE, 'recompute'} & set(one.features)
             assert one.layout.tp == one.layout.vp == 1
             assert one.nodes * one.workers_per_node == one.layout.ranks
 
     def test_narrow_state_is_trained_on_stand_ins_if_on_a_cpu(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        one = Configuration(parse_layout('pp4'), Precision.C4, (), 3, 4)
+        one = Configuration(parse_layout('pp4'), 'c4', (), 3, 4)
         flags = ' '.join(one.training_flags(Path('text'), 50, Path('run')))
         assert '--fp8-param-gather' in flags and '--main-params-dtype fp16' in flags
         assert one.launch(Path('run'), []).program_file == precisions.STAND_INS
-        wide = one._replace(precision=Precision.BF16)
+        wide = one._replace(precision=BF16)
         assert wide.launch(Path('run'), []).program_file == PROGRAM
         monkeypatch.setattr('importlib.util.find_spec', lambda name: object())
         real = one._replace(share_gpu=True)

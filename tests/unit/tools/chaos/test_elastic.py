@@ -98,7 +98,7 @@ def test_plain_megatron_trains_in_the_same_layouts(jobs: FakeJobs, tmp_path: Pat
     assert len([*ran.live()]) == 5
     assert ran.different() == [], 'streams of random numbers may differ'
     plain = jobs.starts[5:]
-    assert [start.layout for start in plain] == [EP4, EP3, EP4]
+    assert [start.life.layout for start in plain] == [EP4, EP3, EP4]
     assert [value(start, '--exit-interval') for start in plain] == ['3', '7', None]
     saved = [value(start, '--save') for start in plain]
     assert [value(start, '--load') for start in plain] == [None, *saved[:2]]

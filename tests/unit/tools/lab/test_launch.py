@@ -46,10 +46,10 @@ def test_job_on_a_gpu_runs_over_nccl(tmp_path: Path, monkeypatch: pytest.MonkeyP
         '--disable-gloo-process-groups',
         '--deterministic-mode',
     ]
-    command = LocalCluster(gpu)._command
+    command = LocalCluster(gpu).command()
     assert '--share-gpu' in command[: command.index('--')]
     assert command[command.index('--') + 1 :] == gpu.program()
-    assert '--share-gpu' not in LocalCluster(cpu)._command
+    assert '--share-gpu' not in LocalCluster(cpu).command()
     assert cpu.program()[1:] == ['--bf16']
 
 
