@@ -14,6 +14,7 @@ import argparse
 import shutil
 import statistics
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -23,20 +24,21 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from moevement_ext.events import Recovered, RecoveryStarted
 
-from .chaos import verdict
 from .lab.activity import together
 from .lab.arguments import Parser, at_least
 from .lab.benchmark import exit_on_sigterm, print_failure
 from .lab.digests import difference_table, differences
 from .lab.errors import LabError
-from .lab.evidence import kind_of, persisted
+from .lab.evidence import kind_of, persisted, problems
 from .lab.four_ranks import NODES, STAGE_RANKS, WORKERS_PER_NODE, WORLD_SIZE, training_flags
 from .lab.history import History
 from .lab.job import Job, Trained, memory_directory, train
 from .lab.launch import Launch, add_share_gpu
 from .lab.models import native_precision, prepare_text, sparse_flags
-from .lab.plots import Doing, Failure, Span, plot
+from .lab.plots import Doing, Failure, plot
 from .lab.run_log import Iteration
+from .lab.tables import say
+from .status import failure_table
 
 RUN_ID = 'demo'
 LOST = 0
@@ -45,6 +47,12 @@ WARM_UP_ITERATIONS = 5
 _DATA_MB = 8
 _MAX_RESTARTS = 3
 _PLAIN, _DISTURBED = 'fault-free', 'recovered'
+_LOST = f"""\
+  [red]node-{LOST} is lost[/] after iteration {{iteration}}: killed its {WORKERS_PER_NODE} workers \
+(all of pipeline stage {LOST}) and deleted its memory ({{mib:.0f}} MiB).
+  Hot spares, processes that have imported the program, take over, and fetch the replicas that \
+node-{1 - LOST} holds.
+  The workers of node-{1 - LOST} (stage {1 - LOST}) keep their state and wait."""
 
 
 class Result(NamedTuple):
@@ -82,19 +90,19 @@ def dense_bytes(history: History, ranks: Sequence[int]) -> int:
 def result(plain: Trained, disturbed: Trained) -> Result:
     history, log, killed_at = History(disturbed.events), disturbed.log, disturbed.hurt_at
     assert killed_at is not None
-    wrong = verdict.problems(disturbed.events, WORLD_SIZE, 1, [])
-    found = verdict.recoveries(disturbed.events, WORLD_SIZE)
-    for one in found:
-        new_ranks = verdict.replaced(one)
-        if (one.scope, one.stages, new_ranks) != ('localized', [LOST], list(STAGE_RANKS[LOST])):
-            wrong.append(f'{one.scope}, stages {one.stages}, new processes of ranks {new_ranks}')
-    if wrong or len(log.attempts) != 1:
-        why = '; '.join(wrong) or f'the last rank has had {len(log.attempts)} attempts'
+    wrong = problems(disturbed.events, WORLD_SIZE, 1, [])
+    for one in history.episodes:
+        if (one.scope, one.stages, one.replaced) != ('localized', [LOST], list(STAGE_RANKS[LOST])):
+            wrong.append(f'{one.scope}, stages {one.stages}, new processes of ranks {one.replaced}')
+    if len(log.attempts) != 1:
+        wrong.append(f'the last rank has had {len(log.attempts)} attempts')
+    if wrong:
+        why = '; '.join(wrong)
         raise LabError(f'the recovery was not localized: {why}; see the logs and events of the run')
-    new = log.first_after(max(event.target or 0 for event in found[0].recovered))
+    back = kind_of(disturbed.events, Recovered)
+    new = log.first_after(max(event.target or 0 for event in back))
     of_lost = [event for rank in STAGE_RANKS[LOST] for event in history.by_rank[rank]]
-    replay = max(event.time for event in kind_of(of_lost, RecoveryStarted))
-    back = max(event.time for event in kind_of(of_lost, Recovered))
+    replay_at = max(event.time for event in kind_of(of_lost, RecoveryStarted))
     before = [item for item in log.iterations if item.time <= killed_at]
     undisturbed = {item.number for item in before[WARM_UP_ITERATIONS:]}
     plain_ms, sparse_ms = (
@@ -104,11 +112,11 @@ def result(plain: Trained, disturbed: Trained) -> Result:
     slots = sum(statistics.mean(of_rank) for of_rank in history.slots.values())
     return Result(
         bit_identical=not disturbed.different(plain),
-        replayed=found[0].replayed,
+        replayed=max(event.replayed for event in back),
         new=new,
         seconds=new.time - killed_at,
-        starting_s=replay - killed_at,
-        replaying_s=back - replay,
+        starting_s=replay_at - killed_at,
+        replaying_s=max(event.time for event in kind_of(of_lost, Recovered)) - replay_at,
         overhead=sparse_ms / plain_ms,
         slot_over_dense=slots / dense_bytes(history, range(WORLD_SIZE)),
     )
@@ -121,17 +129,37 @@ def story(disturbed: Trained, new: Iteration) -> Failure:
     lanes = {}
     for stage, ranks in enumerate(STAGE_RANKS):
         lane, fate = together([spans[rank] for rank in ranks]), 'lives on'
-        if stage == LOST:  # it was lost before others noticed
+        if stage == LOST:
             fate = 'lost'
             lane = [
-                Span(
-                    doing, killed_at if doing is Doing.STARTING and end > killed_at else start, end
-                )
-                for doing, start, end in lane
-            ]
+                span._replace(start=killed_at)  # before others noticed
+                if span.doing is Doing.STARTING and span.end > killed_at else span
+                for span in lane
+            ]  # fmt: skip
         lanes[f'stage {stage}\nnode-{stage} {fate}'] = lane
     before = [item for item in disturbed.log.iterations if item.time <= killed_at]
     return Failure(f'stage {LOST} lost with its node', killed_at, before[-1], new, lanes)
+
+
+def follow(
+    job: Job, iterations: int, console: Console, kill_after: int | None = None
+) -> float | None:
+    """Show the progress of a job, which may lose a node; returns the time of that, if it did."""
+    killed_at = None
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn('iterations'), TimeElapsedColumn())
+    with Progress(TextColumn('  {task.description}'), *columns, console=console) as progress:
+        task = progress.add_task('starting processes', total=iterations)
+        for log in job.follow('the end'):
+            if not log.iterations:
+                continue
+            number, loss = log.iterations[-1].number, log.iterations[-1].loss
+            due = kill_after is not None and killed_at is None and number >= kill_after
+            if due and persisted(job.events(), job.pids(), 0.0):
+                killed_at, nbytes = job.lose_node(STAGE_RANKS[LOST][0])
+                lost = _LOST.format(iteration=number, mib=nbytes / 2**20)
+                console.print(lost, highlight=False, soft_wrap=True)
+            progress.update(task, completed=number, description=f'loss {loss:.3f}')
+    return killed_at
 
 
 def run_demo(args: argparse.Namespace, console: Console) -> Result:
@@ -141,64 +169,34 @@ def run_demo(args: argparse.Namespace, console: Console) -> Result:
     console.print('[bold]1. Text:[/] the sources of the standard library as byte tokens')
     data = prepare_text(output / 'data', _DATA_MB, quiet=False)
     flags = training_flags(data, args.iterations, native_precision(args.share_gpu))
-
-    def launch(name: str, more: Sequence[str] = (), max_restarts: int = 0) -> Launch:
-        spares = WORKERS_PER_NODE if max_restarts else 0
-        return Launch(
-            output / name, [*flags, *more], NODES, WORKERS_PER_NODE, max_restarts, spares,
-            share_gpu=args.share_gpu,
-        )  # fmt: skip
-
-    def follow(job: Job, kill_after: int | None = None) -> float | None:
-        killed_at = None
-        columns = (BarColumn(), MofNCompleteColumn(), TextColumn('iterations'), TimeElapsedColumn())
-        with Progress(TextColumn('  {task.description}'), *columns, console=console) as progress:
-            task = progress.add_task('starting processes', total=args.iterations)
-            for log in job.follow('the end'):
-                if not log.iterations:
-                    continue
-                number, loss = log.iterations[-1].number, log.iterations[-1].loss
-                due = kill_after is not None and killed_at is None and number >= kill_after
-                if due and persisted(job.events(), job.pids(), 0.0):
-                    killed_at, nbytes = job.lose_node(STAGE_RANKS[LOST][0])
-                    console.print(
-                        f'  [red]node-{LOST} is lost[/] after iteration {number}: killed its '
-                        f'{WORKERS_PER_NODE} workers (all of pipeline stage {LOST}) and deleted '
-                        f'its memory ({nbytes / 2**20:.0f} MiB).\n  Hot spares, processes that '
-                        'have imported the program, take over, and fetch the replicas that '
-                        f'node-{1 - LOST} holds.\n  The workers of node-{1 - LOST} (stage '
-                        f'{1 - LOST}) keep their state and wait.',
-                        highlight=False,
-                        soft_wrap=True,
-                    )
-                progress.update(task, completed=number, description=f'loss {loss:.3f}')
-        return killed_at
-
+    launch = Launch(
+        output / _PLAIN, flags, NODES, WORKERS_PER_NODE, share_gpu=args.share_gpu
+    )  # fmt: skip
     console.print('[bold]2. Fault-free run:[/] plain Megatron, without --sparse-ckpt')
-    plain = train(launch(_PLAIN), follow)
-    console.print(
-        f'[bold]3. The same with --sparse-ckpt[/], which loses node-{LOST}', highlight=False
-    )
+    plain = train(launch, lambda job: follow(job, args.iterations, console))
+    say(console, f'3. The same with --sparse-ckpt, which loses node-{LOST}', style='bold')
     with memory_directory('moevement-demo-') as memory:
         more = sparse_flags(memory, RUN_ID, args.window, output / _DISTURBED / 'events')
         disturbed = train(
-            launch(_DISTURBED, more, _MAX_RESTARTS),
-            lambda job: follow(job, args.kill_after),
+            launch._replace(
+                folder=output / _DISTURBED, flags=[*flags, *more], max_restarts=_MAX_RESTARTS,
+                spares=WORKERS_PER_NODE,
+            ),
+            lambda job: follow(job, args.iterations, console, args.kill_after),
             memory=memory / RUN_ID,
-        )
+        )  # fmt: skip
     if disturbed.hurt_at is None:
         raise LabError(
             f'the run ended before a window was persisted on all {WORLD_SIZE} ranks, so nothing '
             f'was lost; see {output / _DISTURBED}'
         )
-    different = differences(plain.state, disturbed.state)
-    if different:
+    if different := differences(plain.state, disturbed.state):
         console.print(difference_table(different, plain.state, disturbed.state))
-    found = result(plain, disturbed)
-    dense, picture = dense_bytes(History(disturbed.events), [WORLD_SIZE - 1]), output / 'demo.png'
+    found, history = result(plain, disturbed), History(disturbed.events)
+    dense, picture = dense_bytes(history, [WORLD_SIZE - 1]), output / 'demo.png'
     plot(plain.log, disturbed.log, dense, picture, story(disturbed, found.new))
-    console.print(verdict.table(verdict.recoveries(disturbed.events, WORLD_SIZE)))
-    console.print(f'Plot: {picture}', highlight=False, soft_wrap=True)
+    console.print(failure_table(history, time.time()))
+    say(console, f'Plot: {picture}')
     return found
 
 
@@ -228,15 +226,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console()
     exit_on_sigterm()
     try:
-        result = run_demo(args, console)
+        found = run_demo(args, console)
     except LabError as error:
         print_failure(console, 'demo', error)
         return 2
     except KeyboardInterrupt:
-        console.print('demo: interrupted; its processes are stopped and its memory is freed')
+        say(console, 'demo: interrupted; its processes are stopped and its memory is freed')
         return 130
-    print(result.line(), flush=True)
-    return 0 if result.bit_identical else 1
+    print(found.line(), flush=True)
+    return 0 if found.bit_identical else 1
 
 
 if __name__ == '__main__':

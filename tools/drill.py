@@ -21,26 +21,28 @@ import os
 import shlex
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from rich.console import Console
 
-from .chaos.verdict import devices, problems, recoveries, table
-from .lab.arguments import Parser, at_least, split_at_end
+from moevement_ext.events import DeviceProblem
+
+from .lab.arguments import Flag, Parser, add_flags, at_least, split_at_end
 from .lab.benchmark import exit_on_sigterm, print_failure
 from .lab.digests import kinds_of_difference, read_digest
 from .lab.errors import LabError
+from .lab.evidence import kind_of, problems
 from .lab.following import read_events
+from .lab.history import History
 from .lab.job import DIGEST
 from .lab.launch import PROGRAM, ROOT
+from .lab.tables import say
 from .lab.trainer_flags import groups, parse_trainer_flags, value_of
+from .status import failure_table
 
-_END = '--'
-_UNDISTURBED = 'undisturbed'
-_DISTURBED = 'disturbed'
 _DELETED_S = 120.0
 _EVENTS = 'events'
 _LEFT_OUT = {
@@ -57,17 +59,6 @@ _LEFT_OUT = {
 }  # fmt: skip
 
 
-class _Job(NamedTuple):
-    """Launch parameters of the drill."""
-
-    command: list[str]
-    """Command line of the launcher, up to its `--`."""
-    nodes: int
-    workers_per_node: int
-    spare: bool
-    """A spare can replace a lost node."""
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     own, flags = split_at_end(argv)
     args = _parser().parse_args(own)
@@ -82,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _hold(args: argparse.Namespace, flags: Sequence[str], console: Console) -> int:
     if not flags:
-        raise LabError(f'no flags of pretrain_gpt.py: put {_END} and them after the other flags')
+        raise LabError('no flags of pretrain_gpt.py: put -- and them after the other flags')
     if not 0 < args.first < args.second < args.iterations:
         raise LabError(
             f'--first {args.first} --second {args.second} --iterations {args.iterations}: each '
@@ -94,59 +85,62 @@ def _hold(args: argparse.Namespace, flags: Sequence[str], console: Console) -> i
     folder = (args.output or Path('runs', run_id)).absolute()
     if folder.exists():
         raise LabError(f'--output {folder} exists already: give another folder')
-    job = _job(args)
+    launcher, nodes, spare = _launcher(args)
     faults = ['--kill', f'0@{args.first}']
-    if job.spare:
-        faults += ['--kill-node', f'{job.nodes - 1}@{args.second}']
-    for name, staged in ((_UNDISTURBED, []), (_DISTURBED, faults)):
-        own = folder / name
-        command = [*job.command, '--log-dir', str(own / 'logs'), *staged, _END, str(ROOT / PROGRAM)]
-        console.print(f'drill: the {name} job, in {own}', soft_wrap=True)
+    faults += ['--kill-node', f'{nodes - 1}@{args.second}'] * spare
+    for name, staged in (('undisturbed', []), ('disturbed', faults)):
+        own, run = folder / name, f'{run_id}-{name}'
+        program = [str(ROOT / PROGRAM), *drill_flags(flags, args.iterations, run, own)]
+        say(console, f'drill: the {name} job, in {own}')
         try:
-            status = _run([*command, *drill_flags(flags, args.iterations, f'{run_id}-{name}', own)])
+            status = _run([*launcher, '--log-dir', str(own / 'logs'), *staged, '--', *program])
         finally:
-            remove_memory(memory, f'{run_id}-{name}')
+            remove_memory(memory, run)
         if status != 0:
             if not staged:  # nothing ran yet: wrong flags, for example
                 raise LabError(f'the {name} job ended with status {status}; see its output above')
-            console.print(f'drill NOT passed: the {name} job ended with status {status}')
+            say(console, f'drill NOT passed: the {name} job ended with status {status}')
             return 1
-    return _report(folder, job, len(faults) // 2, console)
+    failed = _report(folder, nodes * args.workers_per_node, len(faults) // 2, console)
+    lost = f'lost a worker{", a node" if spare else " (no spare: no node)"}'
+    verdict = 'NOT passed' if failed else 'passed, all bits are equal'
+    say(console, f'drill {verdict}: {lost}; logs and events are in {folder}')
+    return int(failed)
 
 
-def _report(folder: Path, job: _Job, failures: int, console: Console) -> int:
-    states = [read_digest(folder / name / DIGEST) for name in (_UNDISTURBED, _DISTURBED)]
-    undisturbed, events = (
-        read_events(folder / name / _EVENTS) for name in (_UNDISTURBED, _DISTURBED)
+def _report(folder: Path, ranks: int, failures: int, console: Console) -> bool:
+    """Print recoveries and problems; returns True if there are any problems."""
+    undisturbed, disturbed = folder / 'undisturbed', folder / 'disturbed'
+    events = read_events(disturbed / _EVENTS)
+    if events:
+        console.print(failure_table(History(events), time.time()))
+    devices = (
+        f'rank {event.rank}: GPU {event.device}: {event.what}'
+        for event in kind_of([*read_events(undisturbed / _EVENTS), *events], DeviceProblem)
     )
-    ranks = job.nodes * job.workers_per_node
-    console.print(table(recoveries(events, ranks)))
-    for line in devices([*undisturbed, *events]):
-        console.print(line, style='yellow', markup=False, soft_wrap=True)
-    found = problems(events, ranks, failures, kinds_of_difference(*states))
+    for line in dict.fromkeys(devices):
+        say(console, line, style='yellow')
+    differ = kinds_of_difference(read_digest(undisturbed / DIGEST), read_digest(disturbed / DIGEST))
+    found = problems(events, ranks, failures, differ)
     for line in found:
-        console.print(line, style='bold red', markup=False, soft_wrap=True)
-    node = ', a node' if job.spare else ' (no spare: no node)'
-    verdict = 'NOT passed' if found else 'passed, all bits are equal'
-    lost = f'drill {verdict}: lost a worker{node}; logs and events are in {folder}'
-    console.print(lost, soft_wrap=True)
-    return 1 if found else 0
+        say(console, line, style='bold red')
+    return bool(found)
 
 
-def _job(args: argparse.Namespace) -> _Job:
-    python, workers = sys.executable, args.workers_per_node
-    each = ['--workers-per-node', str(workers)]
-    if 'SLURM_JOB_NODELIST' not in os.environ:
-        launcher = [python, '-m', 'moevement_ext.launch.command_line', '--nodes', str(args.nodes)]
-        return _Job([*launcher, *each], args.nodes, workers, spare=True)
-    nodes = int(os.environ['SLURM_JOB_NUM_NODES']) - args.spare_nodes
+def _launcher(args: argparse.Namespace) -> tuple[list[str], int, bool]:
+    """Command line of the launcher, nodes that train, and True if a spare can replace a node."""
+    module, more, nodes, spare = 'command_line', ['--nodes', str(args.nodes)], args.nodes, True
+    if 'SLURM_JOB_NODELIST' in os.environ:
+        module, more = 'slurm', ['--spare-nodes', str(args.spare_nodes)]
+        nodes = int(os.environ['SLURM_JOB_NUM_NODES']) - args.spare_nodes
+        spare = args.spare_nodes > 0
+        for flag, variable in (('--step-flags', 'STEP_FLAGS'), ('--agent-python', 'AGENT_PYTHON')):
+            if os.environ.get(variable):  # as scripts/slurm_job.sh passes them
+                more.append(f'{flag}={os.environ[variable]}')
     if nodes < 1:
         raise LabError(f'--spare-nodes {args.spare_nodes} leaves no node to train on')
-    launcher = [python, '-m', 'moevement_ext.launch.slurm', '--spare-nodes', str(args.spare_nodes)]
-    for flag, variable in (('--step-flags', 'STEP_FLAGS'), ('--agent-python', 'AGENT_PYTHON')):
-        if os.environ.get(variable):  # as scripts/slurm_job.sh passes them
-            launcher.append(f'{flag}={os.environ[variable]}')
-    return _Job([*launcher, *each], nodes, workers, args.spare_nodes > 0)
+    each = ['--workers-per-node', str(args.workers_per_node)]
+    return [sys.executable, '-m', f'moevement_ext.launch.{module}', *more, *each], nodes, spare
 
 
 def drill_flags(given: Sequence[str], iterations: int, run_id: str, folder: Path) -> list[str]:
@@ -154,31 +148,22 @@ def drill_flags(given: Sequence[str], iterations: int, run_id: str, folder: Path
 
     Schedules stay those of the whole run. `folder` is for events, and the digest of the state.
     """
-    if '--train-samples' in _names(given):
+    names = {flag for flag, _ in groups(given)}
+    if '--train-samples' in names:
         raise LabError('--train-samples: give a drill --train-iters, and schedules in iterations')
-    if '--sparse-ckpt-verify' in _names(given) and value_of(given, '--sparse-ckpt-verify') == 'off':
+    if value_of(given, '--sparse-ckpt-verify') == 'off':
         raise LabError('--sparse-ckpt-verify off: a drill must verify; leave it out')
-    flags = _without(given, _LEFT_OUT)
+    kept = ([flag, *values] if flag else values
+            for flag, values in groups(given) if flag not in _LEFT_OUT)  # fmt: skip
+    flags = [word for words in kept for word in words]
     whole = value_of(given, '--train-iters')
-    if whole is not None and '--lr-decay-iters' not in _names(given):
+    if whole is not None and '--lr-decay-iters' not in names:
         flags += ['--lr-decay-iters', whole]
-    flags += ['--train-iters', str(iterations), '--log-interval', '1']
     return [
-        *flags, '--sparse-ckpt', '--sparse-ckpt-run-id', run_id,
+        *flags, '--train-iters', str(iterations), '--log-interval', '1',
+        '--sparse-ckpt', '--sparse-ckpt-run-id', run_id,
         '--sparse-ckpt-events', str(folder / _EVENTS), '--sparse-ckpt-digest', str(folder / DIGEST),
     ]  # fmt: skip
-
-
-def _without(flags: Sequence[str], names: set[str]) -> list[str]:
-    kept: list[str] = []
-    for flag, values in groups(flags):
-        if flag not in names:
-            kept += [flag, *values] if flag else values
-    return kept
-
-
-def _names(flags: Sequence[str]) -> set[str]:
-    return {flag for flag, _ in groups(flags)}
 
 
 def _run(command: Sequence[str]) -> int:
@@ -210,22 +195,18 @@ def remove_memory(roots: Sequence[str], run_id: str) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog='moevement drill', description=__doc__, allow_abbrev=False)
-    add = parser.add_argument
-    add(
-        '--nodes',
-        type=at_least(1),
-        default=2,
-        metavar='N',
-        help='emulated nodes, without Slurm (2)',
-    )
-    add('--spare-nodes', type=int, default=1, metavar='N', help='spare nodes of the allocation (1)')
-    add('--workers-per-node', type=at_least(1), default=1, metavar='N',
-        help='ranks on each node (1)')  # fmt: skip
-    add('--first', type=int, default=20, metavar='N', help='iteration to kill a worker at (20)')
-    add('--second', type=int, default=40, metavar='N', help='iteration to kill a node at (40)')
-    add('--iterations', type=int, default=60, metavar='N', help='iterations to train (60)')
-    add('--output', type=Path, metavar='DIR', help='folder of logs and events, on all nodes '
-        '(runs/drill-...)')  # fmt: skip
+    count = at_least(1)
+    add_flags(
+        parser,
+        Flag('--nodes', 'emulated nodes, without Slurm (2)', count, 2, 'N'),
+        Flag('--spare-nodes', 'spare nodes of the allocation (1)', int, 1, 'N'),
+        Flag('--workers-per-node', 'ranks on each node (1)', count, 1, 'N'),
+        Flag('--first', 'iteration to kill a worker at (20)', int, 20, 'N'),
+        Flag('--second', 'iteration to kill a node at (40)', int, 40, 'N'),
+        Flag('--iterations', 'iterations to train (60)', int, 60, 'N'),
+        Flag('--output', 'folder of logs and events, on all nodes (runs/drill-...)', Path,
+             metavar='DIR'),
+    )  # fmt: skip
     return parser
 
 

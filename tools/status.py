@@ -30,7 +30,7 @@ from moevement_ext.events import WINDOW_EVERY_S
 from .lab.arguments import Parser, above_0
 from .lab.errors import LabError
 from .lab.following import Follower
-from .lab.history import Episode, History, Pace, read_history, shares
+from .lab.history import History, Pace, read_history, shares
 from .lab.plots import Doing
 from .lab.tables import table
 from .lab.text import duration, loss
@@ -92,8 +92,8 @@ class Stage(NamedTuple):
 def show(history: History, now: float) -> Group:
     parts: list[Text | Table] = [_headline(history, now), _figures(history), _stages(history)]
     if history.episodes:
-        parts.append(_recoveries(history, now))
-    reduced = history.reduced()
+        parts.append(failure_table(history, now))
+    reduced = history.reduced
     if reduced:
         newest = reduced[-1]
         parts.append(Text(
@@ -225,26 +225,21 @@ def _hosts(history: History, ranks: list[int]) -> str:
     return shown if len(nodes) <= _HOSTS else f'{shown} and {len(nodes) - _HOSTS} more'
 
 
-def _recoveries(history: History, now: float) -> Table:
-    found = history.episodes
-    title = f'Newest of {len(found)} failures'
+def failure_table(history: History, now: float) -> Table:
+    """The newest failures and how the job came back from each."""
     columns = ('>!at', 'came back', '>replaced', '>replayed', '>verified', '>differ', '>!lasted')
-    newest = found[-_RECOVERIES:]
-    styles = ['bold red' if episode.differing else None for episode in newest]
-    return table(columns, [_row(one, now) for one in newest], styles, title=title, **_BARE)
-
-
-def _row(episode: Episode, now: float) -> list[str]:
-    end = now if episode.end is None else episode.end
-    return [
-        datetime.fromtimestamp(episode.start).strftime('%m-%d %H:%M:%S'),
-        episode.scope,
-        ' '.join(map(str, episode.replaced)) or '–',
-        str(episode.replayed),
-        str(episode.verified),
-        str(len(episode.differing)),
-        duration(max(end - episode.start, 0.0)),
-    ]
+    newest = history.episodes[-_RECOVERIES:]
+    rows = (
+        (
+            datetime.fromtimestamp(one.start).strftime('%m-%d %H:%M:%S'), one.scope,
+            ' '.join(map(str, one.replaced)) or '–', str(one.replayed), str(one.verified),
+            str(len(one.differing)), duration(max((one.end or now) - one.start, 0.0)),
+        )
+        for one in newest
+    )  # fmt: skip
+    styles = ['bold red' if one.differing else None for one in newest]
+    title = f'Newest of {len(history.episodes)} failures'
+    return table(columns, rows, styles, title=title, **_BARE)
 
 
 if __name__ == '__main__':

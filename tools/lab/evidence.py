@@ -157,3 +157,22 @@ def lost_iterations(
             return 0
     before = [iteration.number for iteration in iterations if iteration.time <= found.at]
     return max(0, max(before, default=0) - found.target)
+
+
+def problems(
+    events: Sequence[Event], ranks: int, failures: int, differ: Sequence[str]
+) -> list[str]:
+    """Reasons why a job did not come back from its failures as it should; empty if it did.
+
+    `differ`: kinds of state that differ from the state of a job without failures.
+    """
+    found = [f'the final state differs from the undisturbed one: {" ".join(differ)}'] * bool(differ)
+    reports = kind_of(events, Recovered)
+    counts = [sum(event.rank == rank for event in reports) for rank in range(ranks)]
+    if min(counts, default=0) < failures or len(set(counts)) > 1:
+        found.append(f'{failures} failures were staged; recoveries by rank: {counts}')
+    wrong = [f'rank {event.rank}: {name}' for event in reports for name in event.differing]
+    if wrong:
+        found.append(f'{len(wrong)} recovered operators differ, such as {wrong[0]}')
+    tiers = sorted({f'{event.tier}: {event.reason}' for event in kind_of(events, NextTier)})
+    return found + [f'it went on from {tier}' for tier in tiers]

@@ -21,6 +21,7 @@ from moevement_ext.events import (
     Recovered,
     RecoveryPhase,
     RecoveryStarted,
+    Replanned,
     Resharded,
     WindowCommitted,
     WindowPersisted,
@@ -370,6 +371,12 @@ class History:
         start = min(event.start for event in known.values())
         return start if start <= self.iteration else None  # the job has restarted before the window
 
+    @property
+    def replans(self) -> int:
+        """Number of times that windows were replanned."""
+        return max((event.version for event in self.newest(Replanned).values()), default=0)
+
+    @property
     def reduced(self) -> list[ProtectionReduced]:
         return kind_of(self.events, ProtectionReduced)
 

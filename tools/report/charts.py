@@ -2,12 +2,9 @@
 """What the page draws, as positions in a drawing of some width: activity, pace, slots, memory."""
 
 import math
-import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
-
-from moevement_ext.events import Replanned
 
 from ..lab.activity import together
 from ..lab.history import History, Progress
@@ -176,24 +173,3 @@ def memory_rows(history: History) -> list[tuple[str, int, dict[str, int]]]:
         for kind, nbytes in place.host_memory.items():
             kinds[place.node][kind] += nbytes
     return [(node, ranks[node], dict(kinds[node])) for node in sorted(kinds)]
-
-
-def figures(history: History) -> dict[str, str]:
-    found: dict[str, str] = {}
-    if history.window:
-        found['iterations per window'] = str(history.window)
-    if history.places:
-        replicas = min(place.replicas for place in history.places.values())
-        found['copies in other failure domains'] = str(replicas)
-    if history.persisting_s:
-        middle, worst = statistics.median(history.persisting_s), max(history.persisting_s)
-        text = f'{duration(middle)} (median), {duration(worst)} at most'
-        found['from the last slot until all have the window'] = text
-    newest = history.newest_window
-    if newest is not None:
-        age = history.iteration - newest
-        found['newest window that all have'] = f'begins at {newest}, {age} iterations ago'
-    plans = {event.version for event in history.newest(Replanned).values()}
-    if plans:
-        found['times windows were replanned'] = str(max(plans))
-    return found

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The demo: what it demands of the events of a localized recovery, and what it reports of them."""
 
+import operator
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from msgspec.structs import replace
 from moevement_ext.events import (
     Event,
     FailureDetected,
+    Finished,
     NextTier,
     Protected,
     Recovered,
@@ -27,6 +29,7 @@ from tools.lab.run_log import Iteration, RunLog
 
 KILLED_AT = 100.0
 Events = list[Event]
+BY_TIME = operator.attrgetter('time')
 PLACE: dict[str, Any] = {
     'node': 'n', 'world_size': WORLD_SIZE, 'copies': 1, 'replicas': 1, 'window': 2,
     'host_memory': {}, 'experts': [], 'operators': {'a': (60, 10), 'b': (40, 10)},
@@ -53,9 +56,10 @@ def good_events() -> Events:
             found.append(event(FailureDetected, rank, 98.7 + rank, pid=rank, reason='gone'))
         found.append(
             event(Recovered, rank, 115.7 + rank / 10, pid=pid, replayed=10 * lost, target=28,
-                  scope='localized', stages=[LOST], replacements=list(STAGE_RANKS[LOST]))
+                  scope='localized', stages=[LOST])
         )  # fmt: skip
-    return sorted(found, key=lambda item: item.time)
+        found.append(event(Finished, rank, 130.0, pid=pid, removed=True))
+    return sorted(found, key=BY_TIME)
 
 
 def logged(*pairs: tuple[int, float]) -> list[Iteration]:
@@ -102,7 +106,8 @@ def with_field(rank: int, **fields: Any) -> Events:
 @pytest.mark.parametrize(
     ('disturbed', 'complaint'),
     [
-        (recovered(with_field(0, replacements=[0, 1, 2])), r'new processes of ranks \[0, 1, 2\]'),
+        (recovered(sorted([*good_events(), event(WorkerStarted, 2, 106.0, pid=9)], key=BY_TIME)),
+         r'new processes of ranks \[0, 1, 2\]'),
         (recovered(without(Recovered, 3)), 'recoveries by rank'),
         (recovered(with_field(0, stages=[0, 1])), r'stages \[0, 1\]'),
         (recovered(with_field(0, scope='whole job')), 'whole job, stages'),
@@ -127,5 +132,5 @@ def test_lanes_show_which_stage_replays_and_which_waits() -> None:
         (Doing.REPLAYING, 110.0),
         (Doing.TRAINING, pytest.approx(115.8)),
     ]
-    assert [span.doing for span in kept][-1] == Doing.WAITING
+    assert [span.doing for span in kept][-2:] == [Doing.WAITING, Doing.TRAINING]
     assert (found.before.number, found.after.number) == (28, 29)

@@ -122,8 +122,8 @@ def test_message_of_gloo_is_no_headline() -> None:
     noticed = 'RuntimeError: [/w/gloo/pair.cc:5] Read error: reset by peer. GLHF!'
     events = [FailureDetected(reason=noticed, rank=0), WorkerStarted(rank=2), WorkerStarted(rank=3)]
     history = SimpleNamespace(places={2: SimpleNamespace(node='n2'), 3: SimpleNamespace(node='n2')})
-    found = _headline(Episode(0.0, 1.0, events), history)  # type: ignore[arg-type]
+    found = _headline(history, Episode(0.0, 1.0, events))  # type: ignore[arg-type]
     assert found == 'ranks 2 3 (now on n2) replaced'
     seen = FailureDetected(reason='rank 2 (pid 7) was killed by SIGKILL', rank=0)
-    found = _headline(Episode(0.0, 1.0, [*events, seen]), history)  # type: ignore[arg-type]
+    found = _headline(history, Episode(0.0, 1.0, [*events, seen]))  # type: ignore[arg-type]
     assert found == 'rank 2 (pid 7) was killed by SIGKILL'
