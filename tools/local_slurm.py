@@ -24,6 +24,7 @@ import socket
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -39,35 +40,7 @@ _STEP_DAEMON = 'slurmstepd'
 _START_S = 60.0
 _POLL_S = 0.05
 _TAIL = 500
-
-_CONFIGURATION = """\
-ClusterName=local
-SlurmctldHost=localhost
-SlurmctldPort={port}
-SlurmUser=root
-SlurmdUser=root
-AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket,cred_expire=10
-StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool/%n
-SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd-%n.pid
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-JobAcctGatherType=jobacct_gather/none
-SelectType=select/cons_tres
-SelectTypeParameters=CR_Core
-GresTypes=gpu
-SlurmdParameters=config_overrides
-SchedulerParameters=batch_sched_delay=0,sched_interval=1
-ReturnToService=2
-SlurmdTimeout=20
-MessageTimeout=5
-KillWait=5
-MpiDefault=none
-PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
-"""
-_NODE = 'NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=2 Gres=gpu:1\n'
+_NODE = '{name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=2 Gres=gpu:1'
 # A fake device: the jobs train on the CPU, but count GPUs as on a real cluster.
 _DEVICES = 'Name=gpu File=/dev/null\n'
 
@@ -102,13 +75,9 @@ class LocalSlurm:
             raise LabError(
                 f'{self.folder} cannot be made a folder of a cluster: {error}'
             ) from error
-        self._start_daemon(
-            _MUNGE,
-            *('--force', '--foreground', '--num-threads=2'),
-            *(f'--{name}-file={self.folder / f"munge.{name}"}' for name in ('key', 'pid', 'seed')),
-            f'--log-file={self.folder / "log" / "munge.log"}',
-            f'--socket={self.folder / "munge.socket"}',
-        )
+        munge = [f'--{name}-file={self.folder}/munge.{name}' for name in ('key', 'pid', 'seed')]
+        munge += [f'--log-file={self.folder}/log/munge.log', f'--socket={self.folder}/munge.socket']
+        self._start_daemon(_MUNGE, '--force', '--foreground', '--num-threads=2', *munge)
         self._wait((self.folder / 'munge.socket').exists)
         self._start_daemon(_CONTROLLER, '-D', '-i')
         for name in NODES:
@@ -175,10 +144,11 @@ class LocalSlurm:
         key = self.folder / 'munge.key'
         key.write_bytes(secrets.token_bytes(1024))
         key.chmod(0o400)
+        text = Path(__file__).with_suffix('.toml').read_text('utf-8')
+        lines = [*tomllib.loads(text.format(port=_free_port(), folder=self.folder)).items()]
         host = socket.gethostname()
-        nodes = [_NODE.format(name=name, host=host, port=_free_port()) for name in NODES]
-        text = _CONFIGURATION.format(port=_free_port(), folder=self.folder)
-        self.configuration.write_text(text + ''.join(nodes))
+        lines += [('NodeName', _NODE.format(name=n, host=host, port=_free_port())) for n in NODES]
+        self.configuration.write_text(''.join(f'{name}={value}\n' for name, value in lines))
         (self.folder / 'gres.conf').write_text(_DEVICES)
 
     def _start_daemon(self, program: str, *arguments: str) -> None:
@@ -232,9 +202,7 @@ def _step_daemons(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
     found = []
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
-            parent = process.parent()
-            if parent is not None and _program(parent) == _STEP_DAEMON:
-                found.append(parent)
+            found += [one for one in process.parents()[:1] if _program(one) == _STEP_DAEMON]
     return found
 
 
@@ -280,10 +248,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(
-        prog='moevement local-slurm',
-        description=__doc__,
-    )
+    parser = Parser(prog='moevement local-slurm', description=__doc__)
     commands = parser.add_subparsers(dest='command', required=True)
     for name, about in (
         ('start', 'start a cluster in a folder'),

@@ -33,8 +33,13 @@ def spent(pids: Sequence[int]) -> Spent:
     training_s = total_s = 0.0
     for pid in pids:
         with contextlib.suppress(OSError, psutil.NoSuchProcess):
-            training_s += _first_thread(pid)
-            total_s += _with_children(psutil.Process(pid))
+            first = Path(f'/proc/{pid}/task/{pid}/schedstat').read_text().split()[0]
+            training_s += int(first) / 1e9
+            for process in family([psutil.Process(pid)]):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    times = process.cpu_times()
+                    total_s += times.user + times.system
+                    total_s += times.children_user + times.children_system
     return Spent(time.time(), total_s, training_s)
 
 
@@ -67,25 +72,3 @@ class CpuClock:
         times, seconds, _ = zip(*self._samples, strict=True)
         used = np.interp([begin, end], times, np.maximum.accumulate(seconds))
         return float(used[1] - used[0])
-
-
-def _first_thread(pid: int) -> float:
-    """CPU seconds of the first thread of a process; 0 if it is gone."""
-    with contextlib.suppress(OSError):
-        nanoseconds = Path(f'/proc/{pid}/task/{pid}/schedstat').read_text().split()[0]
-        return int(nanoseconds) / 1e9
-    return 0.0
-
-
-def _with_children(process: psutil.Process) -> float:
-    """CPU seconds of a process, its living children and the children it has reaped."""
-    try:
-        family = [process, *process.children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return 0.0
-    total = 0.0
-    for member in family:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            spent = member.cpu_times()
-            total += spent.user + spent.system + spent.children_user + spent.children_system
-    return total

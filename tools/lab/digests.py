@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Digests of final states, as `--sparse-ckpt-digest` writes them, and their differences."""
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -11,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from .errors import LabError
+from .tables import table
 
 
 class DigestFileError(LabError):
@@ -75,22 +75,14 @@ def _entry_differences(first: StateDigest, second: StateDigest) -> Iterator[Diff
 
 
 def difference_table(found: Sequence[Difference], first: StateDigest, second: StateDigest) -> Table:
-    table = Table(title='States differ', title_justify='left')
-    table.add_column('rank', justify='right')
-    table.add_column('kind')
-    table.add_column('different', justify='right')
-    table.add_column('of', justify='right')
-    table.add_column('for example', overflow='fold')
     groups: dict[tuple[str, str], list[str]] = {}
     for rank, kind, name in found:
         groups.setdefault((rank, kind), []).append(name)
+    rows = []
     for (rank, kind), names in groups.items():
-        total = _entries_of(kind, first.ranks.get(rank, {}), second.ranks.get(rank, {}))
-        example = names[0].removeprefix(f'{kind}/')
-        table.add_row(rank, kind, str(len(names)), str(total or len(names)), escape(example))
-    return table
-
-
-def _entries_of(kind: str, *sides: dict[str, str]) -> int:
-    names = {name for side in sides for name in side}
-    return Counter(name.partition('/')[0] for name in names)[kind]
+        every = {*first.ranks.get(rank, {}), *second.ranks.get(rank, {})}
+        total = sum(name.partition('/')[0] == kind for name in every) or len(names)
+        example = escape(names[0].removeprefix(f'{kind}/'))
+        rows.append((rank, kind, str(len(names)), str(total), example))
+    columns = ('>rank', 'kind', '>different', '>of', 'for example')
+    return table(columns, rows, title='States differ', title_justify='left')

@@ -135,13 +135,12 @@ class Episode:
     @property
     def phases(self) -> dict[str, float]:
         """Seconds by phase on the slowest rank; includes the start of its process if it is new."""
-        slowest = self.slowest
-        if slowest is None:
+        if self.slowest is None:
             return {}
-        started = [event for event in kind_of(self.events, WorkerStarted)
-                   if event.rank == slowest.rank]  # fmt: skip
-        start = {PROCESS_START: started[-1].time - self.start} if started else {}
-        return {**start, **slowest.seconds}
+        started = {event.rank: event.time - self.start
+                   for event in kind_of(self.events, WorkerStarted)}  # fmt: skip
+        new = self.slowest.rank in started
+        return ({PROCESS_START: started[self.slowest.rank]} if new else {}) | self.slowest.seconds
 
 
 class History:
@@ -215,14 +214,12 @@ class History:
     @cached_property
     def spans(self) -> dict[int, list[Span]]:
         """Activity of each rank, from its first process on."""
-        members = set(self.members)
-        ends = {
-            rank: self.end
-            if rank in members and not isinstance(events[-1], Finished)
-            else events[-1].time
-            for rank, events in self.by_rank.items()
-        }
-        return {rank: activity.spans(self._turns[rank], ends[rank]) for rank in self.ranks}
+        found = {}
+        for rank in self.ranks:
+            last = self.by_rank[rank][-1]
+            lives = rank in self.members and not isinstance(last, Finished)
+            found[rank] = activity.spans(self._turns[rank], self.end if lives else last.time)
+        return found
 
     @cached_property
     def _turns(self) -> dict[int, list[tuple[float, Doing | None]]]:
@@ -267,11 +264,12 @@ class History:
             if self._is_one(before, after):
                 before[1] = after[1]
                 merged.remove(after)
-        return [
-            Episode(start, None if end >= self.end and not self.finished else end,
-                    [event for event in self.events if start <= event.time <= end])
-            for start, end in merged
-        ]  # fmt: skip
+        found = []
+        for start, end in merged:
+            within = [event for event in self.events if start <= event.time <= end]
+            lasts = end >= self.end and not self.finished
+            found.append(Episode(start, None if lasts else end, within))
+        return found
 
     def _is_one(self, before: Sequence[float], after: Sequence[float]) -> bool:
         """True if ranks report the same recovery in both periods, as clocks of hosts differ."""
@@ -287,16 +285,13 @@ class History:
     @cached_property
     def planned(self) -> tuple[float, float]:
         """Seconds from planned stops to the next starts, and from those until all ranks trained."""
-        paused = starting = 0.0
-        before: Span | None = None
-        for span in activity.together(list(self.spans.values())):
-            paused += span.start - before.end if before else 0.0
-            before = span
-        for spans in self.spans.values():
-            starting = max(
-                starting, sum(span.end - span.start for span in activity.restarts(spans))
-            )
-        return paused, starting
+        whole = activity.together(list(self.spans.values()))
+        paused = sum(after.start - before.end for before, after in itertools.pairwise(whole))
+        starting = (
+            sum(span.end - span.start for span in activity.restarts(spans))
+            for spans in self.spans.values()
+        )
+        return paused, max(starting, default=0.0)
 
     @cached_property
     def progress(self) -> dict[int, list[Progress]]:
@@ -424,19 +419,14 @@ def _progress(events: Iterable[Event]) -> Iterator[Progress]:
     for event in events:
         if isinstance(event, WindowCommitted):
             if before is not None and before.pid == event.pid:
-                yield from _piece(before, event)
+                iterations = event.iteration - before.iteration
+                training_s = event.training_s - before.training_s
+                exposed_s = event.exposed_s - before.exposed_s
+                if iterations > 0:
+                    yield Progress(event.time, iterations, training_s, exposed_s)
             before = event
         elif isinstance(event, FailureDetected | RecoveryStarted | RecoveryPhase | Recovered):
             before = None
-
-
-def _piece(before: WindowCommitted, after: WindowCommitted) -> Iterator[Progress]:
-    iterations = after.iteration - before.iteration
-    if iterations > 0:
-        yield Progress(
-            after.time, iterations,
-            after.training_s - before.training_s, after.exposed_s - before.exposed_s,
-        )  # fmt: skip
 
 
 def read_history(folder: Path) -> History:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .drawing import FAILURE, MUTED, OTHER, OWN, picture
+from .drawing import FAILURE, MUTED, OTHER, OWN, note, picture
 from .run_log import Iteration, RunLog
 
 MIB = 1 << 20
@@ -70,17 +70,20 @@ def plot(plain: RunLog, sparse: RunLog, dense_bytes: int, target: Path, failure:
 
 def _draw_loss(axes: Any, plain: RunLog, sparse: RunLog, failure: Failure) -> None:
     axes.set_title('Loss over wall-clock time')
-    thick = {'linewidth': 5, 'alpha': 0.45, 'label': 'fault-free run'}
-    _draw_line(axes, plain.iterations, _origin(plain), color=OTHER, **thick)
+    thick = {'color': OTHER, 'linewidth': 5, 'alpha': 0.45, 'label': 'fault-free run'}
+    _draw_line(axes, plain.iterations, _origin(plain), thick)
     # A survivor's log has no gap of its own at a failure.
-    outage = sparse.iterations.index(failure.after)
-    pieces = sparse.iterations[:outage], sparse.iterations[outage:]
-    for piece, label in zip(pieces, ('killed and recovered run', None), strict=True):
-        thin = {'linewidth': 1.8, 'marker': '.', 'label': label}
-        _draw_line(axes, piece, _origin(sparse), color=OWN, **thin)
+    outage, origin = sparse.iterations.index(failure.after), _origin(sparse)
+    thin = {'color': OWN, 'linewidth': 1.8, 'marker': '.'}
+    named = {**thin, 'label': 'killed and recovered run'}
+    _draw_line(axes, sparse.iterations[:outage], origin, named)
+    _draw_line(axes, sparse.iterations[outage:], origin, thin)
+    beside: Any = {'xycoords': 'axes fraction', 'va': 'bottom'}
     for place, (log, color) in enumerate(((plain, MUTED), (sparse, OWN))):
-        _mark_end(axes, log, color, place)
-    _mark_failure(axes, failure, _origin(sparse))
+        last = log.iterations[-1]
+        end = f'iteration {last.number}\nloss {last.loss:.6f}'
+        note(axes, end, (1.02, 0.2 * place), (0, 0), color=color, **beside)
+    _mark_failure(axes, failure, origin)
     axes.set_xlabel('seconds since the first iteration')
     axes.set_ylabel('language model loss')
     axes.margins(x=0.04)
@@ -91,42 +94,20 @@ def _mark_failure(axes: Any, failure: Failure, origin: float) -> None:
     start, end = failure.time - origin, failure.after.time - origin
     axes.axvspan(start, end, color=FAILURE, alpha=0.08, linewidth=0)
     axes.axvline(start, color=FAILURE, linestyle='--', linewidth=1.2)
-    axes.annotate(
-        f'{failure.what}\nafter iteration {failure.before.number}',
-        (start, 0.8),
-        xycoords=('data', 'axes fraction'),
-        xytext=(6, 0),
-        textcoords='offset points',
-        color=FAILURE,
-        va='top',
-    )
-    axes.annotate(
-        f'back at iteration {failure.after.number}\nafter {end - start:.1f} s',
-        (end, failure.after.loss),
-        xytext=(-8, 14),
-        textcoords='offset points',
-        color=FAILURE,
-        va='bottom',
-        ha='right',
-    )
+    lost = f'{failure.what}\nafter iteration {failure.before.number}'
+    above: Any = {'xycoords': ('data', 'axes fraction'), 'va': 'top'}
+    note(axes, lost, (start, 0.8), (6, 0), color=FAILURE, **above)
+    back = f'back at iteration {failure.after.number}\nafter {end - start:.1f} s'
+    at = end, failure.after.loss
+    note(axes, back, at, (-8, 14), color=FAILURE, va='bottom', ha='right')
 
 
-def _draw_line(axes: Any, piece: Sequence[Iteration], origin: float, **line: Any) -> None:
+def _draw_line(
+    axes: Any, piece: Sequence[Iteration], origin: float, line: Mapping[str, Any]
+) -> None:
     times = [iteration.time - origin for iteration in piece]
     losses = [iteration.loss for iteration in piece]
     axes.plot(times, losses, solid_capstyle='round', **line)
-
-
-def _mark_end(axes: Any, log: RunLog, color: str, place: int) -> None:
-    """Label the end of a run beside the axes, apart from lines and failures."""
-    last = log.iterations[-1]
-    axes.annotate(
-        f'iteration {last.number}\nloss {last.loss:.6f}',
-        (1.02, 0.2 * place),
-        xycoords='axes fraction',
-        color=color,
-        va='bottom',
-    )
 
 
 def _origin(log: RunLog) -> float:
@@ -142,15 +123,10 @@ def _draw_bytes(axes: Any, sparse: RunLog, dense_bytes: int) -> None:
     dense = dense_bytes / MIB
     axes.axhline(dense, color=MUTED, linestyle='--', linewidth=1.4)
     share = sum(sizes) / max(len(sizes), 1) / dense
-    axes.annotate(
-        f'dense checkpoint: {dense:.2f} MiB      slots: {share:.0%} of it on average',
-        (0.01, dense),
-        xycoords=('axes fraction', 'data'),
-        xytext=(0, 6),
-        textcoords='offset points',
-        color=MUTED,
-        bbox={'facecolor': 'white', 'edgecolor': 'none', 'pad': 1},
-    )
+    text = f'dense checkpoint: {dense:.2f} MiB      slots: {share:.0%} of it on average'
+    above: Any = {'xycoords': ('axes fraction', 'data'), 'color': MUTED}
+    above['bbox'] = {'facecolor': 'white', 'edgecolor': 'none', 'pad': 1}
+    note(axes, text, (0.01, dense), (0, 6), **above)
     axes.set_ylim(top=1.18 * dense)
     axes.margins(x=0.01)
     axes.grid(axis='x', visible=False)
@@ -161,20 +137,13 @@ def _draw_bytes(axes: Any, sparse: RunLog, dense_bytes: int) -> None:
 def _draw_stages(axes: Any, failure: Failure, origin: float) -> None:
     """Draw lanes around the failure, on the time axis of the loss."""
     axes.set_title('What each pipeline stage did around the failure')
+    centred: Any = {'color': 'black', 'ha': 'center', 'va': 'center', 'fontsize': 8}
     for place, spans in enumerate(failure.lanes.values()):
         for doing, start, end in spans:
             axes.barh(place, end - start, left=start - origin, height=0.6, color=_COLORS[doing])
             if doing is not Doing.TRAINING:
-                axes.text(
-                    (start + end) / 2 - origin,
-                    place,
-                    f'{end - start:.1f} s',
-                    color='black',
-                    ha='center',
-                    va='center',
-                    fontsize=8,
-                    clip_on=True,
-                )
+                middle, text = (start + end) / 2 - origin, f'{end - start:.1f} s'
+                axes.text(middle, place, text, clip_on=True, **centred)
     for doing, color in _COLORS.items():
         axes.barh(0, 0, color=color, label=doing)
     axes.axvline(failure.time - origin, color=FAILURE, linestyle='--', linewidth=1.2)
