@@ -59,27 +59,9 @@ class Result(NamedTuple):
     """Results of both runs."""
 
     bit_identical: bool
-    replayed: int
-    """Iterations that the lost stage computed again."""
     new: Iteration
-    seconds: float
-    """From the kill until `new`."""
-    starting_s: float
-    """From the kill until the lost stage replays."""
-    replaying_s: float
-    """From then until it has recovered."""
-    overhead: float
-    """Median iteration time with sparse checkpointing, divided by that without."""
-    slot_over_dense: float
-    """Bytes of the mean slot divided by those of a dense checkpoint, over all ranks."""
-
-    def line(self) -> str:
-        return (
-            f'demo: bit_identical={str(self.bit_identical).lower()} replayed={self.replayed} '
-            f'recovery_s={self.seconds:.1f} (starting processes {self.starting_s:.1f}, '
-            f'replaying {self.replaying_s:.1f}) overhead={self.overhead:.3f} '
-            f'slot_over_dense={self.slot_over_dense:.3f}'
-        )
+    """The first one after the recovery."""
+    line: str
 
 
 def dense_bytes(history: History, ranks: Sequence[int]) -> int:
@@ -88,6 +70,13 @@ def dense_bytes(history: History, ranks: Sequence[int]) -> int:
 
 
 def result(plain: Trained, disturbed: Trained) -> Result:
+    """Compare both runs; raises `LabError` unless the lost stage alone recovered.
+
+    In the line: iterations that the lost stage computed again; seconds from the loss until the
+    first new iteration, until the lost stage replays, and from then until it has recovered; median
+    iteration time, divided by that without sparse checkpointing; bytes of the mean slot, divided by
+    those of a dense checkpoint, over all ranks.
+    """
     history, log, killed_at = History(disturbed.events), disturbed.log, disturbed.hurt_at
     assert killed_at is not None
     wrong = problems(disturbed.events, WORLD_SIZE, 1, [])
@@ -110,16 +99,17 @@ def result(plain: Trained, disturbed: Trained) -> Result:
         for items in (plain.log.iterations, before)
     )
     slots = sum(statistics.mean(of_rank) for of_rank in history.slots.values())
-    return Result(
-        bit_identical=not disturbed.different(plain),
-        replayed=max(event.replayed for event in back),
-        new=new,
-        seconds=new.time - killed_at,
-        starting_s=replay_at - killed_at,
-        replaying_s=max(event.time for event in kind_of(of_lost, Recovered)) - replay_at,
-        overhead=sparse_ms / plain_ms,
-        slot_over_dense=slots / dense_bytes(history, range(WORLD_SIZE)),
+    identical = not disturbed.different(plain)
+    replaying_s = max(event.time for event in kind_of(of_lost, Recovered)) - replay_at
+    slot_over_dense = slots / dense_bytes(history, range(WORLD_SIZE))
+    line = (
+        f'demo: bit_identical={str(identical).lower()} '
+        f'replayed={max(event.replayed for event in back)} '
+        f'recovery_s={new.time - killed_at:.1f} (starting processes {replay_at - killed_at:.1f}, '
+        f'replaying {replaying_s:.1f}) overhead={sparse_ms / plain_ms:.3f} '
+        f'slot_over_dense={slot_over_dense:.3f}'
     )
+    return Result(identical, new, line)
 
 
 def story(disturbed: Trained, new: Iteration) -> Failure:
@@ -233,7 +223,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         say(console, 'demo: interrupted; its processes are stopped and its memory is freed')
         return 130
-    print(found.line(), flush=True)
+    print(found.line, flush=True)
     return 0 if found.bit_identical else 1
 
 

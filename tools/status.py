@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -79,16 +79,6 @@ _WELL = 'bold green'
 _BARE: dict[str, Any] = {'title_justify': 'left', 'box': None, 'pad_edge': False}
 
 
-class Stage(NamedTuple):
-    """A stage of the pipeline, or all ranks if stages are unknown."""
-
-    title: str
-    ranks: list[int]
-    doing: Counter[Doing]
-    iterations: tuple[int, int]
-    """Minimum and maximum of its ranks' committed iterations."""
-
-
 def show(history: History, now: float) -> Group:
     parts: list[Text | Table] = [_headline(history, now), _figures(history), _stages(history)]
     if history.episodes:
@@ -101,19 +91,6 @@ def show(history: History, now: float) -> Group:
             f'{duration(now - newest.time)} ago on rank {newest.rank}: {newest.reason}', 'yellow',
         ))  # fmt: skip
     return Group(*parts)
-
-
-def stages(history: History) -> list[Stage]:
-    newest = {rank: events[-1].iteration for rank, events in history.by_rank.items()}
-    return [
-        Stage(
-            'all' if stage is None else str(stage),
-            members,
-            Counter(history.doing[rank] for rank in members),
-            (min(newest[rank] for rank in members), max(newest[rank] for rank in members)),
-        )
-        for stage, members in history.by_stage(history.members)
-    ]
 
 
 def silent(history: History) -> list[int]:
@@ -205,15 +182,16 @@ def _protection(history: History) -> Text:
 
 
 def _stages(history: History) -> Table:
-    found = stages(history)
-    present = [doing for doing in Doing if any(stage.doing[doing] for stage in found)]
+    present = [one for one in Doing if any(history.doing[r] is one for r in history.members)]
     words = [f'>{doing.split(" ")[0]}' for doing in present]
     rows = []
-    for stage in found:
-        least, greatest = stage.iterations
+    for stage, ranks in history.by_stage(history.members):
+        doing = Counter(history.doing[rank] for rank in ranks)
+        newest = [history.by_rank[rank][-1].iteration for rank in ranks]
+        least, greatest = min(newest), max(newest)
         rows.append((
-            stage.title, _hosts(history, stage.ranks), str(len(stage.ranks)),
-            *(str(stage.doing[doing] or '') for doing in present),
+            'all' if stage is None else str(stage), _hosts(history, ranks), str(len(ranks)),
+            *(str(doing[one] or '') for one in present),
             str(least) if least == greatest else f'{least} to {greatest}',
         ))  # fmt: skip
     return table(('>stage', 'hosts', '>ranks', *words, '>iteration'), rows, title='Stages', **_BARE)

@@ -53,7 +53,7 @@ from ..lab.launch import add_share_gpu
 from ..lab.tables import say
 from .campaign import Campaign
 from .configuration import HANG_TIMEOUT_S
-from .elastic import ElasticCampaign, draw_lives, run_here
+from .elastic import ElasticCampaign, draw_lives
 from .results import NAME, Begun, Results, landing_table
 
 _MOST_SHOWN = 8
@@ -133,7 +133,7 @@ def _run(args: argparse.Namespace, output: Path, data: Path, console: Console) -
 def _run_elastic(args: argparse.Namespace, output: Path, data: Path, console: Console) -> int:
     with memory_directory('moevement-chaos-') as memory:
         lives = draw_lives(args.seed, args.faults)
-        campaign = ElasticCampaign(output, data, memory, lives, run_here)
+        campaign = ElasticCampaign(output, data, memory, lives)
         for lived in campaign.live():
             say(console, lived.line())
         different, growth = campaign.different(), campaign.growth()

@@ -65,19 +65,6 @@ class Life(NamedTuple):
     """Killed instead while it assembles the windows of the previous layout."""
 
 
-class Start(NamedTuple):
-    """Parameters of one launch."""
-
-    folder: Path
-    """Folder for logs, which does not exist yet."""
-    flags: Sequence[str]
-    life: Life
-    kill_at: int | None = None
-    """Iteration after whose log line all processes are killed; None: the job ends by itself."""
-    fail_at: str = ''
-    """`MOEVEMENT_FAIL_AT` of a job that dies before it trains."""
-
-
 class Lived(NamedTuple):
     """Result of a run attempt."""
 
@@ -96,10 +83,6 @@ class Lived(NamedTuple):
         )
 
 
-Run = Callable[[Start], int]
-"""Runs a job to its end, or kills it; returns the last iteration of its log, 0 without one."""
-
-
 def draw_lives(seed: int, restarts: int) -> list[Life]:
     rng = random.Random(f'{seed} elastic')
     lives: list[Life] = []
@@ -112,21 +95,34 @@ def draw_lives(seed: int, restarts: int) -> list[Life]:
     return [*lives, Life(_LAST, 2)]
 
 
-def run_here(start: Start) -> int:
-    """Run, or kill, a job under the launcher for emulated nodes."""
-    layout, nodes = start.life.layout, start.life.nodes
-    launch = Launch(start.folder, start.flags, nodes, layout.ranks // nodes, spares=1)
-    with Job(launch._replace(variables={'MOEVEMENT_FAIL_AT': start.fail_at})) as job:
-        if start.fail_at:
+def run_here(
+    folder: Path, flags: Sequence[str], life: Life, kill_at: int | None = None, fail_at: str = ''
+) -> int:
+    """Run a job to its end, or kill it.
+
+    Args:
+        folder: folder for logs, which does not exist yet.
+        flags: flags of the job.
+        life: its layout, and the delay before it is killed.
+        kill_at: iteration after whose log line all processes are killed; None: none is.
+        fail_at: `MOEVEMENT_FAIL_AT` of a job that dies before it trains.
+
+    Returns:
+        The last iteration of its log, 0 without one.
+    """
+    workers = life.layout.ranks // life.nodes
+    launch = Launch(folder, flags, life.nodes, workers, spares=1)
+    with Job(launch._replace(variables={'MOEVEMENT_FAIL_AT': fail_at})) as job:
+        if fail_at:
             with suppress(LabError):
                 job.finish()
             return 0
-        if start.kill_at is None:
+        if kill_at is None:
             job.finish()
         else:
-            job.kill_after(start.kill_at, (), start.life.delay_s)
+            job.kill_after(kill_at, (), life.delay_s)
             job.kill()
-    return read_log(log_file(start.folder, layout.ranks - 1)).iterations[-1].number
+    return read_log(log_file(folder, life.layout.ranks - 1)).iterations[-1].number
 
 
 @dataclass(frozen=True)
@@ -138,7 +134,7 @@ class ElasticCampaign:
     memory: Path
     lives: Sequence[Life]
     """The last one ends by itself."""
-    run: Run
+    run: Callable[..., int] = run_here
     lived: list[Lived] = field(default_factory=list)
 
     def live(self) -> Iterator[Lived]:
@@ -147,14 +143,12 @@ class ElasticCampaign:
         for number, life in enumerate(self.lives):
             folder = self._folder(number)
             flags = [*self._training(life.layout, folder), *self._protection(folder)]
-            start = Start(folder, flags, life)
+            kill_at, fail_at = at + life.iterations, ''
             if life.in_reshard:  # while a rank assembles any window up to the newest iteration
                 points = range(max(at - _BEHIND, 0), at + 1)
                 fail_at = ','.join(f'0:{number + 1}:reshard' for number in points)
-                start = start._replace(fail_at=fail_at)
-            elif life is not self.lives[-1]:
-                start = start._replace(kill_at=at + life.iterations)
-            at = max(at, self.run(start))
+            lasts = life.in_reshard or life is self.lives[-1]
+            at = max(at, self.run(folder, flags, life, None if lasts else kill_at, fail_at))
             events = read_events(folder / EVENTS)
             self.lived.append(self._lived(life, folder.name, events, persisted))
             windows = (event.start for event in kind_of(events, WindowPersisted))
@@ -187,7 +181,7 @@ class ElasticCampaign:
             dense = ['--save', str(folder / 'dense'), '--save-interval', str(end), *_DENSE]
             until = [] if end is None else ['--exit-interval', str(end), *dense]
             flags = [*self._training(life.layout, folder), *load, *until]
-            self.run(Start(folder, flags, Life(life.layout, 1)))
+            self.run(folder, flags, Life(life.layout, 1))
             load = ['--load', str(folder / 'dense'), *_DENSE]
         found = differences(
             read_digest(folder / DIGEST), read_digest(self._folder(len(self.lived) - 1) / DIGEST)
@@ -200,12 +194,12 @@ class ElasticCampaign:
         An attempt that is killed before its first window also leaves those of the previous layout.
         """
         *killed, last = self.lived
-        if last.nbytes or last.layouts:
+        if last.layouts:
             return f'{last.layouts} layouts with {last.nbytes} bytes are left at the end'
         most = 2 * max(one.nbytes for one in killed[:_FIRST])
-        for number, one in enumerate(killed):
-            if one.nbytes > most:
-                return f'life {number} left {one.nbytes} bytes, the first ones half of {most}'
+        grown = ((number, one.nbytes) for number, one in enumerate(killed) if one.nbytes > most)
+        for number, nbytes in grown:
+            return f'life {number} left {nbytes} bytes, the first ones half of {most}'
         return None
 
     def summary(self, identical: bool) -> str:

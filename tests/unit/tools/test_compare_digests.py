@@ -64,23 +64,16 @@ def test_difference_of_generators_alone_is_explained(
     assert ('Only states of random number generators' in capsys.readouterr().out) is said
 
 
-def remove_entry(content: dict[str, Any]) -> None:
-    del content['ranks']['0']['rng/torch']
-
-
-def add_rank(content: dict[str, Any]) -> None:
-    content['ranks']['2'] = {'rng/torch': 'x'}
-
-
-def end_elsewhere(content: dict[str, Any]) -> None:
-    content['iteration'] = 41
-
-
-def contradict_total(content: dict[str, Any]) -> None:
-    content['digest'] = 'other'
-
-
-@pytest.mark.parametrize('change', [remove_entry, add_rank, end_elsewhere, contradict_total])
+@pytest.mark.parametrize(
+    'change',
+    [
+        lambda content: content['ranks']['0'].pop('rng/torch'),
+        lambda content: content['ranks'].update({'2': {'rng/torch': 'x'}}),
+        lambda content: content.update(iteration=41),
+        lambda content: content.update(digest='other'),
+    ],
+    ids=['entry missing', 'more ranks', 'other iteration', 'total contradicts'],
+)
 @pytest.mark.parametrize('swapped', [False, True])
 def test_nothing_that_differs_passes(
     first: Path, tmp_path: Path, change: Any, swapped: bool

@@ -85,12 +85,12 @@ def compared(disturbed: Trained) -> Any:
 
 
 def test_the_last_line_keeps_its_format() -> None:
-    assert compared(recovered()).line() == (
+    assert compared(recovered()).line == (
         'demo: bit_identical=true replayed=10 recovery_s=17.0 (starting processes 10.0, '
         'replaying 5.8) overhead=1.250 slot_over_dense=0.500'
     )
     different = compared(recovered(digest='b' * 64))
-    assert different.line().startswith('demo: bit_identical=false ')
+    assert different.line.startswith('demo: bit_identical=false ')
 
 
 def without(kind: type[Event], rank: int) -> Events:

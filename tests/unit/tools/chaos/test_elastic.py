@@ -2,7 +2,10 @@
 """What `tools.chaos --elastic` draws, what it compares with, and when it says that it is wrong."""
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -14,7 +17,6 @@ from tools.chaos.elastic import (
     RUN_ID,
     ElasticCampaign,
     Life,
-    Start,
     draw_lives,
 )
 from tools.lab.digests import StateDigest
@@ -37,14 +39,18 @@ class FakeJobs:
 
     def __init__(self, memory: Path) -> None:
         self.memory = memory
-        self.starts: list[Start] = []
+        self.starts: list[Any] = []
         self.state = {'0': {'exp_avg/a': 'x', 'rng/data': 'x'}}
         self.plain = {'0': {'exp_avg/a': 'x', 'rng/data': 'y'}}
         self.leak = 0
         self.persisted = {3: 3, 7: 7}
         """Newest window by the iteration after which a life is killed."""
 
-    def __call__(self, start: Start) -> int:
+    def __call__(
+        self, folder: Path, flags: Sequence[str], life: Life, kill_at: int | None = None,
+        fail_at: str = '',
+    ) -> int:  # fmt: skip
+        start = SimpleNamespace(folder=folder, flags=flags, life=life, kill_at=kill_at)
         start.folder.mkdir(parents=True)
         self.starts.append(start)
         protected = '--sparse-ckpt' in start.flags
@@ -55,15 +61,15 @@ class FakeJobs:
             for path in self.memory.iterdir():
                 shutil.rmtree(path)
             number = int(start.folder.name.removeprefix('life'))
-            if start.kill_at is not None or start.fail_at:
+            if start.kill_at is not None or fail_at:
                 left = self.memory / f'{RUN_ID}.{number}' / 'window'
                 left.parent.mkdir()
                 left.write_bytes(bytes(4096 * (1 + self.leak * number)))
-        if start.fail_at:
+        if fail_at:
             return 0
         return 40 if start.kill_at is None else start.kill_at
 
-    def write_events(self, start: Start) -> None:
+    def write_events(self, start: Any) -> None:
         events = start.folder / EVENTS
         events.mkdir()
         began = BEGAN[int(start.folder.name.removeprefix('life'))]
@@ -88,7 +94,7 @@ def campaign(jobs: FakeJobs, tmp_path: Path) -> ElasticCampaign:
     return ElasticCampaign(tmp_path, tmp_path / 'text', jobs.memory, LIVES, jobs)
 
 
-def value(start: Start, flag: str) -> str | None:
+def value(start: Any, flag: str) -> str | None:
     return start.flags[start.flags.index(flag) + 1] if flag in start.flags else None
 
 

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A job is hurt in the ways that it says; real processes that train nothing."""
 
+import itertools
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -30,45 +32,20 @@ def job(tmp_path: Path) -> Iterator[Job]:
         yield job
 
 
-class Late:
-    """A launcher of two workers, of which one has not started yet."""
-
-    log_of = given_up = None
-    deaths: tuple[()] = ()
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-        self.left_out = 0
-
-    def start(self) -> None:
-        self.calls.append('start')
-
-    def pids(self) -> dict[int, int]:
-        self.left_out -= 1
-        return {0: 1} if self.left_out >= 0 else {0: 1, 1: 2}
-
-    def exit_status(self) -> None:
-        return None
-
-    def tail(self) -> str:
-        return 'its last words'
-
-    def end(self) -> None:
-        self.calls.append('end')
-
-
 def test_a_job_has_all_its_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Or none: it ends, and the error has the end of the log."""
-    late = Late()
-    with Job(Launch(tmp_path / 'a', [], 2, 1), lambda launch: late) as job:  # type: ignore[arg-type, return-value]
-        assert 0 not in job.pids()
-    late.calls.clear()
-    late.left_out = 1_000_000
+    launcher = Mock(deaths=())
+    launcher.exit_status.return_value, launcher.tail.return_value = None, 'its last words'
+    launcher.pids.side_effect = itertools.chain([{0: 1}], itertools.repeat({0: 1, 1: 2}))
+    with Job(Launch(tmp_path / 'a', [], 2, 1), lambda launch: launcher) as job:
+        assert job.pids() == [1, 2]
+    launcher.reset_mock()
+    launcher.pids.side_effect = itertools.repeat({0: 1})
     monkeypatch.setattr('tools.lab.job._STALLED_S', 0)
-    launch = Launch(tmp_path / 'b', [], 2, 1)
     with pytest.raises(LabError, match='1 of 2 workers have started in 0 s') as caught:
-        Job(launch, lambda launch: late).__enter__()  # type: ignore[arg-type, return-value]
-    assert (caught.value.tail, late.calls) == ('its last words', ['start', 'end'])
+        Job(Launch(tmp_path / 'b', [], 2, 1), lambda launch: launcher).__enter__()
+    assert caught.value.tail == 'its last words'
+    launcher.end.assert_called_once_with()
 
 
 def test_faults_of_each_kind_are_injected(job: Job, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from tests.unit.tools.samples import event
 from tools.lab.following import Follower
 from tools.lab.history import History
 from tools.lab.plots import Doing
-from tools.status import missing, show, silent, stages
+from tools.status import missing, show, silent
 
 ROOT = Path(__file__).resolve().parents[4]
 
@@ -40,8 +40,8 @@ def shown(events: list[Event], now: float) -> str:
 def test_lost_rank_is_not_shown_as_training() -> None:
     """Others have noticed it, and its new process has written nothing yet."""
     result = event(RecoveryPhase, 0, 10.9, pid=10, iteration=8, phase='meet')
-    doing = stages(History([*until(11.0), result]))[1].doing
-    assert doing == {Doing.STARTING: 1, Doing.WAITING: 1}
+    doing = History([*until(11.0), result]).doing
+    assert (doing[2], doing[3]) == (Doing.STARTING, Doing.WAITING)
 
 
 @pytest.mark.parametrize(
