@@ -118,7 +118,8 @@ def _headline(history: History, now: float) -> Text:
         return Text(f'finished at iteration {history.of_iterations}', _WELL)
     doing, style = _state(history, now)
     silence = max(now - history.end, 0.0)
-    late, dead = _deadline(history)
+    late = max(_LATE_S, _LATE_WINDOWS * history.window_s)
+    dead = max(_DEAD_S, _DEAD_WINDOWS * history.window_s)
     if silence > (late if style == _WELL else dead):
         return Text(
             f'NO HEARTBEAT for {duration(silence)}; before that: {doing}. Look whether its '
@@ -138,12 +139,6 @@ def _state(history: History, now: float) -> tuple[str, str]:
     if history.trained_from >= history.end:
         return 'starting', 'bold'
     return f'training, iteration {history.of_iterations}', _WELL
-
-
-def _deadline(history: History) -> tuple[float, float]:
-    """Seconds without an event until a training job is late, and until any job looks dead."""
-    window_s = history.window_s
-    return max(_LATE_S, _LATE_WINDOWS * window_s), max(_DEAD_S, _DEAD_WINDOWS * window_s)
 
 
 def _figures(history: History) -> Table:

@@ -11,7 +11,6 @@ from moevement_ext.events import (
     Event,
     FailureDetected,
     Finished,
-    NextTier,
     Protected,
     Recovered,
     RecoveryStarted,
@@ -93,10 +92,6 @@ def test_the_last_line_keeps_its_format() -> None:
     assert different.line.startswith('demo: bit_identical=false ')
 
 
-def without(kind: type[Event], rank: int) -> Events:
-    return [e for e in good_events() if (type(e), e.rank) != (kind, rank)]
-
-
 def with_field(rank: int, **fields: Any) -> Events:
     return [
         replace(e, **fields) if (type(e), e.rank) == (Recovered, rank) else e for e in good_events()
@@ -108,12 +103,9 @@ def with_field(rank: int, **fields: Any) -> Events:
     [
         (recovered(sorted([*good_events(), event(WorkerStarted, 2, 106.0, pid=9)], key=BY_TIME)),
          r'new processes of ranks \[0, 1, 2\]'),
-        (recovered(without(Recovered, 3)), 'recoveries by rank'),
         (recovered(with_field(0, stages=[0, 1])), r'stages \[0, 1\]'),
         (recovered(with_field(0, scope='whole job')), 'whole job, stages'),
         (recovered(with_field(1, differing=['layers.1'])), 'operators differ, such as rank 1: lay'),
-        (recovered([*good_events(), event(NextTier, 2, 118.0, reason='no log', tier='the disk')]),
-         'from the disk: no log'),
         (recovered(None, logged(*TO_28), logged((29, 117.0))), 'had 2 attempts'),
     ],
 )  # fmt: skip

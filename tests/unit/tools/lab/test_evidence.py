@@ -4,6 +4,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
+
 from moevement_ext.events import (
     Event,
     FailureDetected,
@@ -45,21 +47,23 @@ def found(events: Sequence[Event], pids: Sequence[int], *pairs: tuple[int, float
 
 class TestRecovery:
     SURVIVORS = [localized(0, 102.0), happened(FailureDetected, 1, 100.2), localized(1, 102.1)]
-    REPLACEMENT = [happened(WorkerStarted, 2, 100.5, 99), localized(2, 102.2, 99, replayed=4)]
+    ALL = [*SURVIVORS, happened(WorkerStarted, 2, 100.5, 99), localized(2, 102.2, 99, replayed=4)]
 
     def test_localized_recovery_is_recognised(self) -> None:
-        back = found([*self.SURVIVORS, *self.REPLACEMENT], [10, 11, 99], (40, 99.9))
-        assert back == Recovery(Tier.LOCALIZED, 102.2, 40, 4, 1)
+        assert found(self.ALL, [10, 11, 99], (40, 99.9)) == Recovery(
+            Tier.LOCALIZED, 102.2, 40, 4, 1
+        )
 
-    def test_job_has_not_recovered_while_a_rank_is_missing(self) -> None:
-        assert found(self.SURVIVORS, [10, 11, 99], (40, 99.9)) is None
-
-    def test_report_of_an_earlier_process_does_not_count(self) -> None:
-        assert found([*self.SURVIVORS, *self.REPLACEMENT], [10, 11, 98], (40, 99.9)) is None
-
-    def test_a_failure_after_the_recovery_counts(self) -> None:
-        later = happened(FailureDetected, 0, 103.0)
-        assert found([*self.SURVIVORS, *self.REPLACEMENT, later], [10, 11, 99], (41, 102.9)) is None
+    @pytest.mark.parametrize(
+        ('events', 'last_pid'),
+        [
+            pytest.param(SURVIVORS, 99, id='a rank is missing'),
+            pytest.param(ALL, 98, id='report of an earlier process'),
+            pytest.param([*ALL, happened(FailureDetected, 0, 103.0)], 99, id='failed again'),
+        ],
+    )
+    def test_job_has_not_recovered(self, events: list[Event], last_pid: int) -> None:
+        assert found(events, [10, 11, last_pid], (40, 99.9)) is None
 
     def test_whole_job_recovery_is_recognised(self) -> None:
         tier = {'reason': 'no log', 'tier': 'the whole job'}
