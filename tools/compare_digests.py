@@ -24,10 +24,7 @@ _ONLY_GENERATORS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser(
-        prog='moevement compare-digests',
-        description=__doc__,
-    )
+    parser = Parser(prog='moevement compare-digests', description=__doc__)
     parser.add_argument('first', type=Path, metavar='A')
     parser.add_argument('second', type=Path, metavar='B')
     args = parser.parse_args(argv)

@@ -9,7 +9,6 @@ setup.py and the Dockerfile. Without --write the page is printed. To check the f
 """
 
 import re
-import sys
 import textwrap
 import tomllib
 from collections.abc import Iterable, Sequence
@@ -18,10 +17,9 @@ from pathlib import Path
 from megatron.moevement.job.flag_rules import Rule
 from megatron.moevement.job.flags import NO_BIT, REFUSED, WHOLE_JOB
 
-from .lab.arguments import Parser
+from .flags import ROOT, write_pages
 from .lab.tables import markdown
 
-ROOT = Path(__file__).resolve().parents[1]
 DOCUMENT = ROOT / 'docs' / 'compatibility.md'
 _WIDTH = 100
 
@@ -31,14 +29,7 @@ CHECKED: list[list[str]] = _TEXTS['checked']
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser(prog='python -m tools.compatibility', description=__doc__)
-    parser.add_argument('--write', action='store_true', help='write docs/compatibility.md')
-    if not parser.parse_args(argv).write:
-        sys.stdout.write(document())
-        return 0
-    DOCUMENT.write_text(document(), 'utf-8')
-    print(f'{DOCUMENT.relative_to(ROOT)} is written.')
-    return 0
+    return write_pages('compatibility', __doc__, argv, {DOCUMENT: document})
 
 
 def document() -> str:

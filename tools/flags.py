@@ -13,7 +13,7 @@ import os
 import re
 import sys
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -35,14 +35,23 @@ _DEFAULT = re.compile(r' ?Default: (.*)\.$')
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser(prog='python -m tools.flags', description=__doc__)
-    parser.add_argument('--write', action='store_true', help='write both pages')
+    return write_pages('flags', __doc__, argv, {
+        DOCUMENT: document, API: lambda: with_fields(API.read_text('utf-8')),
+    })  # fmt: skip
+
+
+def write_pages(
+    name: str, about: str, argv: Sequence[str] | None, pages: Mapping[Path, Callable[[], str]]
+) -> int:
+    """A program that writes pages with `--write`, or prints the first one."""
+    parser = Parser(prog=f'python -m tools.{name}', description=about)
+    parser.add_argument('--write', action='store_true', help='write what else is printed')
     if not parser.parse_args(argv).write:
-        sys.stdout.write(document())
+        sys.stdout.write(next(iter(pages.values()))())
         return 0
-    DOCUMENT.write_text(document(), 'utf-8')
-    API.write_text(with_fields(API.read_text('utf-8')), 'utf-8')
-    print(f'{DOCUMENT.relative_to(ROOT)} and {API.relative_to(ROOT)} are written.')
+    for path, text in pages.items():
+        path.write_text(text(), 'utf-8')
+    print(f'written: {" ".join(str(path.relative_to(ROOT)) for path in pages)}')
     return 0
 
 

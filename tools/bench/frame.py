@@ -7,7 +7,7 @@ A slow phase of the machine affects all ways; ratios are taken within a round.
 import argparse
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, final
+from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 from rich.console import Console
@@ -26,7 +26,7 @@ class Figure(NamedTuple):
     """A figure of a measurement, or words about it, and its column."""
 
     heading: str
-    text: Callable[[float], str] = '{:.2f}'.format
+    form: str = '.2f'
     of: Callable[[Any, Any], float | str | None] | None = None
     """From a measurement, and from that of the way it is compared with in the same round; None
     does not count. By default the attribute of the figure's name."""
@@ -34,10 +34,11 @@ class Figure(NamedTuple):
     """Show the range over the rounds, too."""
 
     def cell(self, spread: Spread) -> str:
-        if spread.min == spread.max or not self.ranged:
-            return self.text(spread.median)
-        text = self.text
-        return f'{text(spread.median)}  ({text(spread.min)} to {text(spread.max)})'
+        least, middle, most = (
+            format(value, self.form) for value in (spread.min, spread.median, spread.max)
+        )
+        one = spread.min == spread.max or not self.ranged
+        return middle if one else f'{middle}  ({least} to {most})'
 
 
 class Way(msgspec.Struct, frozen=True):
@@ -116,9 +117,6 @@ class Bench:
         """The way that another one is compared with."""
         return next(iter(self.titles()))
 
-    def title(self, way: str, last: Any) -> str:
-        return self.titles()[way]
-
     def different(self, rounds: Sequence[Mapping[str, Any]]) -> list[str]:
         """What must be equal, and is not."""
         return []
@@ -132,7 +130,6 @@ class Bench:
 
     # The frame
 
-    @final
     @classmethod
     def parse(cls, argv: Sequence[str] | None) -> argparse.Namespace:
         parser = Parser(prog=cls.PROG, description=cls.ABOUT)
@@ -148,7 +145,6 @@ class Bench:
         cls.check(parser, args)
         return args
 
-    @final
     @classmethod
     def main(cls, argv: Sequence[str] | None = None) -> int:
         exit_on_sigterm()
@@ -187,38 +183,27 @@ class Bench:
         return rounds
 
     def summary(self, hardware: Hardware, rounds: Sequence[Mapping[str, Any]]) -> Report:
-        ways = {
-            way: self._over_rounds(way, [one for one in rounds if way in one])
-            for way in self.titles()
-            if any(way in one for one in rounds)
-        }
+        found = {way: [one for one in rounds if way in one] for way in self.titles()}
+        ways = {way: self._over_rounds(way, own) for way, own in found.items() if own}
         if not ways:
             raise LabError('nothing ran; see the messages above')
-        settings = {
-            name: value
-            for name, value in vars(self.args).items()
-            if isinstance(value, int | float | str | list)
-        }
-        different = self.different(rounds)
-        report = Report(hardware, settings, ways, different, rounds)
+        kinds = (int, float, str, list)
+        settings = {name: one for name, one in vars(self.args).items() if isinstance(one, kinds)}
+        report = Report(hardware, settings, ways, self.different(rounds), rounds)
         missing = [f'{title} did not run: {why}' for title, why in self.failed.items()]
         return msgspec.structs.replace(report, notes=[*missing, *self.notes(report)])
 
     def _over_rounds(self, way: str, rounds: Sequence[Mapping[str, Any]]) -> Way:
         figures: dict[str, Spread] = {}
         words: dict[str, str] = {}
+        pairs = [(one[way], one.get(self.beside(way))) for one in rounds]
         for name, figure in self.FIGURES.items():
-            found = [
-                figure.of(one[way], one.get(self.beside(way)))
-                if figure.of
-                else getattr(one[way], name)
-                for one in rounds
-            ]
+            found = [figure.of(*pair) if figure.of else getattr(pair[0], name) for pair in pairs]
             if values := [value for value in found if isinstance(value, int | float)]:
                 figures[name] = Spread.of(values)
             if said := [value for value in found if isinstance(value, str)]:
                 words[name] = ', '.join(dict.fromkeys(said))
-        return Way(self.title(way, rounds[-1][way]), figures, words)
+        return Way(self.titles()[way], figures, words)
 
 
 def rows(report: Report, figures: Mapping[str, Figure]) -> list[list[str]]:

@@ -2,16 +2,14 @@
 """The model for measurements on a CPU: an 8-expert GPT of 7.4 million parameters.
 
 It is larger than the demo's model, so that computation outweighs the interpreter's overhead. Two
-emulated nodes; 4 ranks form 2 pipeline stages of 2 expert-parallel ranks, 2 ranks form one such
-stage. Every window has a replica on the other node, as on a cluster; here the replica travels over
-loopback.
+emulated nodes of one rank form one pipeline stage of 2 expert-parallel ranks. Every window has a
+replica on the other node, as on a cluster; here the replica travels over loopback.
 """
 
 from pathlib import Path
 
 from ..lab import models, precisions
 
-RANKS = (2, 4)
 RUN_ID = 'bench'
 NODES = 2
 
@@ -23,17 +21,14 @@ _TRAINING = (
 ).split()
 
 
-def training_flags(
-    data: Path, ranks: int, iterations: int, precision: str | None = None
-) -> list[str]:
+def training_flags(data: Path, iterations: int, precision: str | None = None) -> list[str]:
     """Flags of plain Megatron.
 
     `precision`: a key of `precisions.FLAGS` or `NATIVE`; None: `models.native_precision`.
     """
     kind = (precisions.FLAGS | precisions.NATIVE)[precision or models.native_precision()]
-    sizes = ['--pipeline-model-parallel-size', str(ranks // NODES)]
-    sizes += ['--expert-model-parallel-size', '2']
-    return _MODEL.training_flags([*_TRAINING, *kind.split(), *sizes], data, iterations)
+    own = [*_TRAINING, *kind.split(), '--expert-model-parallel-size', str(NODES)]
+    return _MODEL.training_flags(own, data, iterations)
 
 
 def staged_flags(
@@ -41,4 +36,4 @@ def staged_flags(
 ) -> list[str]:
     """The same for one pipeline stage on each rank; the last value of a flag counts."""
     layout = ['--pipeline-model-parallel-size', str(stages), '--expert-model-parallel-size', '1']
-    return training_flags(data, NODES, iterations, precision) + layout
+    return training_flags(data, iterations, precision) + layout

@@ -69,7 +69,6 @@ _MIB = 1 << 20
 class Run(msgspec.Struct, frozen=True):
     """One run of one variant, without its warm-up."""
 
-    variant: str
     iteration_s: float
     """Median seconds of an iteration."""
     all_iterations_s: list[float]
@@ -79,12 +78,10 @@ class Run(msgspec.Struct, frozen=True):
     """CPU seconds of Python threads other than the training thread; 0 in plain Megatron."""
     exposed_ms: float | None
     """Mean exposed time of an iteration, as the last rank logs it."""
-    windows: list[int]
-    slot_bytes: list[int]
-    """Bytes of each slot in the last window of the last rank."""
+    windows: str | None
+    slots: str | None
+    """MiB of each slot in the last window of the last rank."""
     digest: str
-    on_disk: int = 0
-    """Number of windows that all ranks had on disk."""
     loss: float | None = None
     """Mean over the last tenth of the iterations; None after a NaN."""
 
@@ -121,19 +118,15 @@ class OverheadBench(Bench):
 
     PROG, ABOUT = 'moevement bench overhead', __doc__
     FIGURES = {
-        'iteration_ms': Figure(
-            'iteration (ms)', '{:.0f}'.format, lambda run, plain: 1000 * run.iteration_s
-        ),
-        'ratio': Figure(
-            'ratio', '{:.3f}'.format, lambda run, plain: run.iteration_s / plain.iteration_s
-        ),
+        'iteration_ms': Figure('iteration (ms)', '.0f', lambda run, plain: 1000 * run.iteration_s),
+        'ratio': Figure('ratio', '.3f', lambda run, plain: run.iteration_s / plain.iteration_s),
         'cpu_s': Figure('CPU s / rank'),
         'cpu_ratio': Figure('CPU ratio', of=lambda run, plain: run.cpu_s / plain.cpu_s),
-        'helpers': Figure(
-            'helpers', '{:.3f}'.format, lambda run, plain: run.helpers_s / plain.cpu_s
-        ),
-        'exposed_ms': Figure('exposed (ms)', '{:.1f}'.format),
-        'loss': Figure('loss', '{:.3f}'.format),
+        'helpers': Figure('helpers', '.3f', lambda run, plain: run.helpers_s / plain.cpu_s),
+        'exposed_ms': Figure('exposed (ms)', '.1f'),
+        'loss': Figure('loss', '.3f'),
+        'windows': Figure('windows'),
+        'slots': Figure('MiB of slots'),
     }
 
     @classmethod
@@ -141,7 +134,6 @@ class OverheadBench(Bench):
         add = parser.add_argument
         add('--iterations', type=int, default=12, help='iterations per run (default: 12)')
         add('--warm-up', type=at_least(1), default=4, help='iterations to drop (default: 4)')
-        add('--ranks', type=int, choices=model.RANKS, default=2)
         add('--only', choices=TITLES, nargs='+', default=list(TITLES),
             help='ways to protect a run, besides plain Megatron (default: all)')  # fmt: skip
         add('--window', default=AUTO, help='iterations, or auto (default: auto; 4 with '
@@ -210,7 +202,7 @@ class OverheadBench(Bench):
             flags = [*self.training_flags(precision), *own]
             if '--sparse-ckpt' in flags:
                 flags += ['--sparse-ckpt-events', str(folder / 'events')]
-            launch = Launch(folder, flags, NODES, args.ranks // NODES, share_gpu=args.share_gpu)
+            launch = Launch(folder, flags, NODES, 1, share_gpu=args.share_gpu)
             if args.precision:
                 launch = launch._replace(program_file=precisions.program(args.stand_ins))
             checkout = args.against.resolve() if variant == AGAINST else ROOT
@@ -222,27 +214,25 @@ class OverheadBench(Bench):
         log, warm_up = found.log, args.warm_up
         if len(log.iterations) != args.iterations and not args.precision:
             raise LabError(f'{variant}: {len(log.iterations)} of {args.iterations} iterations')
-        on_disk = len({window.start for window in kind_of(found.events, WindowOnDisk)})
-        if variant == DISK and not on_disk:
+        if variant == DISK and not kind_of(found.events, WindowOnDisk):
             raise LabError(f'{variant}: no window was copied to disk; take more --iterations')
         seconds = log.wall_seconds(warm_up)
         if not seconds:
             raise LabError(f'{variant}: no iteration after the first {warm_up} has a loss')
         slots = log.captured
+        last = slots[-slots[-1].window :] if slots else []
         exposed = [slot.exposed_ms for slot in slots[warm_up:]]
         measured = log.iterations[warm_up - 1 :]
         cpu_s = clock.seconds(measured[0].time, measured[-1].time)
         return Run(
-            variant=variant,
             iteration_s=statistics.median(seconds),
             all_iterations_s=seconds,
-            cpu_s=cpu_s / (len(seconds) * args.ranks),
+            cpu_s=cpu_s / (len(seconds) * NODES),
             helpers_s=helpers_s(found.events, warm_up),
             exposed_ms=statistics.mean(exposed) if exposed else None,
-            windows=[slot.window for slot in slots],
-            slot_bytes=[slot.nbytes for slot in slots[-slots[-1].window :]] if slots else [],
+            windows=' '.join(f'{n}' for n in sorted({slot.window for slot in slots})) or None,
+            slots=' '.join(f'{slot.nbytes / _MIB:.1f}' for slot in last) or None,
             digest=found.state.digest,
-            on_disk=on_disk,
             loss=final_loss(log, args.iterations),
         )
 
@@ -250,7 +240,7 @@ class OverheadBench(Bench):
         """Flags of plain Megatron; the last value of a flag counts."""
         args, again = self.args, precision == AGAIN
         kind = BF16 if again else precision
-        flags = model.training_flags(self.data, args.ranks, args.iterations, kind)
+        flags = model.training_flags(self.data, args.iterations, kind)
         flags += ['--seed', '4321'] if again else []
         return [*flags, *(precisions.ENGINE if args.share_gpu else ())]
 
@@ -270,12 +260,6 @@ class OverheadBench(Bench):
         }  # fmt: skip
         return flags.get(variant, [])
 
-    def title(self, way: str, last: Run) -> str:
-        """With windows and slots, as far as a run has them."""
-        windows = ', '.join(map(str, sorted(set(last.windows))))
-        slots = ' '.join(f'{nbytes / _MIB:.1f}' for nbytes in last.slot_bytes)
-        return self.titles()[way] + (f', window {windows}, slots {slots}' if windows else '')
-
     def different(self, rounds: Sequence[Mapping[str, Run]]) -> list[str]:
         """Precisions of which not all runs ended in the same bits."""
         digests: dict[str, set[str]] = defaultdict(set)
@@ -287,12 +271,12 @@ class OverheadBench(Bench):
         args = self.args
         engine = ', stand-ins for Transformer Engine' if args.stand_ins else ''
         yield (
-            f'{args.ranks} ranks on 2 emulated nodes{engine}, {args.rounds} rounds of '
-            f'{args.iterations} iterations, the first {args.warm_up} dropped; per round '
-            'the median, over rounds the median (and the range). Slots are those of the last '
-            'window of the last rank, in MiB; one slot is what a dense checkpoint takes. Helpers: '
-            'CPU time of Python threads other than the training thread, over all of plain '
-            "Megatron's. Losses: mean of the last tenth of the iterations, - after a NaN."
+            f'{NODES} ranks on as many emulated nodes{engine}, {args.rounds} rounds of '
+            f'{args.iterations} iterations, the first {args.warm_up} dropped; per round the '
+            'median, over rounds the median (and the range). Slots are those of the last window of '
+            'the last rank; one slot is what a dense checkpoint takes. Helpers: CPU time of Python '
+            "threads other than the training thread, over all of plain Megatron's. Losses: mean of "
+            'the last tenth of the iterations, - after a NaN.'
         )
         verdict = f'DIFFERENT in {", ".join(report.different)}' if report.different else 'equal'
         yield f'Final states of all runs of a precision, bit for bit: {verdict}.'

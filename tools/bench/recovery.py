@@ -109,7 +109,7 @@ class RecoveryBench(Bench):
     FIGURES = {
         'seconds': Figure('seconds to a new iteration'),
         'ratio': Figure('ratio', of=lambda one, first: one.seconds / first.seconds),
-        'stage_iterations': Figure('stage-iterations again', '{:.0f}'.format),
+        'stage_iterations': Figure('stage-iterations again', '.0f'),
     }
 
     @classmethod

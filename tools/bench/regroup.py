@@ -13,11 +13,12 @@ import argparse
 import multiprocessing
 import threading
 import time
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, wait
+from concurrent.futures import ProcessPoolExecutor
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from threading import BrokenBarrierError
 from typing import Any, ClassVar, NamedTuple
 
 import psutil
@@ -92,13 +93,13 @@ class _Rank:
         for group in self._groups:
             dist.all_reduce(tensor, group=group)
         pending = dist.all_reduce(tensor, async_op=True) if self._rank else None
-        self.together.wait(_TIMEOUT.total_seconds())
+        self.together.wait()
         start = time.monotonic()
         self._process_groups.unblock()
         if pending is not None:
             _expect_error(pending)
         unblocked = time.monotonic()
-        self.together.wait(_TIMEOUT.total_seconds())
+        self.together.wait()
         renewing = time.monotonic()
         prefix = PrefixStore(f'cycle{cycle}', self._store)
         store = InterruptibleStore(prefix, threading.Event(), _TIMEOUT)
@@ -110,7 +111,7 @@ class _Rank:
         process = psutil.Process()
         self._process_groups.await_destruction()
         # No process is connecting: the counts of all ranks describe the same state.
-        self.together.wait(_TIMEOUT.total_seconds())
+        self.together.wait()
         taken = {
             'file_descriptors': process.num_fds(),
             'threads': process.num_threads(),
@@ -118,7 +119,7 @@ class _Rank:
             'shm_files': sum(map.path.startswith(_SHM) for map in process.memory_maps()),
             'store_keys': self._store.num_keys(),
         }
-        self.together.wait(_TIMEOUT.total_seconds())
+        self.together.wait()
         return taken
 
 
@@ -138,7 +139,8 @@ def _prepare(barrier: Any) -> None:
 def _serve(args: argparse.Namespace, port: int, rank: int) -> RankReport:
     try:
         return _Rank(args, rank, port).run()
-    except BaseException:
+    except Exception:
+        traceback.print_exc()
         _Rank.together.abort()
         raise
 
@@ -148,22 +150,19 @@ def run_ranks(args: argparse.Namespace) -> list[RankReport]:
     store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context('forkserver')
     context.set_forkserver_preload(['torch.distributed'])
-    barrier = (context.Barrier(args.processes),)
-    with ProcessPoolExecutor(args.processes, context, _prepare, barrier) as pool:
-        ranks = [pool.submit(_serve, args, store.port, rank) for rank in range(args.processes)]
-        wait(ranks)
-    errors = [error for rank in ranks if (error := rank.exception()) is not None]
-    first = [error for error in errors if not isinstance(error, BrokenBarrierError)]
-    for error in first or errors:
-        raise LabError(f'a process failed: {error!r}', str(error.__cause__ or '')) from error
-    return [rank.result() for rank in ranks]
+    barrier = context.Barrier(args.processes, timeout=_TIMEOUT.total_seconds())
+    with ProcessPoolExecutor(args.processes, context, _prepare, (barrier,)) as pool:
+        try:
+            return list(pool.map(partial(_serve, args, store.port), range(args.processes)))
+        except Exception as error:
+            raise LabError(f'a process failed: {error!r}') from error
 
 
 class RegroupBench(Bench):
     """Cycles of all processes; of each the slowest process counts."""
 
     PROG, ABOUT, ROUNDS = 'moevement bench regroup', __doc__, 0
-    FIGURES = {'seconds': Figure('seconds', '{:.4f}'.format, lambda seconds, _: seconds)}
+    FIGURES = {'seconds': Figure('seconds', '.4f', lambda seconds, _: seconds)}
 
     @classmethod
     def add_flags(cls, parser: argparse.ArgumentParser) -> None:

@@ -76,9 +76,9 @@ class StartBench(Bench):
 
     PROG, ABOUT, ROUNDS = 'moevement bench start', __doc__, 5
     FIGURES = {
-        'seconds': Figure('s', '{:.1f}'.format),
-        'cpu_s': Figure('CPU s', '{:.1f}'.format),
-        'memory_mb': Figure('MB', '{:.0f}'.format, lambda one, plain: one.memory / 1e6),
+        'seconds': Figure('s', '.1f'),
+        'cpu_s': Figure('CPU s', '.1f'),
+        'memory_mb': Figure('MB', '.0f', lambda one, plain: one.memory / 1e6),
         'seconds_ratio': Figure('s / plain', of=lambda one, plain: one.seconds / plain.seconds),
         'cpu_ratio': Figure('CPU / plain', of=lambda one, plain: one.cpu_s / plain.cpu_s),
         'memory_ratio': Figure('MB / plain', of=lambda one, plain: one.memory / plain.memory),

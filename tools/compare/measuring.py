@@ -53,7 +53,7 @@ class RowRun(msgspec.Struct, frozen=True, kw_only=True):
     """Stage-iterations computed again, per fault."""
     lost_tokens: float | None
     """Share of all tokens whose updates of experts were lost (PLT); None: the row loses none."""
-    loss_difference: float
+    loss: float
     """Loss of the last iteration, minus that of plain Megatron."""
     different: list[str]
     """Kinds of state that differ from plain Megatron at the end."""
@@ -93,7 +93,7 @@ def figures(row: Row, lived: Lived, plain: Lived, course: Course) -> RowRun:
         engine=medians([one.engine for one in back]),
         again=stage_iterations(log, lived.trained.events, STAGES, RANKS // STAGES) / len(back),
         lost_tokens=lost_tokens(lived) if row.lossy else None,
-        loss_difference=log.iterations[-1].loss - reference.iterations[-1].loss,
+        loss=log.iterations[-1].loss - reference.iterations[-1].loss,
         different=different,
         bits=named if different else 'equal',
         ettr=ettr(log, iteration_s),

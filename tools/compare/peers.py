@@ -232,14 +232,14 @@ class PeersBench(Bench):
         'ratio': Figure('iteration'),
         'cpu': Figure('CPU'),
         'cpu_training': Figure('training thread'),
-        'tmpfs_mb': Figure('tmpfs MB', '{:.1f}'.format),
-        'logs_mb': Figure('logs MB', '{:.1f}'.format),
-        'memory_mb': Figure('memory MB', '{:.0f}'.format),
-        'back_s': Figure('back s', '{:.1f}'.format),
-        'start_s': Figure('start', '{:.1f}'.format),
-        'again': Figure('again', '{:.1f}'.format, ranged=False),
+        'tmpfs_mb': Figure('tmpfs MB', '.1f'),
+        'logs_mb': Figure('logs MB', '.1f'),
+        'memory_mb': Figure('memory MB', '.0f'),
+        'back_s': Figure('back s', '.1f'),
+        'start_s': Figure('start', '.1f'),
+        'again': Figure('again', '.1f', ranged=False),
         'bits': Figure('bits'),
-        'load': Figure('load', '{:.0f}'.format),
+        'load': Figure('load', '.0f'),
     }
 
     @classmethod

@@ -51,7 +51,7 @@ _SIZES = {
 
 
 def _phase(heading: str, name: str) -> Figure:
-    return Figure(heading, '{:.1f}'.format, lambda run, _: run.phases.get(name, 0.0), ranged=False)
+    return Figure(heading, '.1f', lambda run, _: run.phases.get(name, 0.0), ranged=False)
 
 
 class CompareBench(Bench):
@@ -59,19 +59,17 @@ class CompareBench(Bench):
 
     PROG, ABOUT, OUTPUT, ROUNDS = 'moevement compare', __doc__, 'runs/compare', 2
     FIGURES = {
-        'period': Figure('I or W', '{:.0f}'.format),
+        'period': Figure('I or W', '.0f'),
         'ratio': Figure('iteration'),
-        'mbytes': Figure('bytes/it', '{:.2f} MB'.format, ranged=False),
-        'stall_ms': Figure('stall/it ms', '{:.0f}'.format, ranged=False),
-        'recovery_s': Figure('recovery s', '{:.1f}'.format),
+        'mbytes': Figure('MB/it', '.2f', ranged=False),
+        'stall_ms': Figure('stall/it ms', '.0f', ranged=False),
+        'recovery_s': Figure('recovery s', '.1f'),
         'start_s': _phase('of it start', PHASES[0]),
         'restore_s': _phase('restore', PHASES[1]),
         'again_s': _phase('again', PHASES[2]),
-        'again': Figure('stage-it again', '{:.1f}'.format, ranged=False),
-        'lost_tokens': Figure('PLT', '{:.1%}'.format, ranged=False),
-        'loss_difference': Figure(
-            'loss diff', lambda loss: f'{loss:+.4f}' if loss else '0', ranged=False
-        ),
+        'again': Figure('stage-it again', '.1f', ranged=False),
+        'lost_tokens': Figure('PLT', '.1%', ranged=False),
+        'loss': Figure('loss diff', of=lambda run, _: f'{run.loss:+.4f}' if run.loss else '0'),
         'bits': Figure('bits'),
         'ettr': Figure('ETTR'),
         'ettr_warm': Figure('warm'),

@@ -21,7 +21,6 @@ from moevement_ext.memory.window.format import Expected
 from moevement_ext.memory.window.reader import WindowReader
 from moevement_ext.memory.window.refusal import RefusedWindow, TruncatedWindow, UnreadableWindow
 from moevement_ext.memory.window.settings import Layout
-from moevement_ext.memory.window.slot import SlotHeader
 
 MEMORY = 'memory'
 DISK = 'disk'
@@ -141,42 +140,40 @@ def _ranks(files: Iterable[Found]) -> set[int]:
 def _look(path: Path, verify: bool) -> Found | None:
     """Inspect a file; None if a running job has renamed it meanwhile."""
     try:
-        nbytes = path.stat().st_size
+        one = _placed(path, path.stat().st_size)
     except FileNotFoundError:
         return None
-    one = _placed(path, nbytes)
     if one.state == 'free':
         return one
+    verified = verify and one.state == 'committed'
     try:
         with WindowReader(path) as reader:
             if str(reader.name) != one.window:
                 raise RefusedWindow(f'holds window {reader.name}')
             headers = reader.verify_identity(Expected(owner=one.rank))
-            if verify and one.state == 'committed':
+            if verified:
                 reader.verify_payloads(headers)
-            return msgspec.structs.replace(
-                one,
-                slots=len(headers),
-                layout=_layout(headers[0]),
-                digests=(headers[0].run, headers[0].topology),
-                verified=verify and one.state == 'committed',
-            )
     except RefusedWindow as refusal:
         if not path.exists():
             return None
         if one.state == 'being written' and isinstance(refusal, TruncatedWindow):
             return one  # no problem
-        cause = refusal.__cause__
-        said = cause.problem if isinstance(cause, ForeignFileError) else str(refusal)
-        problem = said.removeprefix(str(path)).removeprefix(': ').strip()
-        foreign = isinstance(refusal, UnreadableWindow)
-        if isinstance(cause, ForeignFileError | PermissionError):
-            problem = f'{problem}: run as its owner, after chmod 600'
-        return msgspec.structs.replace(one, problem=problem, foreign=foreign)
+        return _refused(one, refusal)
+    first = headers[0]
+    return msgspec.structs.replace(
+        one, slots=len(headers), layout=first.placed and first.placed.layout,
+        digests=(first.run, first.topology), verified=verified,
+    )  # fmt: skip
 
 
-def _layout(header: SlotHeader) -> Layout | None:
-    return None if header.placed is None else header.placed.layout
+def _refused(one: Found, refusal: RefusedWindow) -> Found:
+    cause = refusal.__cause__
+    said = cause.problem if isinstance(cause, ForeignFileError) else str(refusal)
+    problem = said.removeprefix(str(one.path)).removeprefix(': ').strip()
+    if isinstance(cause, ForeignFileError | PermissionError):
+        problem = f'{problem}: run as its owner, after chmod 600'
+    foreign = isinstance(refusal, UnreadableWindow)
+    return msgspec.structs.replace(one, problem=problem, foreign=foreign)
 
 
 def _placed(path: Path, nbytes: int) -> Found:

@@ -26,7 +26,7 @@ class Turns(Bench):
     PROG, ABOUT = 'moevement bench turns', ''
     FIGURES = {
         'ratio': Figure('ratio', of=lambda one, first: one / first),
-        'half': Figure('half', '{:.1f}'.format, lambda one, _: one / 2 or None, ranged=False),
+        'half': Figure('half', '.1f', lambda one, _: one / 2 or None, ranged=False),
         'parity': Figure('parity', of=lambda one, _: 'odd' if one % 2 else 'even'),
     }
 

@@ -20,23 +20,27 @@ def bench(*flags: str) -> OverheadBench:
     return OverheadBench(OverheadBench.parse(flags), Path('out'), Path('data'))
 
 
-def run_of(iteration_s: float, digest: str, windows: list[int]) -> Run:
+def run_of(iteration_s: float, digest: str, windows: str | None) -> Run:
     return Run(
-        variant='', iteration_s=iteration_s, all_iterations_s=[], cpu_s=2 * iteration_s,
-        helpers_s=iteration_s / 4, exposed_ms=None, windows=windows,
-        slot_bytes=[1 << 20, 1 << 19] if windows else [], digest=digest,
+        iteration_s=iteration_s, all_iterations_s=[], cpu_s=2 * iteration_s,
+        helpers_s=iteration_s / 4, exposed_ms=None, windows=windows, slots=None, digest=digest,
     )  # fmt: skip
 
 
 def test_runs_are_compared_within_a_precision() -> None:
     one = bench('--precision', 'c1', '--stand-ins')
     assert [*one.titles()] == ['bf16/plain', 'bf16/sparse', 'c1/plain', 'c1/sparse']
-    runs = (run_of(1, 'a', []), run_of(1.5, 'a', [2]), run_of(2, 'b', []), run_of(2.2, 'c', [4]))
+    runs = (
+        run_of(1, 'a', None),
+        run_of(1.5, 'a', '2'),
+        run_of(2, 'b', None),
+        run_of(2.2, 'c', '4'),
+    )
     found = one.summary(HARDWARE, [dict(zip(one.titles(), runs, strict=True))])
     assert found.ways[f'c1/{SPARSE}'].figures['ratio'].median == pytest.approx(1.1)
     assert found.ways[f'c1/{PLAIN}'].figures['ratio'].median == 1
     assert found.ways[f'bf16/{SPARSE}'].figures['helpers'].median == pytest.approx(1.5 / 8)
-    assert found.ways[f'c1/{SPARSE}'].title.endswith(', window 4, slots 1.0 0.5')
+    assert found.ways[f'c1/{SPARSE}'].words == {'windows': '4'}
     assert 'exposed_ms' not in found.ways[f'c1/{SPARSE}'].figures
     assert found.different == ['c1'] and found.notes[-1].endswith(': DIFFERENT in c1.')
 
@@ -85,7 +89,7 @@ def test_a_cpu_that_emulates_bf16_trains_in_fp32(
     monkeypatch.setattr(models, '_PROCESSORS', processors)
     for flags, bf16 in {'fpu avx avx2': False, 'fpu avx2 avx512bw': True}.items():
         processors.write_text(f'model name\t: EPYC\nflags\t\t: {flags}\n')
-        assert ('--bf16' in model.training_flags(Path('text'), 2, 12)) is bf16
+        assert ('--bf16' in model.training_flags(Path('text'), 12)) is bf16
         assert models.native_precision(gpu=True) == 'bf16'
 
 
