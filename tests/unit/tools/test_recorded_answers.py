@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers and refusals of `plan` and `simulate` are those that were recorded, to nine digits.
+"""Answers and refusals of programs are those that were recorded; figures to nine digits.
 
 After an intended change: `python -m tests.unit.tools.test_recorded_answers`, and read the
-difference. Known vectors are in the tests of each module.
+difference; commands after it are added. Known vectors are in the tests of each module.
 """
 
 import contextlib
@@ -10,6 +10,7 @@ import io
 import json
 import os
 import shlex
+import sys
 import tempfile
 from importlib import import_module
 from pathlib import Path
@@ -17,6 +18,8 @@ from typing import Any
 from unittest import mock
 
 import pytest
+
+from moevement_ext.command import PROGRAMS
 
 ROOT = Path(__file__).resolve().parents[3]
 RECORDED = Path(__file__).with_name('recorded_answers.jsonl')
@@ -55,6 +58,11 @@ FILES = {
     'few-nodes.csv': 'time,node,event\n1,a,failure\n2,b,failure\n9,a,repair\n',
 }
 """What the commands read, besides `docs`."""
+JOB = (
+    '--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --bf16 '
+    '--max-position-embeddings 64 --micro-batch-size 1 --distributed-backend gloo --sparse-ckpt'
+)
+"""In a command `JOB` stands for these."""
 
 
 @contextlib.contextmanager
@@ -68,16 +76,20 @@ def reader() -> Any:
 
 
 def answer(command: str) -> Any:
-    """JSON, the last line of a text, or a status and its reason."""
-    tool, *argv = shlex.split(command)
-    main = import_module(f'tools.{tool}.__main__').main
-    wide = mock.patch.dict(os.environ, COLUMNS='200')
+    """JSON, the last line of a text, or a status and its reason; of `check` how all lines begin."""
+    tool, *argv = shlex.split(command.replace(' JOB', f' {JOB}'))
+    main = import_module(PROGRAMS[tool][0]).main
+    inherited = {name: os.environ.get(name, '') for name in ('HOME', 'PATH')}
+    wide = mock.patch.dict(os.environ, {**inherited, 'COLUMNS': '200'}, clear=True)
     out, errors = io.StringIO(), io.StringIO()
     with reader(), wide, contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
         try:
             status = main(argv)
         except SystemExit as refused:
             status = refused.code
+    if tool == 'check':
+        *lines, last = f'{errors.getvalue()}{out.getvalue()}'.splitlines()
+        return [status, '\n'.join([*(line[:60] for line in lines), f'{last[:60]} {last[-14:]}'])]
     if status:
         return [status, errors.getvalue().strip()]
     if '--json' in argv:
@@ -113,5 +125,6 @@ def test_answer_is_the_recorded_one(command: str) -> None:
 
 
 if __name__ == '__main__':
-    again = [{'command': one, 'answer': rounded(answer(one))} for one in recorded()]
+    asked = [*recorded(), *sys.argv[1:]]
+    again = [{'command': one, 'answer': rounded(answer(one))} for one in asked]
     RECORDED.write_text(''.join(json.dumps(one) + '\n' for one in again), 'utf-8')
