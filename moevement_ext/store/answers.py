@@ -8,9 +8,7 @@ connections of this process to it: a thread that waits on one of them gets an er
 the store had died.
 """
 
-import os
 import socket
-import stat
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -20,6 +18,7 @@ from torch.distributed import DistError, Store, TCPStore
 
 from moevement_ext.logger import logger_of
 from moevement_ext.regroup.waits import in_time
+from moevement_ext.system.process_setup import connections
 
 logger = logger_of(__name__)
 
@@ -92,21 +91,11 @@ def addresses_of(host: str, port: int) -> set[str]:
 
 def cut_connections(addresses: set[str], port: int) -> None:
     """Shut down all connections of this process to a store, whichever thread uses them."""
-    for name in os.listdir('/proc/self/fd'):
-        with suppress(OSError):  # the descriptor of the listing itself, or closed meanwhile
-            _cut_if_with(int(name), addresses, port)
-
-
-def _cut_if_with(fd: int, addresses: set[str], port: int) -> None:
-    # Files are skipped: closing a duplicate would drop all locks of this process on the file.
-    if not stat.S_ISSOCK(os.fstat(fd).st_mode):
-        return
-    with socket.socket(fileno=os.dup(fd)) as connection:
-        if connection.family not in (socket.AF_INET, socket.AF_INET6):
-            return
-        address, its_port = connection.getpeername()[:2]
-        if its_port == port and address.removeprefix('::ffff:') in addresses:
-            connection.shutdown(socket.SHUT_RDWR)
+    for _, connection in connections():
+        with suppress(OSError):  # it is not connected, or no longer
+            address, its_port = connection.getpeername()[:2]
+            if its_port == port and address.removeprefix('::ffff:') in addresses:
+                connection.shutdown(socket.SHUT_RDWR)
 
 
 # A value that the engine never stores.

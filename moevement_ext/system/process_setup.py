@@ -5,6 +5,8 @@ import gc
 import os
 import socket
 import stat
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from moevement_ext.logger import logger_of
@@ -46,21 +48,21 @@ def isolate_children() -> None:
 
 def _drop_connections() -> None:
     nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-    for name in os.listdir('/proc/self/fd'):
-        if _is_connection(int(name)):
-            # The descriptor stays valid: its owner in this process may still close it.
-            os.dup2(nothing, int(name), inheritable=False)
+    for fd, _ in connections():
+        # The descriptor stays valid: its owner in this process may still close it.
+        os.dup2(nothing, fd, inheritable=False)
     os.close(nothing)
 
 
-def _is_connection(fd: int) -> bool:
-    try:
-        if not stat.S_ISSOCK(os.fstat(fd).st_mode):
-            return False
-        with socket.socket(fileno=os.dup(fd)) as copy:
-            return copy.family in (socket.AF_INET, socket.AF_INET6)
-    except OSError:  # the descriptor of the listing itself
-        return False
+def connections() -> Iterator[tuple[int, socket.socket]]:
+    """TCP sockets of this process: each descriptor, with a duplicate for the time of the turn."""
+    for fd in map(int, os.listdir('/proc/self/fd')):
+        with suppress(OSError):  # the descriptor of the listing itself, or closed meanwhile
+            # Of a file, closing a duplicate would drop all locks of this process.
+            if stat.S_ISSOCK(os.fstat(fd).st_mode):
+                with socket.socket(fileno=os.dup(fd)) as copy:
+                    if copy.family in (socket.AF_INET, socket.AF_INET6):
+                        yield fd, copy
 
 
 def bind(address: str, devices: Path = _DEVICES) -> set[int] | None:
