@@ -30,6 +30,8 @@ from typing import NamedTuple
 
 from torch.distributed import PrefixStore, Store
 
+from moevement_ext.store.answers import peek
+
 VARIABLE = 'MOEVEMENT_LAUNCH'
 """Environment variable of workers with the name of the launch. A launcher that reads nothing from
 the store, such as torchrun, does not set it."""
@@ -79,10 +81,9 @@ def evictions(store: Store) -> int:
 
 def take_eviction(store: Store, rank: int) -> int | None:
     """Remove and return the number of the process to kill, if any. Called by the launcher."""
-    if not store.check([_evict_key(rank)]):
-        return None
-    process = int(store.get(_evict_key(rank)))
-    store.delete_key(_evict_key(rank))
+    process = _number(store, _evict_key(rank))
+    if process is not None:
+        store.delete_key(_evict_key(rank))
     return process
 
 
@@ -96,13 +97,15 @@ _SPARES = 'spares'
 
 
 class End(NamedTuple):
-    """The death of a process, as its launcher saw it."""
+    """The death of a process."""
 
-    at: float
-    """Seconds since the epoch."""
     rank: int
-    how: str
-    """For example `was killed by SIGKILL`."""
+    how: str = ''
+    """For example `was killed by SIGKILL`; empty if unknown."""
+    at: float | None = None
+    """When its launcher saw it, in seconds since the epoch."""
+    node: str = ''
+    """Empty if unknown."""
 
 
 def write_death(store: Store, process: int, rank: int, how: str) -> None:
@@ -112,7 +115,7 @@ def write_death(store: Store, process: int, rank: int, how: str) -> None:
 
 def read_death(store: Store, process: int) -> End | None:
     """How this process died; None if the launcher has not recorded it."""
-    return _decoded(store, _ended(process))
+    return _decoded(_told(store, _ended(process)))
 
 
 def write_cause(store: Store, restarts: int, rank: int, how: str) -> None:
@@ -122,7 +125,8 @@ def write_cause(store: Store, restarts: int, rank: int, how: str) -> None:
 
 def read_cause(store: Store, restarts: int) -> End | None:
     """The death that caused restart number `restarts` of all workers; None if unknown."""
-    return _decoded(store, _CAUSE, f'{restarts} ')
+    number, _, end = _told(store, _CAUSE).partition(' ')
+    return _decoded(end) if number == str(restarts) else None
 
 
 def write_spares(store: Store, left: str) -> None:
@@ -131,7 +135,7 @@ def write_spares(store: Store, left: str) -> None:
 
 
 def read_spares(store: Store) -> str:
-    return store.get(_SPARES).decode() if store.check([_SPARES]) else ''
+    return _told(store, _SPARES)
 
 
 def write_recovery(store: Store, line: str) -> None:
@@ -141,21 +145,18 @@ def write_recovery(store: Store, line: str) -> None:
 
 def read_recovery(store: Store) -> str:
     """Outcome of the newest recovery; empty if there was none."""
-    return store.get(_RECOVERED).decode() if store.check([_RECOVERED]) else ''
+    return _told(store, _RECOVERED)
 
 
 def _encoded(rank: int, how: str) -> str:
     return f'{time.time():.3f} {rank} {how}'
 
 
-def _decoded(store: Store, key: str, prefix: str = '') -> End | None:
-    if not store.check([key]):
+def _decoded(end: str) -> End | None:
+    if not end:
         return None
-    text = store.get(key).decode()
-    if not text.startswith(prefix):
-        return None
-    at, rank, how = text.removeprefix(prefix).split(' ', 2)
-    return End(float(at), int(rank), how)
+    at, rank, how = end.split(' ', 2)
+    return End(int(rank), how, float(at))
 
 
 def _ended(process: int) -> str:
@@ -176,7 +177,8 @@ def write_memory(store: Store, directory: Path) -> None:
 
 
 def read_memory(store: Store) -> Path | None:
-    return Path(os.fsdecode(store.get(_MEMORY))) if store.check([_MEMORY]) else None
+    found = peek(store, _MEMORY)
+    return None if found is None else Path(os.fsdecode(found))
 
 
 def write_stuck_timeout(store: Store, seconds: float) -> None:
@@ -186,7 +188,7 @@ def write_stuck_timeout(store: Store, seconds: float) -> None:
 
 def read_stuck_timeout(store: Store) -> float:
     """Return the reported seconds; 0 until a worker has reported them."""
-    return float(store.get(_STUCK)) if store.check([_STUCK]) else 0.0
+    return float(_told(store, _STUCK) or 0)
 
 
 def write_files(store: Store, rank: int, files: bytes) -> None:
@@ -212,7 +214,7 @@ def write_needed_ranks(store: Store, ranks: int) -> None:
 
 def read_needed_ranks(store: Store) -> int | None:
     """The number of ranks that the job needs; None if no worker reported it."""
-    return int(store.get(_NEEDED)) if store.check([_NEEDED]) else None
+    return _number(store, _NEEDED)
 
 
 def write_survivors(store: Store) -> None:
@@ -236,7 +238,7 @@ def write_joining(store: Store, rank: int) -> None:
 
 def read_joining(store: Store, rank: int) -> int | None:
     """Return the number of the newest process of `rank` that joined the others, or None."""
-    return int(store.get(_joining(rank))) if store.check([_joining(rank)]) else None
+    return _number(store, _joining(rank))
 
 
 def write_finished(store: Store, rank: int, code: int) -> None:
@@ -246,14 +248,21 @@ def write_finished(store: Store, rank: int, code: int) -> None:
 
 def read_finished(store: Store, rank: int, process: int) -> int | None:
     """Return the exit status that this process of `rank` announced, or None."""
-    if not store.check([_finished(rank)]):
-        return None
-    teller, _, code = store.get(_finished(rank)).decode().partition(' ')
-    return int(code) if int(teller) == process else None  # else an earlier process announced it
+    teller, _, code = _told(store, _finished(rank)).partition(' ')
+    return int(code) if teller == str(process) else None  # else an earlier process announced it
 
 
 def _own(store: Store) -> Store:
     return of_launch(store, own_launch())
+
+
+def _told(store: Store, key: str) -> str:
+    """A value, empty if there is none; no process waits for any of these keys."""
+    return (peek(store, key) or b'').decode()
+
+
+def _number(store: Store, key: str) -> int | None:
+    return int(told) if (told := _told(store, key)) else None
 
 
 def _joining(rank: int) -> str:

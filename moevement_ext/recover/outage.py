@@ -18,14 +18,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import NamedTuple
 
 import msgspec
 from torch.distributed import Store
 
 from moevement_ext.logger import highlighted, logger_of
 from moevement_ext.membership import mailbox
-from moevement_ext.membership.mailbox import of_launch, own_launch
+from moevement_ext.membership.mailbox import End, of_launch, own_launch
 from moevement_ext.membership.rendezvous import launcher_store
 from moevement_ext.membership.report import Report
 from moevement_ext.memory.node_store import Death
@@ -41,17 +40,6 @@ _MOST_DEATHS = 4
 
 
 _VERIFIED = msgspec.msgpack.Decoder(Verified)
-
-
-class Gone(NamedTuple):
-    """A process that died."""
-
-    rank: int
-    node: str
-    """Empty if unknown."""
-    how: str
-    """For example `was killed by SIGKILL`; empty if unknown."""
-    at: float | None = None
 
 
 @dataclass(frozen=True)
@@ -105,9 +93,9 @@ class Summary:
         return ' sparse ckpt | ' + ' | '.join(fields) + ' |'
 
 
-def deaths(gone: Iterable[Gone]) -> str:
+def deaths(gone: Iterable[End]) -> str:
     """Format deaths, with the ranks of a node together at the time of the first."""
-    alike: dict[tuple[str, str], list[Gone]] = {}
+    alike: dict[tuple[str, str], list[End]] = {}
     for one in sorted(gone):
         alike.setdefault((one.node, one.how), []).append(one)
     words = [_died(node, how, together) for (node, how), together in alike.items()]
@@ -126,7 +114,7 @@ def together(verified: Sequence[Verified]) -> Verified:
     )
 
 
-def _died(node: str, how: str, gone: Sequence[Gone]) -> str:
+def _died(node: str, how: str, gone: Sequence[End]) -> str:
     where = f' on {node}' if node else ''
     first = min((one.at for one in gone if one.at is not None), default=None)
     when = '' if first is None else time.strftime(' at %H:%M:%S', time.localtime(first))
@@ -308,14 +296,12 @@ def of_the_whole_job(
         restarts = int(os.environ.get('TORCHELASTIC_RESTART_COUNT', '0'))
         told = None if launcher is None else mailbox.read_cause(launcher, restarts)
         spares = '' if launcher is None else mailbox.read_spares(launcher)
-        if told is not None:
-            gone = Gone(told.rank, '', told.how, told.at)
-            return summary(deaths([gone]), _if_past(told.at), spares)
-        if first_death is not None:
+        if told is None and first_death is not None:
             how = f'(pid {first_death.pid}) was the first to end,'
-            gone = Gone(first_death.rank, '', how, first_death.time)
-            return summary(deaths([gone]), _if_past(first_death.time), spares)
-        return summary('the job was launched again', None, spares)
+            told = End(first_death.rank, how, first_death.time)
+        if told is None:
+            return summary('the job was launched again', None, spares)
+        return summary(deaths([told]), _if_past(told.at), spares)
 
     found = _never_fails(make)
     if found is not None:
@@ -349,20 +335,18 @@ def _never_fails[T](make: Callable[[], T]) -> T | None:
         return None
 
 
-def _if_past(at: float) -> float | None:
+def _if_past(at: float | None) -> float | None:
     """Return None for a future time: the clock of another node is ahead, or this one was set back.
 
     A difference that is usual between clocks counts as none.
     """
     now = time.time()
-    return min(at, now) if at <= now + _CLOCKS_DIFFER_S else None
+    return min(at, now) if at is not None and at <= now + _CLOCKS_DIFFER_S else None
 
 
-def _gone(launcher: Store | None, rank: int, node: str, process: int) -> Gone:
+def _gone(launcher: Store | None, rank: int, node: str, process: int) -> End:
     told = None if launcher is None else mailbox.read_death(launcher, process)
-    if told is None:
-        return Gone(rank, node, '')
-    return Gone(rank, node, told.how, told.at)
+    return (told or End(rank))._replace(node=node)
 
 
 def _source(verdict: Localized) -> str:

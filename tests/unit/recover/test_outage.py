@@ -16,7 +16,7 @@ from moevement_ext.membership.mailbox import of_launch
 from moevement_ext.membership.report import Report
 from moevement_ext.memory.node_store import Death, forget_deaths, noted_deaths
 from moevement_ext.memory.window.name import Window, WindowName
-from moevement_ext.recover.outage import Gone, Outage, Summary, deaths, of_the_whole_job
+from moevement_ext.recover.outage import End, Outage, Summary, deaths, of_the_whole_job
 from moevement_ext.recover.verdict import Localized
 from moevement_ext.recover.verification import Verified
 
@@ -152,7 +152,7 @@ SECONDS = {'noticing it': 0.12, 'starting processes': 7.9, 'connecting': 0.0}
 def summary(**changed: object) -> Summary:
     values = {
         'iteration': 37,
-        'cause': deaths([Gone(1, 'node1', 'was killed by SIGKILL', NOW - 11.2)]),
+        'cause': deaths([End(1, 'was killed by SIGKILL', NOW - 11.2, 'node1')]),
         'lost': 0,
         'replayed': 6,
         'away_s': 11.2,
@@ -188,9 +188,9 @@ def test_launcher_colours_the_same_lines_as_a_worker(changed: dict, exact: bool)
 
 
 def test_ranks_that_died_together_are_listed_together() -> None:
-    killed = [Gone(rank, 'n2', 'was killed by SIGKILL', 1.0 + rank) for rank in (8, 9, 10, 12)]
-    said = deaths([*killed, Gone(3, 'n1', '')])
+    killed = [End(rank, 'was killed by SIGKILL', 1.0 + rank, 'n2') for rank in (8, 9, 10, 12)]
+    said = deaths([*killed, End(3, node='n1')])
     first = time.strftime('%H:%M:%S', time.localtime(9.0))
     assert said == f'rank 3 on n1 died, ranks 8-10, 12 on n2 were killed by SIGKILL at {first}'
-    many = deaths([Gone(rank, f'n{rank}', 'was lost') for rank in range(100)])
+    many = deaths([End(rank, 'was lost', node=f'n{rank}') for rank in range(100)])
     assert many.endswith(' and 96 more') and many.count(' was lost') == 4
