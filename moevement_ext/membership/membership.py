@@ -36,7 +36,6 @@ from moevement_ext.errors import EXIT_WHOLE_JOB, SparseCheckpointError
 from moevement_ext.logger import logger_of
 from moevement_ext.membership.beside import Beside, Met
 from moevement_ext.membership.rendezvous import (
-    Ending,
     FencedOut,
     Rendezvous,
     RendezvousResult,
@@ -269,7 +268,7 @@ class Membership:
             if not self._joined.watch.broken.is_set():
                 before = self.broken  # the watching thread also detects this announcement
                 self.ended_round = end_round(store, round_id, reason) and not before
-                found = how_broken(store, round_id) or Ending(time.time(), reason)
+                found = how_broken(store, round_id, reason)
                 self._joined.watch.conclude(found.reason, found.since)
         except DistError:
             return False

@@ -157,19 +157,16 @@ def is_broken(store: Store, round_id: int) -> bool:
     return store.check([f'broken/{round_id}'])
 
 
-def how_broken(store: Store, round_id: int) -> Ending | None:
-    """When and why a round ended. Call this only for a round that is over: see `peek`."""
+def how_broken(store: Store, round_id: int, reason: str = 'unknown') -> Ending:
+    """How a round ended. Call this only for a round that is over: see `peek`.
+
+    `reason` stands for that of a round that ended so long ago that its keys are deleted.
+    """
     found = peek(store, f'broken/{round_id}')
     if found is None:
-        return None
+        return Ending(time.time(), reason)
     since, _, reason = found.decode().partition(' ')
     return Ending(float(since), reason)
-
-
-def why_broken(store: Store, round_id: int) -> str | None:
-    """Why a round ended. Call this only for a round that is over: see `peek`."""
-    found = how_broken(store, round_id)
-    return found.reason if found else None
 
 
 def is_over(store: Store, round_id: int) -> bool:
@@ -300,7 +297,7 @@ class Rendezvous:
         self.sign(result, name)
         barrier, store = _barrier_key(result.round, name), result.connection
         if not self._pass(store, result.round, barrier, deadline):
-            raise RoundEnded(why_broken(store, result.round) or 'unknown')
+            raise RoundEnded(how_broken(store, result.round).reason)
         if name == _END_OF_A_RECOVERY:
             self._forget_before(store, result.round)
 

@@ -20,7 +20,6 @@ from moevement_ext.logger import logger_of
 from moevement_ext.membership.counters import Heartbeats, turn_of
 from moevement_ext.membership.mailbox import evict
 from moevement_ext.membership.rendezvous import (
-    Ending,
     complete_end,
     end_round,
     how_broken,
@@ -189,9 +188,7 @@ class RoundWatch:
         self._conclude_by(store)
 
     def _conclude_by(self, store: Store) -> None:
-        # The keys of a round that ended long ago are deleted, so a process that was stopped finds
-        # none.
-        how = how_broken(store, self.round) or Ending(time.time(), 'unknown')
+        how = how_broken(store, self.round)
         self.conclude(how.reason, how.since)
         complete_end(store, self.round)
 

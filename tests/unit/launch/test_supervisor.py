@@ -25,7 +25,7 @@ from moevement_ext.membership.mailbox import (
     write_needed_ranks,
     write_stuck_timeout,
 )
-from moevement_ext.membership.rendezvous import present_round, why_broken
+from moevement_ext.membership.rendezvous import how_broken, present_round
 from moevement_ext.memory.node_store import NodeStore
 from tests.support.readable import dies
 from tests.unit.launch.conftest import Job, ended, failure
@@ -57,7 +57,7 @@ def test_death_is_announced_before_the_rank_is_replaced(job: Job) -> None:
     announced = []
 
     def note(event: WorkerLaunched) -> None:
-        announced.append(why_broken(job.running.store, 0))
+        announced.append(how_broken(job.running.store, 0).reason)
 
     job.on(WorkerLaunched, note, restarts=1)
     job.finish_when = lambda: len(job.started(1)) == 2

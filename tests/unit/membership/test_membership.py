@@ -19,8 +19,8 @@ from moevement_ext.membership.rendezvous import (
     Rendezvous,
     RoundEnded,
     end_round,
+    how_broken,
     present_round,
-    why_broken,
 )
 from moevement_ext.membership.report import Report, encode
 from tests.support.forks import Forked
@@ -324,7 +324,7 @@ def test_rank_that_waits_for_too_long_ends_the_round(
         Forked(ranks.waits_for_too_long, job.store.port, rank, committed[rank]) for rank in range(2)
     ]
     assert 'the wait was ended' in [rank.end(LIMIT_S)[1] for rank in both][0]
-    reason = why_broken(job.store, 0) or ''
+    reason = how_broken(job.store, 0).reason
     assert reason.startswith('rank 0 has waited for others for ')
     assert ('rank 1 is behind' in reason) == (evicted is not None)
     found = int(job.store.get('evict/1')) if job.store.check(['evict/1']) else None
@@ -334,7 +334,7 @@ def test_rank_that_waits_for_too_long_ends_the_round(
 def test_barrier_waits_for_a_busy_rank(job: Job) -> None:
     both = [Forked(ranks.meets_at_a_barrier, job.store.port, rank) for rank in range(2)]
     assert [rank.wait(LIMIT_S) for rank in both] == [0, 0]
-    assert why_broken(job.store, 0) is None
+    assert how_broken(job.store, 0).reason == 'unknown'
 
 
 def test_new_process_with_a_hung_set_up_ends(job: Job) -> None:
@@ -355,7 +355,7 @@ def test_process_with_a_lost_gpu_ends_before_its_report(job: Job) -> None:
     code, _, said = Forked(ranks.loses_its_gpu, job.store.port).end(LIMIT_S)
     assert code == EXIT_STUCK
     assert 'its GPU is lost: CUDA error: unspecified launch failure' in said
-    assert why_broken(job.store, 0) == 'rank 1 died'
+    assert how_broken(job.store, 0).reason == 'rank 1 died'
 
 
 def test_process_with_waits_that_cannot_be_aborted_ends(job: Job) -> None:

@@ -20,8 +20,8 @@ from moevement_ext.membership.rendezvous import (
     RendezvousResult,
     announce_failure,
     end_round,
+    how_broken,
     present_round,
-    why_broken,
 )
 
 pytestmark = pytest.mark.timed
@@ -274,17 +274,17 @@ def test_new_process_ends_the_round_of_its_predecessor(
     assert not attempts[2].predecessor_took_part(), 'that is itself'
     assert present_round(launcher) == round
     assert Rendezvous(connections[2], 2, WORLD).predecessor_took_part()
-    assert why_broken(launcher, round) == 'rank 2 was started again'
+    assert how_broken(launcher, round).reason == 'rank 2 was started again'
     assert present_round(launcher) == round + 1
     assert not Rendezvous(connections[2], 2, WORLD).predecessor_took_part()
 
 
 def test_launcher_ends_only_rounds_of_its_worker(launcher: TCPStore) -> None:
     announce_failure(launcher, 1, 'killed by signal 9')
-    assert (present_round(launcher), why_broken(launcher, 0)) == (0, None)
+    assert (present_round(launcher), how_broken(launcher, 0).reason) == (0, 'unknown')
     die_waiting(launcher, 1)
     announce_failure(launcher, 1, 'killed by signal 9')
-    assert (present_round(launcher), why_broken(launcher, 0)) == (1, 'killed by signal 9')
+    assert (present_round(launcher), how_broken(launcher, 0).reason) == (1, 'killed by signal 9')
     announce_failure(launcher, 1, 'killed by signal 9')
     assert present_round(launcher) == 1, 'the others have moved on without it'
 

@@ -14,7 +14,7 @@ from torch.distributed import TCPStore
 from moevement_ext.errors import EXIT_STUCK
 from moevement_ext.membership import round_watch as detect
 from moevement_ext.membership.counters import Heartbeats, read_heartbeats
-from moevement_ext.membership.rendezvous import end_round, present_round, why_broken
+from moevement_ext.membership.rendezvous import end_round, how_broken, present_round
 from moevement_ext.membership.round_watch import Connections, RoundWatch
 from tests.unit.membership.clock import Clock
 
@@ -165,7 +165,7 @@ def test_rank_that_stops_its_heartbeat_is_evicted(
     assert sorted([job.next_woken(), job.next_woken()]) == [(0, reason), (2, reason)]
     assert job.store.get('evict/1') == b'101'
     assert not job.store.check(['evict/0']) and not job.store.check(['evict/2'])
-    assert why_broken(job.store, 0) == reason
+    assert how_broken(job.store, 0).reason == reason
     wait_for_the_next_round(job)
     assert present_round(job.store) == 1
 
