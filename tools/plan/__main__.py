@@ -95,7 +95,7 @@ def parse_arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Meg
     }
     words = {name: ', '.join(known) for name, known in presets.items()}
     assert __package__
-    add_flags_of(parser, __package__, kinds, **words)
+    add_flags_of(parser, __package__, kinds=kinds, **words)
     args = parser.parse_args(own)
     if args.operators and args.budget_bytes is None:
         parser.error('--budget-bytes is missing: --operators needs the bytes a slot may hold')

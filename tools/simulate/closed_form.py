@@ -58,9 +58,14 @@ class Costs(Struct, frozen=True):
         """Seconds added to each iteration on average, stalls included."""
         return self.overhead_s
 
-    def attempts(self) -> tuple[float, np.ndarray]:
-        """Seconds of an attempt, and of the repair after each attempt of a period that failed."""
-        raise NotImplementedError
+    @property
+    def unit_s(self) -> float:
+        """Seconds of an attempt, of which a failure loses what is done."""
+        return self.step_s
+
+    def recovery_s(self) -> np.ndarray:
+        """Seconds of the repair after each attempt of a period that failed."""
+        return np.array([self.restart_s])
 
     def expected_recovery_s(self) -> float:
         """Seconds of restart and repeated work after one failure, which no second one follows."""
@@ -73,12 +78,12 @@ class Costs(Struct, frozen=True):
 
     def ettr_exact(self) -> float:
         """Useful seconds of a period over their mean wall seconds, M e^(q/M) (e^(a/M) - 1) each."""
-        attempt_s, repairs_s = self.attempts()
-        wall_s = attempt_s * len(repairs_s)
+        repairs_s = self.recovery_s()
+        wall_s = self.unit_s * len(repairs_s)
         if math.isfinite(self.mtbf_s):
             with np.errstate(over='ignore'):
                 each = self.mtbf_s * np.exp(repairs_s / self.mtbf_s)
-                wall_s = float((each * np.expm1(attempt_s / self.mtbf_s)).sum())
+                wall_s = float((each * np.expm1(self.unit_s / self.mtbf_s)).sum())
         return self.period * self.iteration_s / wall_s
 
 
@@ -89,16 +94,13 @@ class Dense(Costs, frozen=True):
     """c, seconds that training waits, once per checkpoint."""
 
     @property
-    def period_s(self) -> float:
+    def unit_s(self) -> float:
         """I (T + o) + c, seconds from one checkpoint to the next without a failure."""
         return self.period * self.step_s + self.stall_s
 
     @property
     def mean_overhead_s(self) -> float:
         return self.overhead_s + self.stall_s / self.period
-
-    def attempts(self) -> tuple[float, np.ndarray]:
-        return self.period_s, np.array([self.restart_s])
 
     def expected_recovery_s(self) -> float:
         """I T/2 + r; the failure is uniformly distributed over the period (paper, appendix C)."""
@@ -123,26 +125,18 @@ class Sparse(Costs, frozen=True):
     """Share of the work that is frozen in each conversion iteration, one per slot; None: (W - j)/W
     in the j-th, for operators of equal popularity."""
 
-    def active_iterations(self) -> float:
-        """Full iterations that take as long as the W conversion iterations; W without savings."""
-        frozen = (self.period - 1) / 2 if self.frozen_shares is None else sum(self.frozen_shares)
-        return self.period - frozen * self.frozen_saving
-
-    def conversion_s(self) -> np.ndarray:
-        """Seconds of each conversion iteration without waits for slots; shape [W]."""
+    def conversion(self) -> np.ndarray:
+        """Work of each conversion iteration, in full iterations; shape [W]."""
         frozen = 1 - np.arange(1, self.period + 1) / self.period
         if self.frozen_shares is not None:
             frozen = np.array(self.frozen_shares)
-        seconds: np.ndarray = 1 - frozen * self.frozen_saving
-        return seconds * self.iteration_s * (1 - self.local_saving)
+        work: np.ndarray = 1 - frozen * self.frozen_saving
+        return work
 
     def recovery_s(self) -> np.ndarray:
         """Q_p, seconds of restart and replay after a failure at position p; shape [W]."""
-        replayed = self.active_iterations() + np.arange(self.period)
+        replayed = self.conversion().sum() + np.arange(self.period)
         return self.restart_s + replayed * self.iteration_s * (1 - self.local_saving)
-
-    def attempts(self) -> tuple[float, np.ndarray]:
-        return self.step_s, self.recovery_s()
 
     def expected_recovery_s(self) -> float:
         """Mean of Q_p over p, plus T/2 for the lost work of the aborted iteration.
@@ -202,7 +196,7 @@ def optimal(dense: Dense) -> tuple[Intervals, Intervals]:
 
 def _log_cost(dense: Dense, interval: int) -> float:
     """ln((e^(L/M) - 1) / I), finite for any length of a period."""
-    periods = replace(dense, period=interval).period_s / dense.mtbf_s
+    periods = replace(dense, period=interval).unit_s / dense.mtbf_s
     if periods == 0:
         return -math.inf
     return periods + math.log(-math.expm1(-periods)) - math.log(interval)

@@ -23,7 +23,7 @@ from msgspec.structs import replace
 
 from ..model.fields import require
 from .closed_form import Dense
-from .runs import DenseRun
+from .runs import Run
 
 _CYCLES = 40
 
@@ -121,7 +121,7 @@ def lost_by_checkpoint(shares: np.ndarray, saved: int, selection: str) -> np.nda
     return np.array(lost[_CYCLES // 2 * cycle :])
 
 
-class PartialRun(DenseRun):
+class PartialRun(Run):
     """Global rollback to the last checkpoint; lost tokens are counted and may double K."""
 
     stationary = False
@@ -131,7 +131,7 @@ class PartialRun(DenseRun):
         self.budget, self.job_iterations = partial.lost_budget, job_s / full.iteration_s
         self.levels = np.array(partial.levels())
         self.periods_s = np.array(
-            [partial.costs(full, saved).period_s for saved in self.levels.tolist()]
+            [partial.costs(full, saved).unit_s for saved in self.levels.tolist()]
         )
         self.losses = [
             lost_by_checkpoint(partial.shares, saved, partial.selection) * full.period

@@ -27,8 +27,8 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from ..lab.arguments import Flag, Parser, add_flags
-from ..model.command import show
+from ..lab.arguments import Parser
+from ..model.command import add_flags_of, show
 from ..model.description import DescriptionError, read
 from ..model.fields import Count, FieldError, NotNegative, Whole, parser_of, require
 from ..model.layout import spread
@@ -226,13 +226,8 @@ def _timers(log: str) -> list[dict[str, list[float]]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog='moevement simulate iteration', description=__doc__)
-    add_flags(
-        parser,
-        Flag('--micro-batches', 'of an iteration (default: as measured)', parser_of(Whole)),
-        Flag('--layers', 'of each stage, comma-separated (default: as measured)', _layers),
-    )
-    parser.add_argument('--profile', type=Path, required=True, help='JSON, or the log of a run')
-    parser.add_argument('--json', action='store_true', help='print JSON')
+    assert __package__
+    add_flags_of(parser, __package__, 'iteration.toml', {'layers': _layers})
     args = parser.parse_args(argv)
     with scenario.errors(parser):
         found = iteration_of(read_stages(args.profile), args.layers, args.micro_batches)

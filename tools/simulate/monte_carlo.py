@@ -19,7 +19,7 @@ import numpy as np
 from ..model.fields import require
 from .closed_form import Dense, Sparse
 from .failures import Failures, FailureTimes, Process, Trace
-from .runs import DenseRun, Run, RunFactory, SparseRun
+from .runs import Run, RunFactory, SparseRun
 
 HISTORIES = 512
 FAILURES_PER_HISTORY = 400
@@ -99,8 +99,13 @@ def simulate(
         require(histories * count <= MOST_FIGURES, name, count, text)
     # Failures have a separate stream: all systems get the same ones.
     rng, run_rng = np.random.default_rng(seed).spawn(2)
-    run = _run(system, histories, run_rng)
-    source = process or Process(run.mtbf_s)
+    if isinstance(system, Dense):
+        run = Run(system, histories)
+    elif isinstance(system, Sparse):
+        run = SparseRun(system, histories, run_rng)
+    else:
+        run = system(histories, run_rng)
+    source = process or Process(run.costs.mtbf_s)
     unbiased = run.stationary and not job_hours and math.isfinite(source.mtbf_s)
     if unbiased and isinstance(source, Process) and not source.correlated:
         failures = FAILURES_PER_HISTORY
@@ -109,25 +114,13 @@ def simulate(
         played = _Histories(run, source.first(rng, histories, failures, nodes), nodes, spares)
         played.begin_with_failure(rng.integers(nodes, size=histories))
         return played.play(None)
-    horizon_s = _horizon_s(source.mtbf_s, run, hours, job_hours)
+    horizon_s = FAILURES_PER_HISTORY * source.mtbf_s
+    if job_hours or hours:
+        horizon_s = 3600 * (job_hours or (hours or 0.0) / histories)
+    elif math.isinf(horizon_s):
+        horizon_s = 1000 * run.costs.unit_s
     drawn = source.until(rng, histories, horizon_s, nodes)
     return _Histories(run, drawn, nodes, spares).play(horizon_s)
-
-
-def _run(system: Dense | Sparse | RunFactory, histories: int, rng: np.random.Generator) -> Run:
-    if isinstance(system, Dense):
-        return DenseRun(system, histories)
-    if isinstance(system, Sparse):
-        return SparseRun(system, histories, rng)
-    return system(histories, rng)
-
-
-def _horizon_s(mtbf_s: float, run: Run, hours: float | None, job_hours: float | None) -> float:
-    if job_hours is not None:
-        return job_hours * 3600
-    if hours is not None:
-        return hours * 3600 / run.histories
-    return 1000 * run.unit_s if math.isinf(mtbf_s) else FAILURES_PER_HISTORY * mtbf_s
 
 
 class _Histories:

@@ -34,8 +34,8 @@ import numpy as np
 
 from moevement_ext.replicate.placement import LinkCost, place_replicas
 
-from ..lab.arguments import Flag, Parser, add_flags, at_least
-from ..model.command import records, show
+from ..lab.arguments import Parser
+from ..model.command import add_flags_of, records, show
 
 Placement = list[tuple[int, ...]]
 """Experts in the slots of each node."""
@@ -45,7 +45,6 @@ SAMPLES = 100_000
 """Sets of failed domains that are drawn where there are too many to enumerate."""
 SPREADS = 20
 _CHUNK = 4096
-_MOST_SKEW = 100
 
 
 # ---- copies of ranks' states
@@ -174,11 +173,6 @@ def allocate_replicas(tokens: Sequence[float], nodes: int, slots: int, least: in
     return replicas
 
 
-def representatives(replicas: Sequence[int], slots: int) -> list[int]:
-    """Replicas of the representative of each group, ascending."""
-    return sorted(replicas)[::slots]
-
-
 def maximum_rank_overlap(replicas: Sequence[int], nodes: int, slots: int) -> Placement:
     """Lazarus' placement of experts with `replicas` each on `nodes` of `slots` slots."""
     order = sorted(range(len(replicas)), key=lambda expert: replicas[expert])
@@ -246,29 +240,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(prog='moevement simulate placement', description=__doc__.split('\n')[0])
-    positive = at_least(1)
     commands = parser.add_subparsers(required=True)
-    ranks = commands.add_parser('ranks', help="copies of ranks' states")
-    ranks.set_defaults(report=ranks_report)
-    add_flags(
-        ranks,
-        Flag('--gpus-per-node', None, positive, 8),
-        Flag('--nodes-per-switch', 'links within a switch are cheap', positive),
-        Flag('--same-state', 'data-parallel ranks with the same state', positive, 1),
-    )
-    experts = commands.add_parser('experts', help='replicas of experts')
-    experts.set_defaults(report=experts_report)
-    experts.add_argument('--slots', type=positive, required=True, help='experts a node can hold')
-    experts.add_argument('--experts', type=positive, required=True)
-    add_flags(
-        experts,
-        Flag('--least', 'replicas of each expert', positive, 2),
-        Flag('--skew', 'tokens of the i-th expert grow as i to this power', float, 1.0),
-    )
-    for command in (ranks, experts):
-        command.add_argument('--nodes', type=positive, required=True)
-        command.add_argument('--failed', type=positive, default=4, help='most failures at once')
-        command.add_argument('--json', action='store_true')
+    for name, report in (('ranks', ranks_report), ('experts', experts_report)):
+        command = commands.add_parser(name)
+        command.set_defaults(report=report)
+        assert __package__
+        add_flags_of(command, __package__, f'{name}.toml')
     return parser.parse_args(argv)
 
 
@@ -299,12 +276,10 @@ def experts_report(args: argparse.Namespace) -> dict[str, Any]:
 
     Raises ValueError if experts do not fit.
     """
-    if not abs(args.skew) <= _MOST_SKEW:
-        raise ValueError(f'--skew {args.skew:g}: give a number from -{_MOST_SKEW} to {_MOST_SKEW}')
     tokens = [(expert + 1) ** args.skew for expert in range(args.experts)]
     shape = (args.nodes, args.slots)
     replicas = allocate_replicas(tokens, *shape, args.least)
-    firsts = representatives(replicas, args.slots)
+    firsts = sorted(replicas)[:: args.slots]  # of the representative of each group
     overlap = maximum_rank_overlap(replicas, *shape)
     spreads = [spread(replicas, *shape, seed) for seed in range(SPREADS)]
     lost = range(1, args.failed + 1)

@@ -66,36 +66,34 @@ class Run:
     stationary = True
     """True if the costs do not depend on the age of the job."""
 
-    def __init__(self, costs: Costs, histories: int, unit_s: float, useful_s: float) -> None:
-        self.histories, self.mtbf_s, self.restart_s = histories, costs.mtbf_s, costs.restart_s
-        self.unit_s, self.useful_s = unit_s, useful_s
-        self.efficiency: float | np.ndarray = useful_s / unit_s
+    def __init__(self, costs: Costs, histories: int) -> None:
+        self.costs, self.histories = costs, histories
+        kept = costs.period if isinstance(costs, Dense) else 1
+        self.useful_s = kept * costs.iteration_s
+        self.efficiency: float | np.ndarray = self.useful_s / costs.unit_s
         """Useful seconds per wall second while nothing fails."""
 
     def advance(self, running: np.ndarray, seconds: np.ndarray) -> np.ndarray:
         """Train for `seconds` where `running`, then fail; returns the useful seconds kept."""
-        kept: np.ndarray = np.where(running, seconds, 0.0) // self.unit_s * self.useful_s
+        kept: np.ndarray = np.where(running, seconds, 0.0) // self.costs.unit_s * self.useful_s
         return kept
 
     def recovery_s(self, lost: np.ndarray) -> np.ndarray:
         """Seconds to recover from the end of the last `advance`; `lost` is [histories, nodes]."""
-        return np.full(self.histories, self.restart_s)
+        return np.full(self.histories, self.costs.restart_s)
 
 
 RunFactory = Callable[[int, np.random.Generator], Run]
 
 
-class DenseRun(Run):
-    """A failure loses the current period."""
-
-    def __init__(self, costs: Dense, histories: int) -> None:
-        super().__init__(costs, histories, costs.period_s, costs.period * costs.iteration_s)
-
-
 class SparseRun(Run):
     """A failure loses the running iteration; window and position determine the replay.
 
-    With a pipeline only the lost stages replay, and the costs' `local_saving` is ignored.
+    Args:
+        pipeline: only its lost stages replay, and the costs' `local_saving` is ignored.
+        copies: nodes of which a data-parallel replica gives the state of a lost one, so that
+            only the running iteration is lost, and seconds of restart and copy. Without a replica
+            the windows are converted.
     """
 
     def __init__(
@@ -104,60 +102,33 @@ class SparseRun(Run):
         histories: int,
         rng: np.random.Generator,
         pipeline: Pipeline | None = None,
+        copies: tuple[Pipeline, float] | None = None,
     ) -> None:
-        super().__init__(costs, histories, costs.step_s, costs.iteration_s)
-        self.costs, self.pipeline = costs, pipeline
-        self.position = self._struck(rng)
-
-    def _struck(self, rng: np.random.Generator) -> np.ndarray:
-        """Positions at which failures find the histories: more often where a repair takes long.
-
-        Only success leaves a position, after a mean time in proportion to e^(Q_p/M).
-        """
-        repairs = self.costs.recovery_s() / self.costs.mtbf_s
+        super().__init__(costs, histories)
+        self.pipeline, self.copies, self.local_saving = pipeline, copies, costs.local_saving
+        self.converted = float(costs.conversion().sum())
+        # Failures find histories more often where a repair takes long: only success leaves a
+        # position, after a mean time in proportion to e^(Q_p/M). All copies take equally long.
+        repairs = costs.recovery_s() / costs.mtbf_s
         share = np.exp(repairs - repairs.max())
-        return rng.choice(self.costs.period, size=self.histories, p=share / share.sum())
+        if copies:
+            self.position = rng.integers(costs.period, size=histories)
+        else:
+            self.position = rng.choice(costs.period, size=histories, p=share / share.sum())
 
     def advance(self, running: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-        done = np.where(running, seconds, 0.0) // self.unit_s
+        done = np.where(running, seconds, 0.0) // self.costs.unit_s
         self.position = (self.position + done.astype(np.int64)) % self.costs.period
         kept: np.ndarray = done * self.useful_s
         return kept
 
     def recovery_s(self, lost: np.ndarray) -> np.ndarray:
-        saving: float | np.ndarray = self.costs.local_saving
+        saving: float | np.ndarray = self.local_saving
         if self.pipeline is not None:
             saving = self.pipeline.local_saving(self.pipeline.longest_run(lost))
-        replayed = self.costs.active_iterations() + self.position
-        seconds: np.ndarray = self.restart_s + replayed * self.useful_s * (1 - saving)
+        replayed_s = (self.converted + self.position) * self.useful_s * (1 - saving)
+        seconds: np.ndarray = self.costs.restart_s + replayed_s
+        if self.copies is not None:
+            nodes, copied_s = self.copies
+            seconds = np.where(nodes.state_lost(lost), seconds, copied_s)
         return seconds
-
-
-class CopyRun(SparseRun):
-    """State is copied from a data-parallel replica, and only the running iteration is lost.
-
-    Without a replica, the windows are converted.
-
-    Args:
-        copied_s: seconds of restart and copy; other arguments are those of `SparseRun`.
-    """
-
-    def __init__(
-        self,
-        costs: Sparse,
-        copied_s: float,
-        histories: int,
-        rng: np.random.Generator,
-        pipeline: Pipeline,
-        localized: bool = False,
-    ) -> None:
-        super().__init__(costs, histories, rng, pipeline if localized else None)
-        self.copies, self.copied_s = pipeline, copied_s
-
-    def _struck(self, rng: np.random.Generator) -> np.ndarray:
-        """Positions at which failures find the histories: uniform, as copies take equally long."""
-        return rng.integers(self.costs.period, size=self.histories)
-
-    def recovery_s(self, lost: np.ndarray) -> np.ndarray:
-        converted = super().recovery_s(lost)
-        return np.where(self.copies.state_lost(lost), converted, self.copied_s)

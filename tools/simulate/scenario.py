@@ -44,7 +44,7 @@ def errors(parser: argparse.ArgumentParser) -> Iterator[None]:
 def add_scenario_flags(parser: argparse.ArgumentParser) -> None:
     kinds = {'window': parser_of(_Window), 'shape': parser_of(_Shape), 'multiple': multiple}
     assert __package__
-    add_flags_of(parser, __package__, kinds)
+    add_flags_of(parser, __package__, kinds=kinds)
 
 
 def multiple(text: str) -> tuple[float, bool]:
@@ -55,30 +55,29 @@ def multiple(text: str) -> tuple[float, bool]:
 class Scenario(NamedTuple):
     """Everything that the flags describe, except the system."""
 
+    args: argparse.Namespace
     options: Options
     profile: Profile | None
     process: Failures
-    pipeline: Pipeline
-    spares: Spares | None
-    hours: float | None
-    job_hours: float | None
-    seed: int
 
     def system(self, name: str) -> System:
         return build(name, self.options, self.profile)
 
     def simulate(self, system: System) -> Estimate:
         """Raises FieldError."""
+        args, spares = self.args, None
+        if args.spares is not None:
+            spares = Spares(args.spares, args.repair_time)
         # The length of a job matters if costs change or failures bunch.
         bunch = not isinstance(self.process, Process) or self.process.correlated
         return simulate(
             system.run or system.costs,
             self.process,
-            nodes=self.pipeline.nodes,
-            spares=self.spares,
-            hours=self.hours,
-            job_hours=self.job_hours if bunch or system.name in PARTIAL_SYSTEMS else None,
-            seed=self.seed,
+            nodes=self.options.pipeline.nodes if self.options.pipeline else 1,
+            spares=spares,
+            hours=args.hours,
+            job_hours=args.job_hours if bunch or system.name in PARTIAL_SYSTEMS else None,
+            seed=args.seed,
         )
 
 
@@ -86,14 +85,14 @@ def scenario(args: argparse.Namespace) -> Scenario:
     """Build the scenario of the flags. Raises FieldError, DescriptionError."""
     profile = _profile(args)
     process = _process(args, profile)
-    pipeline = _pipeline(args, profile, process)
     own = {name: getattr(args, name) for name in Options.__struct_fields__ if name in args}
-    shares, spares = _shares(args, profile), None
-    if args.spares is not None:
-        spares = Spares(args.spares, args.repair_time)
-    options = Options(mtbf_s=process.mtbf_s, pipeline=pipeline, shares=shares, **own)
-    rest = args.hours, args.job_hours, args.seed
-    return Scenario(options, profile, process, pipeline, spares, *rest)
+    options = Options(
+        mtbf_s=process.mtbf_s,
+        pipeline=_pipeline(args, profile, process),
+        shares=_shares(args, profile),
+        **own,
+    )
+    return Scenario(args, options, profile, process)
 
 
 def _profile(args: argparse.Namespace) -> Profile | None:

@@ -23,7 +23,7 @@ from ..model.fields import FieldError
 from .closed_form import Dense, Sparse
 from .experts import PartialExperts, PartialRun, frozen_shares, spread_over
 from .profile import Profile
-from .runs import CopyRun, Pipeline, RunFactory, SparseRun
+from .runs import Pipeline, RunFactory, SparseRun
 
 PARTIAL_SYSTEMS = ('moc', 'moetion')
 """Systems that lose tokens, which are counted relative to the length of a job."""
@@ -111,34 +111,28 @@ def _lag_s(iterations: float, profile: Profile) -> float:
     return math.ceil(iterations) * profile.iteration_s
 
 
-def _given_dense(name: str, options: Options, profile: Profile | None) -> System:
-    return System(name, _dense(options, restart_s=profile.restart_s if profile else 0.0))
+def _whole(name: str, options: Options, profile: Profile | None) -> System:
+    """Dense checkpoints of everything; without a profile or a rule as given."""
+    if name == 'none':
+        missing = 'without checkpoints its length matters'
+        hours = options.need('job_hours', options.job_hours, missing)
+        options = replace(options, interval=max(1, round(3600 * hours / options.each_s)))
+    if profile is None or name not in _PRICES:
+        return System(name, _dense(options, restart_s=profile.restart_s if profile else 0.0))
+    found: dict[str, float] = {'checkpoint_bytes': profile.state_bytes}
+    return System(name, _PRICES[name](options, profile), found=found)
 
 
-def _none(name: str, options: Options, profile: Profile | None) -> System:
-    job_s = 3600 * options.need(
-        'job_hours', options.job_hours, 'without checkpoints its length matters'
-    )
-    interval = max(1, round(job_s / options.each_s))
-    return _given_dense(name, replace(options, interval=interval), profile)
-
-
-def _checkfreq(name: str, options: Options, profile: Profile | None) -> System:
-    if profile is None:
-        return _given_dense(name, options, profile)
+def _checkfreq(options: Options, profile: Profile) -> Dense:
     stall_s = max(0.0, profile.own_s - profile.hidden_s)
-    written_s = profile.written_s
     tuned = stall_s / (options.overhead_bound * profile.iteration_s)
-    interval = max(1, math.ceil(tuned), math.ceil(written_s / profile.iteration_s))
-    lag_s = _lag_s(written_s / profile.iteration_s, profile)
-    restart_s = profile.restart_s + written_s + lag_s
-    costs = _dense(options, interval, stall_s=stall_s, restart_s=restart_s)
-    return System(name, costs, found={'checkpoint_bytes': profile.state_bytes})
+    writes = profile.written_s / profile.iteration_s
+    restart_s = profile.restart_s + profile.written_s + _lag_s(writes, profile)
+    interval = max(1, math.ceil(tuned), math.ceil(writes))
+    return _dense(options, interval, stall_s=stall_s, restart_s=restart_s)
 
 
-def _gemini(name: str, options: Options, profile: Profile | None) -> System:
-    if profile is None:
-        return _given_dense(name, options, profile)
+def _gemini(options: Options, profile: Profile) -> Dense:
     own_s, everywhere_s, hidden_s = profile.own_s, profile.everywhere_s, profile.hidden_s
     interval, least_s = options.interval, max(0.0, own_s - hidden_s)
     if interval is None:
@@ -150,8 +144,10 @@ def _gemini(name: str, options: Options, profile: Profile | None) -> System:
     lag_s = _lag_s(min(interval, hides_rest), profile)
     stall_s = max(least_s, everywhere_s - interval * hidden_s)
     restart_s = profile.restart_s + profile.load_s + lag_s
-    costs = _dense(options, interval, stall_s=stall_s, restart_s=restart_s)
-    return System(name, costs, found={'checkpoint_bytes': profile.state_bytes})
+    return _dense(options, interval, stall_s=stall_s, restart_s=restart_s)
+
+
+_PRICES = {'checkfreq': _checkfreq, 'gemini': _gemini}
 
 
 def _known_shares(options: Options, profile: Profile | None) -> np.ndarray | None:
@@ -177,8 +173,12 @@ def _shares(options: Options, profile: Profile | None) -> np.ndarray:
     return known if options.experts is None else spread_over(known, options.experts)
 
 
-def _partial(name: str, full: Dense, partial: PartialExperts, options: Options) -> System:
-    job_s = 3600 * options.need('job_hours', options.job_hours, 'lost tokens count against the job')
+def _partial(name: str, options: Options, profile: Profile | None) -> System:
+    """Checkpoints of some experts, of which failures lose tokens."""
+    shares = _shares(options, profile)
+    full, partial = (_moc if name == 'moc' else _moetion)(options, profile, shares)
+    missing = 'lost tokens count against the job'
+    job_s = 3600 * options.need('job_hours', options.job_hours, missing)
     return System(
         name,
         partial.costs(full, partial.saved),
@@ -186,29 +186,29 @@ def _partial(name: str, full: Dense, partial: PartialExperts, options: Options) 
     )
 
 
-def _moc(name: str, options: Options, profile: Profile | None) -> System:
-    shares = _shares(options, profile)
-    saved = options.saved_experts if options.saved_experts is not None else max(1, len(shares) // 8)
-    part = profile.expert_bytes / profile.state_bytes if profile else 1.0
-    partial = PartialExperts(shares, saved, options.selection, options.lost_budget, part)
+def _moc(
+    options: Options, profile: Profile | None, shares: np.ndarray
+) -> tuple[Dense, PartialExperts]:
+    saved = options.saved_experts or max(1, len(shares) // 8)
+    partial = PartialExperts(shares, saved, options.selection, options.lost_budget)
     if profile is None:
-        return _partial(name, _dense(options), partial, options)
+        return _dense(options), partial
     hidden_s = min(profile.hidden_s, profile.own_s)
-    if options.stall_s is None:
-        partial = replace(partial, hidden_s=hidden_s)
     load_s = profile.load_s if profile.disk_bytes_per_s is None else profile.written_s
     restart_s = profile.restart_s + load_s + _lag_s(hidden_s / profile.hidden_s, profile)
     full = _dense(options, 1, stall_s=profile.own_s - hidden_s, restart_s=restart_s)
-    return _partial(name, full, partial, options)
+    hidden_s = hidden_s if options.stall_s is None else 0.0
+    part = profile.expert_bytes / profile.state_bytes
+    return full, replace(partial, expert_bytes=part, hidden_s=hidden_s)
 
 
-def _moetion(name: str, options: Options, profile: Profile | None) -> System:
-    shares = _shares(options, profile)
+def _moetion(
+    options: Options, profile: Profile | None, shares: np.ndarray
+) -> tuple[Dense, PartialExperts]:
     experts, saved, options = len(shares), options.saved_experts, replace(options, interval=1)
     if profile is None:
         saved = options.need('saved_experts', saved, 'give it, or a profile to price it from')
-        partial = PartialExperts(shares, saved, 'load-aware')
-        return _partial(name, _dense(options), partial, options)
+        return _dense(options), PartialExperts(shares, saved, 'load-aware')
     if saved is None:
         budget = profile.hidden_s * profile.memory_bytes_per_s
         room = budget - (profile.state_bytes - profile.expert_bytes)
@@ -218,8 +218,7 @@ def _moetion(name: str, options: Options, profile: Profile | None) -> System:
     exposed_s = max(0.0, copied / profile.memory_bytes_per_s - profile.hidden_s)
     overhead_s = exposed_s / partial.size(saved)  # for all experts; a part costs its share
     restart_s = profile.restart_s + profile.load_s + profile.iteration_s
-    full = _dense(options, overhead_s=overhead_s, restart_s=restart_s)
-    return _partial(name, full, partial, options)
+    return _dense(options, overhead_s=overhead_s, restart_s=restart_s), partial
 
 
 def _slot_bytes(name: str, options: Options, profile: Profile) -> np.ndarray:
@@ -282,37 +281,35 @@ def _waiting_s(loaded_s: np.ndarray, costs: Sparse) -> float:
     That is the whole load of the first slot, and the parts of other loads that iterations do not
     hide.
     """
-    replayed_s = costs.conversion_s()
+    replayed_s = costs.conversion() * costs.iteration_s * (1 - costs.local_saving)
     return float((loaded_s - replayed_s.cumsum() + replayed_s).max())
 
 
 def _copy(name: str, options: Options, profile: Profile | None) -> System:
     ours = _sparse(name, options, profile)
-    sparse, pipeline, localized = ours.costs, options.pipeline, options.recovery == 'localized'
+    sparse, nodes = ours.costs, options.pipeline
     assert isinstance(sparse, Sparse)
-    if pipeline is None or pipeline.copies < 2:
+    if nodes is None or nodes.copies < 2:
         raise FieldError('copies', 'is missing; copying needs 2 copies of the state or more')
-    copy_s, restart_s = options.copy_s, options.restart_s
-    if copy_s is None:
-        copy_s = profile.load_s if profile else 0.0
-    if restart_s is None:
-        restart_s = profile.restart_s if profile else 0.0
-    copied_s = restart_s + copy_s
+    restart_s, copy_s = (profile.restart_s, profile.load_s) if profile else (0.0, 0.0)
+    copied_s = restart_s if options.restart_s is None else options.restart_s
+    copied_s += copy_s if options.copy_s is None else options.copy_s
+    localized = nodes if options.recovery == 'localized' else None
     return System(
         name,
         Dense(sparse.iteration_s, 1, sparse.overhead_s, copied_s, sparse.mtbf_s),
-        lambda histories, rng: CopyRun(sparse, copied_s, histories, rng, pipeline, localized),
+        lambda histories, rng: SparseRun(sparse, histories, rng, localized, (nodes, copied_s)),
         ours.found,
     )
 
 
 _BUILDERS: dict[str, Callable[[str, Options, Profile | None], System]] = {
-    'none': _none,
-    'dense': _given_dense,
-    'checkfreq': _checkfreq,
-    'gemini': _gemini,
-    'moc': _moc,
-    'moetion': _moetion,
+    'none': _whole,
+    'dense': _whole,
+    'checkfreq': _whole,
+    'gemini': _whole,
+    'moc': _partial,
+    'moetion': _partial,
     'moevement': _sparse,
     'ours': _sparse,
     'copy': _copy,

@@ -42,18 +42,6 @@ def test_sparse_costs_of_window_2_match_a_hand_calculation() -> None:
 
 
 @given(system=DENSE | SPARSE)
-def test_without_failures_only_the_overhead_counts(system: Dense | Sparse) -> None:
-    never = replace(system, mtbf_s=math.inf)
-    overhead_s = system.overhead_s
-    if isinstance(system, Dense):
-        overhead_s += system.stall_s / system.period
-    limit = 1 / (1 + overhead_s / system.iteration_s)
-    assert never.ettr_exact() == pytest.approx(limit, rel=1e-12)
-    assert never.ettr_first_order() == pytest.approx(limit, rel=1e-12)
-    assert replace(system, mtbf_s=1e13).ettr_exact() == pytest.approx(limit, rel=1e-6)
-
-
-@given(system=DENSE | SPARSE)
 def test_exact_and_first_order_agree_when_failures_are_rare(system: Dense | Sparse) -> None:
     rare = replace(system, mtbf_s=1e9)
     lost = 1 - rare.ettr_exact() / replace(system, mtbf_s=math.inf).ettr_exact()

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tools.model.fields import FieldError
 from tools.simulate.failures import Process, read_trace
 
 RNG = np.random.default_rng
@@ -32,13 +31,6 @@ def test_failures_have_their_rate_order_and_range(process: Process) -> None:
     finite = drawn.times[drawn.times < math.inf]
     assert 0 <= finite.min() and finite.max() < 50_000
     assert set(np.unique(drawn.nodes)) == set(range(7))
-
-
-@pytest.mark.parametrize(('shape', 'variation'), [(0.5, math.sqrt(5)), (1.0, 1.0), (2.0, 0.5227)])
-def test_weibull_gaps_have_their_variation(shape: float, variation: float) -> None:
-    gaps = Process(30.0, shape).gaps(RNG(2), 100, 3000)
-    assert gaps.mean() == pytest.approx(30, rel=0.02)
-    assert gaps.std() / gaps.mean() == pytest.approx(variation, rel=0.03)
 
 
 def test_neighbours_fail_at_the_same_moment() -> None:
@@ -89,5 +81,3 @@ def test_first_history_is_the_trace_and_others_start_within_it(tmp_path: Path) -
     gaps = {round(gap, 6) for gap in np.diff(drawn.times, axis=1).ravel()}
     assert gaps == {10, 80, 45}
     assert drawn.repair_s is not None and drawn.repair_s.shape == drawn.times.shape
-    with pytest.raises(FieldError, match='nodes: is 1; the trace has 2'):
-        trace.until(RNG(0), 2, 10.0, 1)

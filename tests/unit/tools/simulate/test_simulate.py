@@ -45,21 +45,8 @@ def test_a_sweep_is_drawn_with_names_and_durations_that_people_use(drawn: list[A
     assert axes.get_title(loc='left') == 'ETTR by MTBF'
 
 
-@pytest.mark.parametrize(
-    ('command', 'rows'),
-    [
-        ('placement experts --nodes 10 --slots 6 --experts 16 --skew 2 --failed 2',
-         ['replicas 2 2 2 2 2 2 2 2 2', 'maximum rank overlap 1.0000 ']),
-        ('placement ranks --nodes 64 --nodes-per-switch 8 --same-state 2 --failed 1',
-         ['copies holders load links between switches 1 failed', '1 0 0 1.0000']),
-        ('sweep --over mtbf --values 300,600 --systems gemini,ours --profile PROFILE',
-         ['MTBF (s) gemini ours', '300 0.9175 0.9']),
-        ('--system dense --interval 2 --iteration-time 3 --mtbf inf', ['ettr exact 1.0000']),
-    ],
-)  # fmt: skip
-def test_figures_are_rows_for_people(
-    command: str, rows: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert simulate.main(command.replace('PROFILE', PROFILE).split()) == 0
+def test_figures_are_rows_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    command = '--over mtbf --values 300,600 --systems gemini,ours --profile'
+    assert simulate.main(['sweep', *command.split(), PROFILE]) == 0
     said = ' '.join(re.sub(r'[^\w.()]', ' ', capsys.readouterr().out).split())
-    assert all(row in said for row in rows), said
+    assert 'MTBF (s) gemini ours 300 0.9175 0.9' in said

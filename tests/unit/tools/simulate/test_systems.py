@@ -2,26 +2,15 @@
 """What a profile makes each system cost, and profiles as files."""
 
 import math
-from pathlib import Path
 
-import msgspec
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from moevement_ext.plan.byte_planner import InfeasiblePlan
-from tools.model.description import read
-from tools.simulate.closed_form import Dense, Sparse
+from tools.simulate.closed_form import Dense
 from tools.simulate.monte_carlo import simulate
 from tools.simulate.profile import OperatorProfile, Profile
 from tools.simulate.runs import Pipeline
-from tools.simulate.systems import (
-    Options,
-    build,
-)
-
-DOCS = Path(__file__).resolve().parents[4] / 'docs'
+from tools.simulate.systems import Options, build
 
 # 8 experts of 120 bytes and 40 of the rest; 8 s of an iteration hide a copy; the network halves.
 PROFILE = Profile(
@@ -44,12 +33,6 @@ OPTIONS = Options(mtbf_s=3600.0, job_hours=10.0)
 def dense(name: str, options: Options = OPTIONS, profile: Profile = PROFILE) -> Dense:
     costs = build(name, options, profile).costs
     assert isinstance(costs, Dense)
-    return costs
-
-
-def sparse(name: str, options: Options = OPTIONS, profile: Profile = PROFILE) -> Sparse:
-    costs = build(name, options, profile).costs
-    assert isinstance(costs, Sparse)
     return costs
 
 
@@ -84,32 +67,6 @@ def test_gemini_spreads_its_traffic_but_not_its_copy() -> None:
     assert dense('gemini', profile=fast).period == 5, 'these hide all of the traffic'
 
 
-@settings(deadline=None, derandomize=True)
-@given(
-    copy=st.floats(16, 500),
-    network=st.floats(0.5, 50),
-    faster=st.floats(1, 4),
-    mtbf_s=st.floats(300, 1e5),
-)
-def test_a_faster_copy_makes_nothing_worse(
-    copy: float, network: float, faster: float, mtbf_s: float
-) -> None:
-    options = replace(OPTIONS, mtbf_s=mtbf_s)
-    slow = replace(
-        PROFILE,
-        copy_bytes_per_s=copy,
-        network_bytes_per_s=network,
-        replicas=0,
-    )
-    try:
-        before = sparse('ours', options, slow)
-    except InfeasiblePlan:
-        return
-    after = sparse('ours', options, replace(slow, copy_bytes_per_s=copy * faster))
-    assert after.period <= before.period
-    assert after.ettr_exact() >= before.ettr_exact() * (1 - 1e-9)
-
-
 def test_copies_lose_only_the_running_iteration() -> None:
     options = replace(OPTIONS, pipeline=Pipeline(8, 4, 8, copies=2))
     system = build('copy', options, PROFILE)
@@ -118,20 +75,3 @@ def test_copies_lose_only_the_running_iteration() -> None:
     found = simulate(system.run or system.costs, nodes=8)
     half = (found.ci95[1] - found.ci95[0]) / 2
     assert abs(found.ettr - system.costs.ettr_exact()) < 3 * half
-
-
-def test_measured_profile_matches_the_runs_beside_it() -> None:
-    folder = DOCS / 'measurements'
-    profile = read(folder / 'profile-cpu.json', Profile)
-    overhead = msgspec.json.decode((folder / 'overhead-cpu.json').read_bytes())['variants']
-    phases = msgspec.json.decode((folder / 'recovery-cpu.json').read_bytes())['methods']['sparse'][
-        'phases'
-    ]
-    plain, saving = (
-        overhead[name]['iteration_ms']['median'] / 1000 for name in ('plain', 'torch-dist-sync')
-    )
-    assert profile.iteration_s == pytest.approx(plain)
-    assert profile.restart_s == pytest.approx(phases['process start'] + phases['set-up'], abs=0.01)
-    assert profile.disk_bytes_per_s == pytest.approx(
-        profile.state_bytes / (saving - plain), rel=0.02
-    )
