@@ -15,7 +15,6 @@ yourself.
 Exit status: 0 done, 2 the command is impossible; the message says why.
 """
 
-import argparse
 import contextlib
 import os
 import secrets
@@ -222,13 +221,23 @@ def _lives(process: psutil.Process) -> bool:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(('127.0.0.1', 0))
+    with socket.create_server(('127.0.0.1', 0)) as probe:
         return int(probe.getsockname()[1])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parse_arguments(argv)
+    parser = Parser(prog='moevement local-slurm', description=__doc__)
+    commands = parser.add_subparsers(dest='command', required=True)
+    for name, about in (
+        ('start', 'start a cluster in a folder'),
+        ('lose', 'kill all that runs on a node'),
+        ('stop', 'end daemons and jobs'),
+    ):
+        command = commands.add_parser(name, help=about)
+        command.add_argument('folder', type=Path, metavar='DIR', help='folder of the cluster')
+        if name == 'lose':
+            command.add_argument('node', metavar='NODE', choices=NODES, help=', '.join(NODES))
+    args = parser.parse_args(argv)
     cluster = LocalSlurm(args.folder)
     try:
         match args.command:
@@ -245,21 +254,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f'local_slurm: {error}\n{error.tail}'.rstrip(), file=sys.stderr)
         return 2
     return 0
-
-
-def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(prog='moevement local-slurm', description=__doc__)
-    commands = parser.add_subparsers(dest='command', required=True)
-    for name, about in (
-        ('start', 'start a cluster in a folder'),
-        ('lose', 'kill all that runs on a node'),
-        ('stop', 'end daemons and jobs'),
-    ):
-        command = commands.add_parser(name, help=about)
-        command.add_argument('folder', type=Path, metavar='DIR', help='folder of the cluster')
-        if name == 'lose':
-            command.add_argument('node', metavar='NODE', choices=NODES, help=', '.join(NODES))
-    return parser.parse_args(argv)
 
 
 def _start(cluster: LocalSlurm) -> None:

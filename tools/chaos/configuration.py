@@ -78,14 +78,13 @@ class Layout(NamedTuple):
     def flags(self) -> list[str]:
         chunks = self.pp * self.vp
         layers = math.ceil(_LAYERS / chunks) * chunks
-        flags = ['--num-layers', str(layers)]
-        flags += ['--pipeline-model-parallel-size', str(self.pp)]
-        flags += ['--expert-model-parallel-size', str(self.ep)]
+        flags = f'--num-layers {layers} --pipeline-model-parallel-size {self.pp} '
+        flags += f'--expert-model-parallel-size {self.ep} '
         if self.tp > 1:
-            flags += ['--tensor-model-parallel-size', str(self.tp), '--sequence-parallel']
+            flags += f'--tensor-model-parallel-size {self.tp} --sequence-parallel '
         if self.vp > 1:
-            flags += ['--num-layers-per-virtual-pipeline-stage', str(layers // chunks)]
-        return flags
+            flags += f'--num-layers-per-virtual-pipeline-stage {layers // chunks}'
+        return flags.split()
 
 
 def parse_layout(text: str) -> Layout:

@@ -26,18 +26,11 @@ from ..lab.job import DIGEST, Job
 from ..lab.launch import Launch
 from ..lab.local_cluster import log_file
 from ..lab.run_log import read_log
-from .configuration import COMMON_FLAGS, Layout
+from .configuration import COMMON_FLAGS, Layout, parse_layout
 
 RUN_ID = 'elastic'
 EVENTS = 'events'
-LAYOUTS = (
-    Layout('ep2', ep=2, dp=2),
-    Layout('ep3', ep=3, dp=3),
-    Layout('ep4', ep=4, dp=4),
-    Layout('dp4-ep2', ep=2, dp=4),
-    Layout('pp2-ep2', pp=2, ep=2, dp=2),
-    Layout('pp2-vp2-ep2', pp=2, vp=2, ep=2, dp=2),
-)
+LAYOUTS = tuple(map(parse_layout, 'ep2 ep3 ep4 dp4-ep2 pp2-ep2 pp2-vp2-ep2'.split()))
 """Upstream loads a checkpoint of any of them in any other."""
 _LAST = LAYOUTS[2]  # on all nodes, so that each node removes its files
 _TRAINING = (

@@ -98,16 +98,12 @@ def _recovered(
     tier = Tier.DISK if tiers - {_WHOLE_JOB} else Tier.LOCALIZED
     if tier is Tier.LOCALIZED and (tiers or not localized):
         tier = Tier.WHOLE_JOB
-    replayed = max(event.replayed for event in back)
-    target = last.target if localized else _caught_up_to(events, last)
+    target = last.target
+    if not localized:  # where the replay of a restarted worker ended
+        starts = [one.start for one in kind_of(events, RecoveryStarted) if one.pid == last.pid]
+        target = starts[-1] + last.replayed
     assert isinstance(target, int)  # a localized recovery always sets it
-    return Recovery(tier, last.time, target, replayed, died)
-
-
-def _caught_up_to(events: Sequence[Event], last: Recovered) -> int:
-    """Iteration at which the replay of a restarted worker ended."""
-    starts = [event.start for event in kind_of(events, RecoveryStarted) if event.pid == last.pid]
-    return starts[-1] + last.replayed
+    return Recovery(tier, last.time, target, max(event.replayed for event in back), died)
 
 
 def start_up_s(events: Iterable[Event], since: float) -> float:

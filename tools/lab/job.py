@@ -164,13 +164,10 @@ class Job:
             pass
         return self.read_log()
 
-    def text(self) -> str:
+    def read_log(self) -> RunLog:
         """Log of the last rank, which logs the iterations; empty if there is no file yet."""
         log = self._launcher.log_of(self._launch.world_size - 1)
-        return log.read_text('utf-8', errors='replace') if log.exists() else ''
-
-    def read_log(self) -> RunLog:
-        return parse_log(self.text())
+        return parse_log(log.read_text('utf-8', errors='replace') if log.exists() else '')
 
     def events(self) -> list[Event]:
         if (self.folder / 'events').is_dir():

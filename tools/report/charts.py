@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ..lab.activity import together
 from ..lab.history import History, Progress
-from ..lab.plots import Doing, Span
+from ..lab.plots import Span
 from ..lab.text import duration, size, tick
 
 _MOST_RANKS = 64  # with more ranks, a lane is a stage
@@ -37,25 +37,16 @@ class Timeline(NamedTuple):
 
 type Lanes = dict[str, dict[str, list[Span]]]
 """Activity by stage, or of all ranks if stages are unknown, and by lane."""
-_STYLES = {
-    Doing.TRAINING: 'training',
-    Doing.WAITING: 'waiting',
-    Doing.STARTING: 'starting',
-    Doing.REPLAYING: 'replaying',
-}
 
 
 def of_run(history: History) -> Lanes:
     """One lane per rank, or one for the whole stage in a large job."""
-    many = len(history.ranks) > _MOST_RANKS
-    found = {}
+    found: Lanes = {}
     for stage, ranks in history.by_stage(history.ranks):
-        title = 'ranks' if stage is None else f'stage {stage}'
-        if many:
-            spans = together([history.spans[rank] for rank in ranks])
-            found[title] = {f'{len(ranks)} ranks': spans}
-        else:
-            found[title] = {f'rank {rank}': history.spans[rank] for rank in ranks}
+        lanes = {f'rank {rank}': history.spans[rank] for rank in ranks}
+        if len(history.ranks) > _MOST_RANKS:
+            lanes = {f'{len(ranks)} ranks': together(list(lanes.values()))}
+        found['ranks' if stage is None else f'stage {stage}'] = lanes
     return found
 
 
@@ -66,7 +57,7 @@ def timeline(groups: Lanes, start: float, end: float) -> Timeline:
     def pieces(spans: Sequence[Span]) -> list[Piece]:
         seen = ((s, max(s.start, start), min(s.end, end)) for s in spans)
         return [
-            Piece(_STYLES[span.doing], 100 * (left - start) / length,
+            Piece(span.doing.split()[0], 100 * (left - start) / length,
                   100 * (right - left) / length,
                   f'{span.doing}: {duration(span.end - span.start)}')
             for span, left, right in seen
@@ -82,15 +73,6 @@ def timeline(groups: Lanes, start: float, end: float) -> Timeline:
         for tick in range(_TICKS + 1)
     ]
     return Timeline(drawn, ticks)
-
-
-def marks(history: History) -> list[tuple[int, float]]:
-    """Number and position in percent of each failure, over the whole run."""
-    length = max(history.end - history.begun, 1e-3)
-    return [
-        (number, 100 * (episode.start - history.begun) / length)
-        for number, episode in enumerate(history.episodes, 1)
-    ]
 
 
 class Chart(NamedTuple):
@@ -121,25 +103,19 @@ def pace_chart(history: History) -> Chart | None:
     before: float | None = None
     for place, seconds in sorted(means.items()):
         middle = (place + 0.5) / _BINS
-        if before is None or _failed_between(history, before, middle):
+        now = history.begun + length * middle
+        # A failure that began or lasted since the last point interrupts the line.
+        if before is None or any(
+            one.start < now and (one.end is None or one.end > before) for one in history.episodes
+        ):
             stretches.append([])
         stretches[-1].append(f'{100 * middle:.2f},{100 - 100 * seconds / highest:.2f}')
-        before = middle
+        before = now
     # A piece of a single point becomes a dot: a line of no length.
     path = ' '.join('M' + ' L'.join(one if one[1:] else one * 2) for one in stretches)
     step = _round_step(highest)
     ticks = [(100 * step * n / highest, tick(step * n)) for n in range(int(highest / step) + 1)]
     return Chart(path, ticks)
-
-
-def _failed_between(history: History, before: float, after: float) -> bool:
-    """True if a failure began or lasted between two positions of the run, from 0 to 1."""
-    length = max(history.end - history.begun, 1e-3)
-    start, end = (history.begun + length * place for place in (before, after))
-    return any(
-        episode.start < end and (episode.end is None or episode.end > start)
-        for episode in history.episodes
-    )
 
 
 def _round_step(highest: float) -> float:

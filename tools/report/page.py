@@ -63,7 +63,6 @@ def render(history: History, title: str, plan: Plan | None) -> str:
         headline=partial(_headline, history),
         timeline=partial(charts.timeline, charts.of_run(history)),
         phase_styles=_PHASES,
-        failures=charts.marks(history),
         chart=charts.pace_chart(history),
         slots=charts.slot_bars(history),
         memory=charts.memory_rows(history),
