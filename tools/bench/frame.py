@@ -5,6 +5,7 @@ A slow phase of the machine affects all ways; ratios are taken within a round.
 """
 
 import argparse
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -69,10 +70,9 @@ class Report(msgspec.Struct, frozen=True):
 
 
 class Bench:
-    """A benchmark with its parsed flags."""
+    """A benchmark with its parsed flags; the text of its module is its help."""
 
     PROG: ClassVar[str]
-    ABOUT: ClassVar[str]
     ROUNDS: ClassVar[int] = 3
     """0: there are no rounds of jobs."""
     OUTPUT: ClassVar[str] = 'runs/bench'
@@ -132,7 +132,7 @@ class Bench:
 
     @classmethod
     def parse(cls, argv: Sequence[str] | None) -> argparse.Namespace:
-        parser = Parser(prog=cls.PROG, description=cls.ABOUT)
+        parser = Parser(prog=cls.PROG, description=sys.modules[cls.__module__].__doc__)
         if cls.ROUNDS:
             about = f'rounds over all ways (default: {cls.ROUNDS})'
             parser.add_argument('--rounds', type=at_least(1), default=cls.ROUNDS, help=about)

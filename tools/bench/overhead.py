@@ -116,7 +116,7 @@ class OverheadBench(Bench):
     The name of a way is `<precision>/<variant>`.
     """
 
-    PROG, ABOUT = 'moevement bench overhead', __doc__
+    PROG = 'moevement bench overhead'
     FIGURES = {
         'iteration_ms': Figure('iteration (ms)', '.0f', lambda run, plain: 1000 * run.iteration_s),
         'ratio': Figure('ratio', '.3f', lambda run, plain: run.iteration_s / plain.iteration_s),

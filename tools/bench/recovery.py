@@ -105,7 +105,7 @@ def recovered(
 class RecoveryBench(Bench):
     """Recoveries of a job that lost workers."""
 
-    PROG, ABOUT, ROUNDS = 'moevement bench recovery', __doc__, 2
+    PROG, ROUNDS = 'moevement bench recovery', 2
     FIGURES = {
         'seconds': Figure('seconds to a new iteration'),
         'ratio': Figure('ratio', of=lambda one, first: one.seconds / first.seconds),

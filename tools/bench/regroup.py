@@ -161,7 +161,7 @@ def run_ranks(args: argparse.Namespace) -> list[RankReport]:
 class RegroupBench(Bench):
     """Cycles of all processes; of each the slowest process counts."""
 
-    PROG, ABOUT, ROUNDS = 'moevement bench regroup', __doc__, 0
+    PROG, ROUNDS = 'moevement bench regroup', 0
     FIGURES = {'seconds': Figure('seconds', '.4f', lambda seconds, _: seconds)}
 
     @classmethod

@@ -134,7 +134,7 @@ def lose_a_node(folder: Path, launch: Launch, way: str, reference: StateDigest) 
 class SpareNodeBench(Bench):
     """Losses of a node, with and without memory reserved on the spare one."""
 
-    PROG, ABOUT = 'moevement bench spare-node', __doc__
+    PROG = 'moevement bench spare-node'
     FIGURES = {
         'seconds': Figure('s to a new iteration'),
         'set_up_s': Figure('of them set-up'),

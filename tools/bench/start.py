@@ -74,7 +74,7 @@ def start(way: str, launch: Launch) -> Start:
 class StartBench(Bench):
     """Starts of a job under several launchers."""
 
-    PROG, ABOUT, ROUNDS = 'moevement bench start', __doc__, 5
+    PROG, ROUNDS = 'moevement bench start', 5
     FIGURES = {
         'seconds': Figure('s', '.1f'),
         'cpu_s': Figure('CPU s', '.1f'),

@@ -227,7 +227,7 @@ def _pace_s(log: RunLog) -> float:
 class PeersBench(Bench):
     """Rows on the same model and text; plain Megatron before the rows beside it."""
 
-    PROG, ABOUT, OUTPUT = 'moevement compare peers', __doc__, 'runs/compare'
+    PROG, OUTPUT = 'moevement compare peers', 'runs/compare'
     FIGURES = {
         'ratio': Figure('iteration'),
         'cpu': Figure('CPU'),

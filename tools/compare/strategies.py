@@ -57,7 +57,7 @@ def _phase(heading: str, name: str) -> Figure:
 class CompareBench(Bench):
     """Rows under the same trace of failures, relative to plain Megatron in the same round."""
 
-    PROG, ABOUT, OUTPUT, ROUNDS = 'moevement compare', __doc__, 'runs/compare', 2
+    PROG, OUTPUT, ROUNDS = 'moevement compare', 'runs/compare', 2
     FIGURES = {
         'period': Figure('I or W', '.0f'),
         'ratio': Figure('iteration'),
