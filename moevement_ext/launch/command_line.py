@@ -2,17 +2,22 @@
 """Command line of the launcher on one machine, and the flags shared with the Slurm launcher."""
 
 import argparse
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from moevement_ext.config import ConfigurationError
+from moevement_ext.launch.environment import default_variables_here
 from moevement_ext.launch.launch_config import LaunchConfig, StagedAction, StagedFault
 from moevement_ext.launch.output import give_up_unwritten, say_of_launcher
 from moevement_ext.launch.spare import DECLARATION, split
+from moevement_ext.launch.spare_pool import new_spare
+from moevement_ext.launch.template import Template
 from moevement_ext.system.leaving import stop_at_signals
 from moevement_ext.system.process_setup import ask_again_soon
 
@@ -40,16 +45,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the job; returns the exit status, 0 if all workers ended with 0."""
     ask_again_soon()
     config = parse(sys.argv[1:] if argv is None else argv)
-    from moevement_ext.launch.supervisor import Supervisor  # torch: too slow for --help
+    try:
+        config.make_log_dir()
+    except ConfigurationError as error:
+        _parser().error(str(error))
+    # Forks end as this process does: a caller with arguments of its own may go on.
+    first = _first_spare(config) if argv is None else None
+    # Slow, hence not for --help, and beside the import of the spare.
+    from moevement_ext.launch.local import LocalStarter
+    from moevement_ext.launch.supervisor import Supervisor
 
     try:
-        supervisor = Supervisor(config)
+        supervisor = Supervisor(config, starter=partial(LocalStarter, first=first))
     except ConfigurationError as error:
         _parser().error(str(error))
     stop_at_signals(supervisor.stop, config.flags)
     code = supervisor.run()
     give_up_unwritten()
     return code
+
+
+def _first_spare(config: LaunchConfig) -> Template | None:
+    """Fork a hot spare from this process, whose torch it shares; None without spares or a fork."""
+    if not config.spares:
+        return None
+    for name, value in default_variables_here(config).items():
+        os.environ.setdefault(name, value)  # before torch, which counts its threads
+    import_module('torch')
+    return new_spare(Template.fork, config, os.environ)
 
 
 def parse_before_program(

@@ -4,13 +4,11 @@
 import argparse
 from collections.abc import Sequence
 
-import torch
-
 from moevement_ext.config import ConfigurationError
 from moevement_ext.launch import shared_gpu
 from moevement_ext.launch.launch_config import LaunchConfig
 from moevement_ext.membership import mailbox
-from moevement_ext.memory.budget import SPARES
+from moevement_ext.memory.limits import SPARES
 
 _DEFAULTS = {
     'OMP_NUM_THREADS': '1',
@@ -85,6 +83,8 @@ def variables_here(config: LaunchConfig, rank: int, restarts: int) -> dict[str, 
     GPUs it is the rank itself, not the place in the node, or 0 if all share the first GPU.
     """
     found = rank_variables(config, rank, restarts)
+    import torch
+
     if config.share_gpu:
         found |= shared_gpu.of_rank(rank)
     elif torch.cuda.is_available():
@@ -97,6 +97,8 @@ def check_devices(config: LaunchConfig) -> None:
 
     Raises `ConfigurationError` also if there is no GPU to share.
     """
+    import torch
+
     if config.share_gpu:
         if not torch.cuda.is_available():
             raise ConfigurationError('--share-gpu: there is no GPU here; leave it out.')

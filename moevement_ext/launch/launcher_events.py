@@ -23,6 +23,10 @@ def describe_exit(code: int) -> str:
         return f'was killed by signal {-code}'
 
 
+def name_of(rank: int, pid: int) -> str:
+    return f'rank {rank} (pid {pid})' if pid else f'rank {rank} (not started yet)'
+
+
 class WorkerLaunched(Event, frozen=True):
     """A worker process started, for the first time or again."""
 
@@ -47,7 +51,7 @@ class WorkerEnded(Event, frozen=True):
     """Exit status, or the negative number of the signal that killed it."""
 
     def __str__(self) -> str:
-        return f'rank {self.rank} (pid {self.pid}) {describe_exit(self.code)}'
+        return f'{name_of(self.rank, self.pid)} {describe_exit(self.code)}'
 
 
 class WorkerStopped(Event, frozen=True):
@@ -57,7 +61,7 @@ class WorkerStopped(Event, frozen=True):
     pid: int
 
     def __str__(self) -> str:
-        return f'rank {self.rank} (pid {self.pid}) is stopped'
+        return f'{name_of(self.rank, self.pid)} is stopped'
 
 
 class WorkerLate(Event, frozen=True):

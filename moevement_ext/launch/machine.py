@@ -23,6 +23,7 @@ from moevement_ext.launch.output import Relay, last_lines, say_of_launcher
 from moevement_ext.launch.remote import NO_ENDS
 from moevement_ext.launch.spare_pool import SparePool
 from moevement_ext.launch.staged_faults import logged_iteration
+from moevement_ext.launch.template import Template
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.reservation import ReservedPages
 from moevement_ext.memory.shelf import directories_of
@@ -62,6 +63,7 @@ class Machine:
         loop: calls this object when a process prints, is ready or dies.
         send: called with messages to the supervisor.
         report: called with events of hot spares.
+        first: a hot spare that has begun already.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Machine:
         loop: FdLoop,
         send: Callable[[messages.FromAgent], None],
         report: Callable[[Event], None],
+        first: Template | None = None,
     ) -> None:
         log_dir = None if job.log_dir is None else Path(job.log_dir)
         self._config = LaunchConfig(job.program, tuple(job.flags), log_dir=log_dir)
@@ -78,7 +81,7 @@ class Machine:
         self._loop = loop
         self._send = send
         start = self._start_ordered
-        self.spares = SparePool(self._config, self._environment, loop, report, start)
+        self.spares = SparePool(self._config, self._environment, loop, report, start, first)
         self._ordered: deque[messages.StartWorker] = deque()
         self._running: dict[int, _Running] = {}
         self._blocked: dict[int, float] = {}  # since when, by key

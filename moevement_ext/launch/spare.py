@@ -56,10 +56,15 @@ _set_by_import: dict[str, str] = {}
 
 def main() -> None:
     program, descriptor, *flags = sys.argv[1:]
+    run(socket.socket(fileno=int(descriptor)), program, flags)
+
+
+def run(launcher: socket.socket, program: str, flags: list[str]) -> None:
+    """Import the program and serve requests over this socket; return after a worker's work."""
     if os.path.exists(_GPUS):  # torch then counts them without using one
         os.environ['PYTORCH_NVML_BASED_CUDA_CHECK'] = '1'
     before = set(os.environ)
-    with socket.socket(fileno=int(descriptor)) as launcher:
+    with launcher:
         start = import_program(program, flags)
         main = sys.modules['__main__']
         if hasattr(main, 'warm_up'):
@@ -77,10 +82,11 @@ def main() -> None:
 def report(launcher: socket.socket) -> None:
     """Report that the program is imported, and whether this process can fork workers."""
     with suppress(BrokenPipeError):  # the launcher is gone
-        launcher.sendall(json.dumps(_can_fork()).encode() + b'\n')
+        launcher.sendall(json.dumps(can_fork()).encode() + b'\n')
 
 
-def _can_fork() -> bool:
+def can_fork() -> bool:
+    """True unless this process has other threads or has used a GPU."""
     return len(os.listdir('/proc/self/task')) == 1 and not _used_a_gpu()
 
 
@@ -104,7 +110,7 @@ def serve(launcher: socket.socket, start: Callable[[], None]) -> bool:
             return False
         ((request, order),) = json.loads(text).items()
         if request == 'become':
-            _become_worker(order, outputs)
+            take_over(order, outputs)
             return True
         between = _fork(launcher)
         if between == 0:
@@ -137,7 +143,7 @@ def _run(
     """Run as a worker and exit as Python does after a program."""
     launcher.sendall(b'%d' % os.getpid())  # fails if the launcher waits no longer
     launcher.close()
-    _become_worker(order, outputs)
+    take_over(order, outputs)
     start()
     sys.exit(0)
 
@@ -185,7 +191,8 @@ def import_program(program: str, flags: list[str]) -> Callable[[], None]:
     return partial(exec, guard, main.__dict__)
 
 
-def _become_worker(order: dict[str, Any], outputs: list[int]) -> None:
+def take_over(order: dict[str, Any], outputs: list[int]) -> None:
+    """Take the arguments and environment of an order, these outputs, and empty stdin."""
     sys.stdout.flush()
     for output, stream in zip(outputs, (_STDOUT, _STDERR), strict=True):
         os.dup2(output, stream)

@@ -3,20 +3,23 @@
 
 import contextlib
 import ctypes
+import gc
 import json
 import os
 import signal
 import socket
+import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import IO, Any, BinaryIO, Self
 
 from moevement_ext.errors import LaunchError
+from moevement_ext.launch import spare
 from moevement_ext.launch.child import Child, ForkedChild, SpawnedChild
 from moevement_ext.system import orphans
 
-_SPARE = Path(__file__).with_name('spare.py')
+_STDOUT, _STDERR = 1, 2
+_PACKAGE = __name__.partition('.')[0]
 _MAX_ANSWER_BYTES = 64
 _PR_SET_CHILD_SUBREAPER = 36
 # A template that takes longer to answer is killed.
@@ -66,12 +69,47 @@ class Template:
         own, other = socket.socketpair()
         with other:
             process = SpawnedChild(
-                [str(_SPARE), program, str(other.fileno()), *flags],
+                [spare.__file__, program, str(other.fileno()), *flags],
                 {**environment, orphans.SPARE: '1'},
                 log,
                 pass_fds=[other.fileno()],
             )
         return cls(process, own)
+
+    @classmethod
+    def fork(
+        cls,
+        program: str,
+        flags: Sequence[str],
+        environment: Mapping[str, str],
+        log: BinaryIO | None = None,
+    ) -> Self | None:
+        """Do as `spawn` by a fork, whose modules but those of this package are this process's.
+
+        None if this process has other threads or has used a GPU. Workers end as a program does, by
+        an exception: the callers of this function must let it pass.
+        """
+        if not spare.can_fork():
+            return None
+        gc.freeze()  # otherwise both collectors copy the pages of all modules
+        own, other = socket.socketpair()
+        order = {'argv': [program, *flags], 'env': dict(environment)}
+        parent, pid = os.getpid(), os.fork()
+        if pid:
+            other.close()
+            own.recv(1)  # now it leads a process group, which can be signalled
+            return cls(ForkedChild(pid), own)
+        own.close()
+        spare.bind(parent)
+        other.sendall(b'\0')
+        mark = orphans.mark_forks()
+        outputs = (_STDOUT, _STDERR) if log is None else (log.fileno(),) * 2
+        spare.take_over(order, [os.dup(output) for output in outputs])
+        for name in [name for name in sys.modules if name.partition('.')[0] == _PACKAGE]:
+            del sys.modules[name]  # the program's own may be of another checkout
+        with mark:
+            spare.run(other, program, list(flags))
+        sys.exit(0)
 
     def handle_message(self) -> bool:
         """Wait until the program is imported; False if the process dies before."""

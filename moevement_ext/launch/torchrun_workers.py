@@ -27,7 +27,7 @@ from moevement_ext.launch.spare import DECLARATION, split
 from moevement_ext.launch.template import Template, TemplateLost
 
 _STDOUT, _STDERR = 1, 2
-_UNBUFFERED = '-u'
+_UNBUFFERED, _MODULE = '-u', '-m'
 
 
 class ForkingLogsSpecs(DefaultLogsSpecs):
@@ -60,7 +60,7 @@ class _Source:
         if self._never or tuple(command[:2]) != (sys.executable, _UNBUFFERED):
             return None
         program, *flags = command[2:]
-        why = _not_importable(program)
+        why = 'name its file, not its module' if program == _MODULE else _not_importable(program)
         if why is not None:
             self._give_up(why)
             return None

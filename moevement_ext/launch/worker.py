@@ -21,6 +21,7 @@ from moevement_ext.launch.launcher_events import (
     NodeLost,
     StoreGone,
     describe_exit,
+    name_of,
 )
 from moevement_ext.launch.output import say_of_launcher
 from moevement_ext.launch.remote import RemoteChild
@@ -83,7 +84,7 @@ class BadEnd:
 
     @property
     def how(self) -> str:
-        return f'rank {self.worker.rank} (pid {self.worker.pid}) {self.fate}'
+        return f'{name_of(self.worker.rank, self.worker.pid)} {self.fate}'
 
     @property
     def fate(self) -> str:

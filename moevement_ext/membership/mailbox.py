@@ -21,14 +21,17 @@ Written by the launcher: `ended/<process>` (time and cause of the death of this 
 remaining spares).
 """
 
+from __future__ import annotations
+
 import math
 import os
 import secrets
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from torch.distributed import PrefixStore, Store
+if TYPE_CHECKING:  # agents, which use no store, need no torch
+    from torch.distributed import Store
 
 from moevement_ext.store.answers import peek
 
@@ -55,6 +58,8 @@ def new_process() -> str:
 
 def of_launch(store: Store, launch: str) -> Store:
     """The part of a store with the messages of a launch."""
+    from torch.distributed import PrefixStore
+
     return PrefixStore(f'launch/{launch}', store) if launch else store
 
 

@@ -24,7 +24,7 @@ from moevement_ext.memory.file_system import (
     reserved_bytes,
 )
 from moevement_ext.memory.ledger import Ledger
-from moevement_ext.memory.limits import THIS_PROCESS, memory_left
+from moevement_ext.memory.limits import SPARES, THIS_PROCESS, memory_left
 from moevement_ext.memory.mapped_file import in_pages
 from moevement_ext.memory.window.format import GENERATIONS, PREAMBLE_BYTES
 from moevement_ext.memory.window.slot import align_up
@@ -52,8 +52,6 @@ MARGIN_SHARE = 64
 """The margin is at least the rank's reserved bytes divided by this number."""
 
 
-SPARES = 'MOEVEMENT_HOT_SPARES'
-"""Environment variable of a worker: number of hot spares that its launcher keeps on its node."""
 # Of one hot spare: 0.4 GiB after importing torch and Megatron on a CPU, plus a margin.
 _SPARE_BYTES = 512 << 20
 

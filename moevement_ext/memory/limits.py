@@ -33,6 +33,8 @@ CONNECTIONS_OF_A_RANK = 16
 _OF_AN_AGENT = 256
 
 THIS_PROCESS = Path('/proc/self')
+SPARES = 'MOEVEMENT_HOT_SPARES'
+"""Environment variable of a worker: number of hot spares that its launcher keeps on its node."""
 
 
 def require_files(connected: int) -> None:

@@ -10,6 +10,7 @@ runs this process (`nsys profile`, `apptainer exec`, a script), and other childr
 """
 
 import math
+import mmap
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -22,12 +23,25 @@ from moevement_ext.logger import logger_of
 logger = logger_of(__name__)
 
 SPARE = 'MOEVEMENT_SPARE'
-"""Environment variable of a hot spare, also in `/proc` of the workers that it forks."""
+"""Environment variable of a hot spare, also in `/proc` of the workers that it forks, or name of
+memory that they map: see `mark_forks`."""
 # Environment variable of a worker's children: the run's host memory directory.
 _RUN = 'MOEVEMENT_RUN'
 _SAME_RANK = ('RANK', 'MOEVEMENT_NODE')
 # The launcher's variables; a relaunched job has different values.
 _SAME_LAUNCHER = ('MASTER_ADDR', 'MASTER_PORT', 'TORCHELASTIC_RUN_ID')
+
+
+def mark_forks() -> mmap.mmap:
+    """Mark this process, whose forks will be workers, while the result lives.
+
+    For a process whose environment in `/proc` is that of its launcher.
+    """
+    fd = os.memfd_create(SPARE)
+    os.ftruncate(fd, 1)
+    mapped = mmap.mmap(fd, 1)
+    os.close(fd)
+    return mapped
 
 
 def find_orphans(run: Path) -> list[psutil.Process]:
@@ -112,8 +126,14 @@ def _is_orphan(
             return False
         # `RANK` alone may be set for a whole container, process 1 included. `/proc` shows a spare's
         # environment for the workers that it has forked.
-        return not {'LOCAL_RANK', SPARE} & psutil.Process(parent).environ().keys()
-    except (psutil.NoSuchProcess, ProcessLookupError):  # the parent, or the process itself
+        if {'LOCAL_RANK', SPARE} & psutil.Process(parent).environ().keys():
+            return False
+        return SPARE not in Path(f'/proc/{parent}/maps').read_text()
+    except (
+        psutil.NoSuchProcess,
+        ProcessLookupError,
+        FileNotFoundError,
+    ):  # the parent, or the process itself
         return bool(process.is_running())
     except psutil.Error:  # the parent is not this user's, so it is no worker
         return True

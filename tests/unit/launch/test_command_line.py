@@ -19,6 +19,7 @@ from tests.support.readable import dies
 from tests.unit.launch.conftest import Job
 
 pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
+TO_END_S = 120
 COMMAND = [sys.executable, '-m', 'moevement_ext.launch.command_line']
 
 
@@ -126,6 +127,29 @@ def test_invalid_flags_are_named(
         main([str(job.program) if word == 'PROGRAM' else word for word in flags.split()])
     assert refused.value.code == 2
     assert message.replace('PROGRAM', str(job.program)) in capsys.readouterr().err
+
+
+def test_worker_of_a_spare_that_the_launcher_forks_is_as_a_new_process(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv('OMP_NUM_THREADS', raising=False)
+    program = job.program.read_text()
+    seen = "sys.modules['__main__'] is sys.modules[__name__], sorted(sys.modules), sys.path"
+    job.program.write_text(program.replace('imported = {', f"imported = {{'seen': [{seen}], "))
+    job.finish()
+    fresh, forked = [], []
+    for spares, attempt in (('0', fresh), ('1', forked)):
+        command = [*COMMAND, '--nodes', '1', '--spares', spares, '--', str(job.program), 'x']
+        output = subprocess.check_output(command, text=True, timeout=TO_END_S)
+        assert output.count('importing') == 1
+        found = job.attempt(0)
+        main, modules, path = found['imported']['seen']
+        left = {name.partition('.')[0] for name in modules}
+        attempt += [found['argv'], found['env'].keys(), main, path, left & {'moevement_ext'}]
+        assert found['env']['OMP_NUM_THREADS'] == '1'
+        assert ('torch' in left) is (spares == '1')
+        assert (found['imported']['rank'] is None) is (spares == '1')
+    assert forked == fresh
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from moevement_ext.launch import spare, template
 from moevement_ext.launch.launcher_events import (
     SpareEnded,
     SpareReady,
+    WorkerEnded,
     WorkerLaunched,
 )
 from moevement_ext.launch.machine import Machine
@@ -185,6 +186,7 @@ def test_job_ends_while_its_workers_wait_for_the_import(job: Job) -> None:
     threading.Thread(target=end, daemon=True).start()
     assert supervisor.run() == 143
     assert ended(job) == {0: [-signal.SIGTERM], 1: [-signal.SIGTERM]}
+    assert str(job.seen(WorkerEnded)[0]) == 'rank 0 (not started yet) was killed by SIGTERM'
 
 
 def test_spare_that_cannot_start_is_not_retried(job: Job, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import BinaryIO
 import pytest
 
 from moevement_ext.launch.template import Template
-from moevement_ext.memory.budget import SPARES
+from moevement_ext.memory.limits import SPARES
 from tests.support.readable import readable
 from tests.unit.launch.conftest import Job
 

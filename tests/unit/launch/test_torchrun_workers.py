@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Workers of torchrun's agents that are forks of one process."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from moevement_ext.launch.torchrun_workers import _Source
 
 pytestmark = pytest.mark.timed
 
@@ -83,3 +86,10 @@ def test_one_import_serves_all_workers_of_an_agent(
         assert written == [f'{stream} of {rank}\n' for rank in (0, 0, 1, 1)]
     assert ended.stderr.count('starts as a new interpreter: ') == (why is not None)
     assert why is None or why in ended.stderr
+
+
+def test_program_named_as_a_module_starts_fresh(capfd: pytest.CaptureFixture[str]) -> None:
+    with open(os.devnull, 'w') as nowhere:
+        command = [sys.executable, '-u', '-m', 'program', 'flag']
+        assert _Source().start(command, {}, nowhere, nowhere) is None
+    assert 'as a new interpreter: name its file, not its module' in capfd.readouterr().err

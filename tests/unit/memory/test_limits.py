@@ -11,7 +11,7 @@ import pytest
 
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory import limits
-from moevement_ext.memory.budget import SPARES, HostMemoryPlan, RankMemory
+from moevement_ext.memory.budget import HostMemoryPlan, RankMemory
 from moevement_ext.memory.file_system import GIB
 from moevement_ext.memory.limits import _MemoryLeft, cores_left, memory_left
 
@@ -280,7 +280,7 @@ def test_hot_spares_count_only_while_memory_is_unreserved(
     machine.group('job', 2 * GIB, GIB // 4)
     plan = HostMemoryPlan({0: RankMemory(own_windows=GIB, replicas=0, ledger=0)})
     plan.check(None, shm / 'run1', machine.process)
-    monkeypatch.setenv(SPARES, '2')
+    monkeypatch.setenv(limits.SPARES, '2')
     with pytest.raises(HostMemoryError, match='hot spares take 1.00 GiB .--spares 0: none., but'):
         plan.check(None, shm / 'run1', machine.process)
     HostMemoryPlan({}).check(None, shm / 'run1', machine.process)

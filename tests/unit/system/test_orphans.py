@@ -37,8 +37,11 @@ print(*(orphan.pid for orphan in orphans))
 
 _FORKS_A_WORKER = """
 import os, subprocess, sys
+from moevement_ext.system.orphans import mark_forks
+
+mark = mark_forks() if sys.argv[1] == 'marked' else None
 if os.fork() == 0:
-    place = dict(variable.split('=', 1) for variable in sys.argv[1:])
+    place = dict(variable.split('=', 1) for variable in sys.argv[2:])
     os.environ.update(place, MOEVEMENT_RUN='/dev/shm/runs/a')
     child = subprocess.Popen(['sleep', '600'])
     print(child.pid, os.getpid(), flush=True)
@@ -146,15 +149,16 @@ def test_live_worker_keeps_its_children(workers: dict, port: str) -> None:
     assert all(child.is_running() for _, child in workers.values())
 
 
+@pytest.mark.parametrize('mark', ['marked', 'variable'])
 def test_live_worker_that_a_spare_has_forked_keeps_its_children(
-    started: list[psutil.Process],
+    mark: str, started: list[psutil.Process]
 ) -> None:
     worker = environment(0)
     names = ('RANK', 'LOCAL_RANK', 'MOEVEMENT_NODE', 'MASTER_PORT', 'MASTER_ADDR')
     place = [f'{name}={worker.pop(name)}' for name in names]
     spare = subprocess.Popen(
-        [sys.executable, '-c', _FORKS_A_WORKER, *place],
-        env={**worker, orphans.SPARE: '1'}, stdout=subprocess.PIPE,
+        [sys.executable, '-c', _FORKS_A_WORKER, mark, *place],
+        env=worker | ({orphans.SPARE: '1'} if mark == 'variable' else {}), stdout=subprocess.PIPE,
     )  # fmt: skip
     assert spare.stdout is not None
     started += map(psutil.Process, [*map(int, spare.stdout.readline().split()), spare.pid])
