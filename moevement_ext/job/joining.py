@@ -50,6 +50,7 @@ from moevement_ext.recover.inventory import launch_of, replacement_report
 from moevement_ext.regroup.process_groups import FAKE, stand_in_for
 from moevement_ext.replicate.secret import VARIABLE, closed_between_nodes, marks_here
 from moevement_ext.store.server import use_outside_store
+from moevement_ext.system import death_notice
 from moevement_ext.system.leaving import last_acts, leave_in_any_case
 from moevement_ext.system.orphans import end_orphans, find_orphans
 from moevement_ext.system.process_setup import ask_again_soon, isolate_children
@@ -146,6 +147,7 @@ def _meet(
     of_all_layouts = run_id if config.elastic == OFF else base_of(run_id)
     ask_again_soon()
     isolate_children()
+    death_notice.hold()
     orphans = find_orphans(directory / of_all_layouts)
     watch_set_up(max(timeout.total_seconds(), config.hang_timeout))
     warn_unless_in_memory(directory)

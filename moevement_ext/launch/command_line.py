@@ -16,8 +16,7 @@ from moevement_ext.launch.environment import default_variables_here
 from moevement_ext.launch.launch_config import LaunchConfig, StagedAction, StagedFault
 from moevement_ext.launch.output import give_up_unwritten, say_of_launcher
 from moevement_ext.launch.spare import DECLARATION, split
-from moevement_ext.launch.spare_pool import new_spare
-from moevement_ext.launch.template import Template
+from moevement_ext.launch.template import fork_ahead
 from moevement_ext.system.leaving import stop_at_signals
 from moevement_ext.system.process_setup import ask_again_soon
 
@@ -46,17 +45,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     ask_again_soon()
     config = parse(sys.argv[1:] if argv is None else argv)
     try:
-        config.make_log_dir()
-    except ConfigurationError as error:
-        _parser().error(str(error))
-    # Forks end as this process does: a caller with arguments of its own may go on.
-    first = _first_spare(config) if argv is None else None
-    # Slow, hence not for --help, and beside the import of the spare.
-    from moevement_ext.launch.local import LocalStarter
-    from moevement_ext.launch.supervisor import Supervisor
+        if argv is None and config.spares:  # forks end as this process does
+            _fork_spare(config)
+        # Slow, hence not for --help, and beside the import of the spare.
+        from moevement_ext.launch.supervisor import Supervisor
 
-    try:
-        supervisor = Supervisor(config, starter=partial(LocalStarter, first=first))
+        supervisor = Supervisor(config)
     except ConfigurationError as error:
         _parser().error(str(error))
     stop_at_signals(supervisor.stop, config.flags)
@@ -65,14 +59,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def _first_spare(config: LaunchConfig) -> Template | None:
-    """Fork a hot spare from this process, whose torch it shares; None without spares or a fork."""
-    if not config.spares:
-        return None
+def _fork_spare(config: LaunchConfig) -> None:
+    """Start the hot spare by a fork of this process once that has imported torch."""
     for name, value in default_variables_here(config).items():
         os.environ.setdefault(name, value)  # before torch, which counts its threads
     import_module('torch')
-    return new_spare(Template.fork, config, os.environ)
+    config.make_log_dir()
+    with config.log_of_spares() as log:
+        fork_ahead(config.program, config.flags, os.environ, log)
 
 
 def parse_before_program(

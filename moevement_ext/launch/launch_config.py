@@ -5,9 +5,10 @@ import enum
 import secrets
 import tempfile
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from moevement_ext.config import ConfigurationError, SparseCheckpointConfig, slurm_run_id
 
@@ -81,6 +82,10 @@ class LaunchConfig:
     def log_of(self, rank: int) -> Path | None:
         """Log file of a rank; restarts append to it."""
         return None if self.log_dir is None else self.log_dir / f'rank{rank}.log'
+
+    def log_of_spares(self) -> AbstractContextManager[BinaryIO | None]:
+        """Open the log file of the hot spares of a machine, if there are logs."""
+        return nullcontext() if self.log_dir is None else (self.log_dir / 'spares.log').open('ab')
 
     def make_log_dir(self) -> None:
         """Create the directory of `--log-dir`, if that flag was given.

@@ -21,7 +21,6 @@ from moevement_ext.launch.environment import (
 from moevement_ext.launch.launch_config import LaunchConfig
 from moevement_ext.launch.machine import Machine
 from moevement_ext.launch.remote import Children, RemoteChild
-from moevement_ext.launch.template import Template
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.replicate import secret
 
@@ -31,22 +30,13 @@ _TURN_S = 1.0
 class LocalStarter:
     """`Starter` of workers on this machine; `loop` calls it after events of the machine.
 
-    `first` is a hot spare that has begun already.
-
     Raises `ConfigurationError` if the GPUs of this machine do not fit the job.
     """
 
     moves_ranks = False
 
-    def __init__(
-        self,
-        config: LaunchConfig,
-        loop: FdLoop,
-        report: Callable[[Event], None],
-        first: Template | None = None,
-    ) -> None:
+    def __init__(self, config: LaunchConfig, loop: FdLoop, report: Callable[[Event], None]) -> None:
         check_devices(config)
-        self._first = first
         self._config = config
         self._report = report
         self._children = Children(report)
@@ -63,7 +53,7 @@ class LocalStarter:
         if self._machine is None:
             job = messages.program(self._config, default_variables_here(self._config))
             own = secret.variables()
-            self._machine = Machine(job, own, self._own, self._send, self._report, self._first)
+            self._machine = Machine(job, own, self._own, self._send, self._report)
             self.send(messages.KeepSpares(self._config.spares))
 
     def start(

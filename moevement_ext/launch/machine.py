@@ -6,6 +6,7 @@ The launcher itself owns the machine of emulated nodes; under Slurm each agent o
 
 import errno
 import os
+import queue
 import signal
 import threading
 import time
@@ -23,10 +24,10 @@ from moevement_ext.launch.output import Relay, last_lines, say_of_launcher
 from moevement_ext.launch.remote import NO_ENDS
 from moevement_ext.launch.spare_pool import SparePool
 from moevement_ext.launch.staged_faults import logged_iteration
-from moevement_ext.launch.template import Template
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.reservation import ReservedPages
 from moevement_ext.memory.shelf import directories_of
+from moevement_ext.system.death_notice import DeathNotice, signal_that_kills
 
 _NOT_STARTED = 1
 # Errors of a fork that another attempt may not have.
@@ -43,7 +44,9 @@ class _Running(NamedTuple):
     """A started worker that is not yet reaped."""
 
     child: Child
+    notice: DeathNotice
     node: str
+    rank: int
     log: Path | None
     relay: Relay | None
     """Passes on the worker's output, if the worker has no log."""
@@ -63,7 +66,6 @@ class Machine:
         loop: calls this object when a process prints, is ready or dies.
         send: called with messages to the supervisor.
         report: called with events of hot spares.
-        first: a hot spare that has begun already.
     """
 
     def __init__(
@@ -73,7 +75,6 @@ class Machine:
         loop: FdLoop,
         send: Callable[[messages.FromAgent], None],
         report: Callable[[Event], None],
-        first: Template | None = None,
     ) -> None:
         log_dir = None if job.log_dir is None else Path(job.log_dir)
         self._config = LaunchConfig(job.program, tuple(job.flags), log_dir=log_dir)
@@ -81,7 +82,7 @@ class Machine:
         self._loop = loop
         self._send = send
         start = self._start_ordered
-        self.spares = SparePool(self._config, self._environment, loop, report, start, first)
+        self.spares = SparePool(self._config, self._environment, loop, report, start)
         self._ordered: deque[messages.StartWorker] = deque()
         self._running: dict[int, _Running] = {}
         self._blocked: dict[int, float] = {}  # since when, by key
@@ -89,6 +90,12 @@ class Machine:
         self._logs = set[Path]()
         self._pages: ReservedPages | None = None
         self._reserving: threading.Thread
+        # Keys of workers that die, from other threads; and reported ones, with the rank whose next
+        # worker must wait until the memory is freed.
+        self._dying = queue.SimpleQueue[int]()
+        self._has_dying = os.eventfd(0)
+        self._freeing: dict[int, int | None] = {}
+        loop.watch(self._has_dying, self._report_dying)
 
     def obey(self, message: messages.FromSupervisor) -> None:
         """Carry out an order of the supervisor."""
@@ -130,6 +137,9 @@ class Machine:
             if running.relay is not None:
                 self._loop.forget(running.relay.fd)
                 os.close(running.relay.fd)
+            running.notice.close()
+        self._loop.forget(self._has_dying)
+        os.close(self._has_dying)
         self.spares.close()
         if self._pages is not None:
             self._end_reserving(self._pages)
@@ -137,8 +147,10 @@ class Machine:
 
     def _start_ordered(self) -> None:
         """Start the ordered workers, unless the process that will fork them still imports."""
-        while self._ordered and not self.spares.is_awaited:
-            self._start(self._ordered.popleft())
+        for order in list(self._ordered):
+            if not self.spares.is_awaited and order.rank not in self._freeing.values():
+                self._ordered.remove(order)
+                self._start(order)
 
     def _signal(self, key: int, number: int) -> None:
         if key in self._running:
@@ -153,24 +165,27 @@ class Machine:
         """Start a worker; an OS error that lasts, or of its log, counts as the worker's end."""
         node = {**self._environment, **order.variables}[NODE]
         log = self._config.log_of(order.rank)
-        relay = None
+        relay = notice = None
         try:
             if log is None:
                 relay, output = self._relayed(order)
             else:
                 output = self._once_there_is_room(partial(self._opened, log))
             with output:
-                start = partial(self._new_worker, order.variables, output)
+                notice = DeathNotice(partial(self._dies, order.key))
+                start = partial(self._new_worker, order.variables | notice.variables, output)
                 child, was_spare = self._once_there_is_room(start)
         except OSError as error:
             if relay is not None:
                 os.close(relay.fd)
+            if notice is not None:
+                notice.close()
             why = f'cannot be started on {node}: {error}'
             self._send(messages.Ended(order.key, _NOT_STARTED, [why]))
             return
         if relay is not None:
             self._loop.watch(relay.fd, partial(self._pump, relay))
-        self._running[order.key] = _Running(child, node, log, relay)
+        self._running[order.key] = _Running(child, notice, node, order.rank, log, relay)
         self._loop.watch(child.death, partial(self._ended, order.key))
         self._send(messages.Started(order.key, child.pid, was_spare=was_spare))
 
@@ -220,17 +235,40 @@ class Machine:
         self._logs.add(log)
         return output
 
+    def _dies(self, key: int) -> None:
+        """Any thread."""
+        self._dying.put(key)
+        os.eventfd_write(self._has_dying, 1)
+
+    def _report_dying(self) -> None:
+        """Report workers that a signal ends before they have; another one must still wait."""
+        os.eventfd_read(self._has_dying)
+        while not self._dying.empty():
+            key = self._dying.get()
+            running = self._running.get(key)
+            if key in self._freeing:  # after a long wait, which may never end
+                self._freeing[key] = None
+                self._start_ordered()
+            elif running is not None and (number := signal_that_kills(running.child.pid)):
+                running.child.signal(signal.SIGKILL)  # also what it has started
+                self._freeing[key] = running.rank
+                self._send(messages.Ended(key, -number, running.last_lines()))
+
     def _ended(self, key: int) -> None:
         running = self._running.pop(key)
         self._loop.forget(running.child.death)
         code = running.child.reap()
         if code:
             self.spares.retry()
+        running.notice.close()
         if running.relay is not None:
             self._loop.forget(running.relay.fd)
             running.relay.finish()
             os.close(running.relay.fd)
-        self._send(messages.Ended(key, code, running.last_lines() if code else []))
+        if key not in self._freeing:
+            self._send(messages.Ended(key, code, running.last_lines() if code else []))
+        self._freeing.pop(key, None)
+        self._start_ordered()
 
     def _reserve(self, memory: NodeStore, sizes: Sequence[int]) -> None:
         """Reserve pages on a separate thread, so that orders are not delayed."""

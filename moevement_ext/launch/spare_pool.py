@@ -12,24 +12,13 @@ from moevement_ext.launch.launcher_events import SpareEnded, SpareMissing, Spare
 from moevement_ext.launch.template import Template, TemplateLost
 
 
-def new_spare[Result](
-    start: Callable[..., Result], config: LaunchConfig, environment: Mapping[str, str]
-) -> Result:
-    """Start a spare by `start`, a way to start a template, with the log of spares."""
-    start = partial(start, config.program, config.flags, environment)
-    if config.log_dir is None:
-        return start()
-    with (config.log_dir / 'spares.log').open('ab') as log:
-        return start(log)
-
-
 class SparePool:
     """Processes that import the program in advance.
 
     A spare that can fork serves any number of workers, the first ones too. If the program cannot be
     forked, as its import starts threads or uses a GPU, each spare becomes one worker.
     `environment` is that of the import; `loop` calls this object when a spare is ready or dead, and
-    this calls `then` afterwards. `first` is a spare that has begun already.
+    this calls `then` afterwards.
     """
 
     def __init__(
@@ -39,14 +28,12 @@ class SparePool:
         loop: FdLoop,
         report: Callable[[Event], None],
         then: Callable[[], None],
-        first: Template | None = None,
     ) -> None:
         self._config = config
         self._environment = environment
         self._loop = loop
         self._report = report
         self._then = then
-        self._first = first
         self._asked = self._wanted = 0
         # Set once a spare has reported that it cannot fork.
         self._each_is_one = False
@@ -119,8 +106,9 @@ class SparePool:
         return self._wanted if self._each_is_one else min(self._wanted, 1)
 
     def _new_spare(self) -> Template:
-        first, self._first = self._first, None
-        return first or new_spare(Template.spawn, self._config, self._environment)
+        config = self._config
+        with config.log_of_spares() as log:
+            return Template.spawn(config.program, config.flags, self._environment, log)
 
     def _heard_from(self, spare: Template) -> None:
         """Record that a spare is ready; ignore a connection that ended, as at the spare's death."""

@@ -11,7 +11,7 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import IO, Any, BinaryIO, Self
+from typing import IO, Any, BinaryIO
 
 from moevement_ext.errors import LaunchError
 from moevement_ext.launch import spare
@@ -57,8 +57,10 @@ class Template:
         flags: Sequence[str],
         environment: Mapping[str, str],
         log: BinaryIO | None = None,
-    ) -> Self:
+    ) -> 'Template':
         """Start a process that imports a program, whose main guard workers then run.
+
+        The first call returns the template of `fork_ahead`, if there is one.
 
         Args:
             program: path of the program.
@@ -66,6 +68,8 @@ class Template:
             environment: environment of the import.
             log: file for the output of the import; None: this process's output.
         """
+        if _ahead:
+            return _ahead.pop()
         own, other = socket.socketpair()
         with other:
             process = SpawnedChild(
@@ -75,41 +79,6 @@ class Template:
                 pass_fds=[other.fileno()],
             )
         return cls(process, own)
-
-    @classmethod
-    def fork(
-        cls,
-        program: str,
-        flags: Sequence[str],
-        environment: Mapping[str, str],
-        log: BinaryIO | None = None,
-    ) -> Self | None:
-        """Do as `spawn` by a fork, whose modules but those of this package are this process's.
-
-        None if this process has other threads or has used a GPU. Workers end as a program does, by
-        an exception: the callers of this function must let it pass.
-        """
-        if not spare.can_fork():
-            return None
-        gc.freeze()  # otherwise both collectors copy the pages of all modules
-        own, other = socket.socketpair()
-        order = {'argv': [program, *flags], 'env': dict(environment)}
-        parent, pid = os.getpid(), os.fork()
-        if pid:
-            other.close()
-            own.recv(1)  # now it leads a process group, which can be signalled
-            return cls(ForkedChild(pid), own)
-        own.close()
-        spare.bind(parent)
-        other.sendall(b'\0')
-        mark = orphans.mark_forks()
-        outputs = (_STDOUT, _STDERR) if log is None else (log.fileno(),) * 2
-        spare.take_over(order, [os.dup(output) for output in outputs])
-        for name in [name for name in sys.modules if name.partition('.')[0] == _PACKAGE]:
-            del sys.modules[name]  # the program's own may be of another checkout
-        with mark:
-            spare.run(other, program, list(flags))
-        sys.exit(0)
 
     def handle_message(self) -> bool:
         """Wait until the program is imported; False if the process dies before."""
@@ -181,3 +150,37 @@ class Template:
         code = self.process.reap()
         self._socket.close()
         return code
+
+
+_ahead: list[Template] = []
+
+
+def fork_ahead(
+    program: str, flags: Sequence[str], environment: Mapping[str, str], log: BinaryIO | None = None
+) -> None:
+    """Fork the next template from this process, whose modules but this package's it shares.
+
+    Does nothing if this process has other threads or has used a GPU. Workers end as a program does,
+    by an exception: the callers of this function must let it pass. Arguments as for `spawn`.
+    """
+    if not spare.can_fork():
+        return
+    gc.freeze()  # otherwise both collectors copy the pages of all modules
+    own, other = socket.socketpair()
+    parent, pid = os.getpid(), os.fork()
+    if pid:
+        other.close()
+        own.recv(1)  # now it leads a process group, which can be signalled
+        _ahead.append(Template(ForkedChild(pid), own))
+        return
+    own.close()
+    spare.bind(parent)
+    other.sendall(b'\0')
+    outputs = (_STDOUT, _STDERR) if log is None else (log.fileno(),) * 2
+    order = {'argv': [program, *flags], 'env': dict(environment)}
+    spare.take_over(order, [os.dup(output) for output in outputs])
+    with orphans.mark_forks():
+        for name in [name for name in sys.modules if name.partition('.')[0] == _PACKAGE]:
+            del sys.modules[name]  # the program's own may be of another checkout
+        spare.run(other, program, list(flags))
+    sys.exit(0)

@@ -25,7 +25,7 @@ from moevement_ext.launch.supervisor import Supervisor
 from moevement_ext.membership.mailbox import of_launch, write_survivors
 
 PROGRAM = '''
-import json, multiprocessing, os, pathlib, signal, subprocess, sys, time
+import json, multiprocessing, os, pathlib, signal, subprocess, sys, threading, time
 
 MOEVEMENT_SPARES = True
 imported = {'pid': os.getpid(), 'rank': os.environ.get('RANK'), 'path': sys.path[0]}
@@ -75,6 +75,13 @@ def act(action, value):
         sys.path.append(value)
         from tests.support.blocked import block
         block(here / 'pipe')
+    elif action == 'notice':
+        from moevement_ext.system import death_notice
+        death_notice.hold()
+        thread = threading.Thread(target=time.sleep, args=(600,), daemon=True)
+        thread.start()
+        (here / 'new').write_text(str(thread.native_id))
+        (here / 'new').rename(here / 'thread')
     elif action == 'deaf':
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
@@ -96,18 +103,19 @@ time.sleep(600)
 
 
 @contextmanager
-def unkillable() -> Iterator[Callable[[int], None]]:
-    """Make a process immune to SIGKILL within the context."""
+def unkillable() -> Iterator[Callable[[int], Callable[[], None]]]:
+    """Make a process, or a thread, immune to SIGKILL within the context."""
     with ExitStack() as stack:
 
-        def hold(pid: int) -> None:
-            """Trace the process and stop it during its exit."""
+        def hold(pid: int) -> Callable[[], None]:
+            """Trace the process and stop it during its exit; until the result is called."""
             command = [sys.executable, '-I', '-S', '-c', HOLDER, str(pid)]
             holder = subprocess.Popen(command, stdout=subprocess.PIPE)
             stack.callback(holder.communicate)
             stack.callback(holder.kill)
             assert holder.stdout is not None
             assert holder.stdout.readline() == b'0\n'
+            return holder.kill
 
         yield hold
 

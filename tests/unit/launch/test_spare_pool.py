@@ -72,7 +72,7 @@ def test_ready_spare_takes_over(
     assert second['imported'] == {'pid': spare, 'rank': None, 'path': str(tmp_path)}
     assert second['argv'] == first['argv']
     assert first['env'].keys() == second['env'].keys()
-    differing = {'TORCHELASTIC_RESTART_COUNT', 'MOEVEMENT_PROCESS'}
+    differing = {'TORCHELASTIC_RESTART_COUNT', 'MOEVEMENT_PROCESS', 'MOEVEMENT_DEATH_NOTICE'}
     assert {k for k in first['env'] if second['env'].get(k) != first['env'][k]} == differing
     if logged:
         own = '' if forks else 'importing\n'
@@ -217,4 +217,4 @@ def test_program_that_has_used_a_gpu_is_not_forked(
     monkeypatch.setattr(spare.os, 'listdir', lambda path: ['1'])
     maps = io.StringIO('7f00-7f01 r-xp 0 0 0 /usr/lib/libcuda.so.550.54\n')
     monkeypatch.setattr(spare, 'open', lambda path: maps, raising=False)
-    assert spare._can_fork() is forks
+    assert spare.can_fork() is forks

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -25,16 +26,17 @@ from moevement_ext.membership.mailbox import (
     write_needed_ranks,
     write_stuck_timeout,
 )
-from moevement_ext.membership.rendezvous import how_broken, present_round
+from moevement_ext.membership.rendezvous import how_broken, is_over, present_round
 from moevement_ext.memory.node_store import NodeStore
-from tests.support.readable import dies
-from tests.unit.launch.conftest import Job, ended, failure
+from tests.support.readable import dies, readable
+from tests.unit.launch.conftest import Job, ended, failure, unkillable
 
 ROOT = Path(__file__).parents[3]
 STUCK_S = 5.0
 SILENT_LOOKS = 30
 
 pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
+TO_BE_SEEN_S = 60.0
 
 
 # Replacement
@@ -67,6 +69,37 @@ def test_death_is_announced_before_the_rank_is_replaced(job: Job) -> None:
     pid = job.started(1)[0].pid
     assert announced == [f'rank 1 (pid {pid}) was killed by SIGKILL']
     assert present_round(launcher.store) == 1
+
+
+@pytest.mark.parametrize('spares', [0, 1])
+def test_death_is_announced_before_the_memory_is_freed(spares: int, job: Job) -> None:
+    """A thread that stops in its exit keeps the memory, as the kernel does for seconds."""
+    thread, seen = job.folder / 'thread', []
+
+    def kill() -> None:
+        while not thread.exists():
+            time.sleep(0.01)
+        release, pid = hold(int(thread.read_text())), job.started(1)[0].pid
+        alive = os.pidfd_open(pid)
+        os.kill(pid, signal.SIGKILL)
+        until = time.monotonic() + TO_BE_SEEN_S
+        while not is_over(launcher.store, 0) and time.monotonic() < until:
+            time.sleep(0.01)
+        found = how_broken(launcher.store, 0).reason
+        time.sleep(0.5)  # a replacement would start now
+        seen.extend([found == f'rank 1 (pid {pid}) was killed by SIGKILL', readable(alive, 0.0)])
+        seen.append(len(job.started(1)))
+        os.close(alive)
+        release()
+
+    job.finish_when = lambda: len(job.started(1)) == 2
+    launcher = job.supervisor('1.0=notice', nodes=2, spares=spares)
+    counters.sign(launcher.store, 'here/0', 1, 2)  # the worker took part in this round
+    with unkillable() as hold:
+        threading.Thread(target=kill, daemon=True).start()
+        assert launcher.run() == 0
+    assert seen == [True, False, 1]
+    assert ended(job) == {0: [0], 1: [-signal.SIGKILL, 0]}
 
 
 @pytest.mark.parametrize('spares', [0, 1])

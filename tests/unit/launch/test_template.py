@@ -27,7 +27,7 @@ def test_forked_worker_has_the_environment_of_a_spawned_one(job: Job) -> None:
     of_this_job = {
         SPARES,
         *('MASTER_PORT', 'MOEVEMENT_RUN', 'TORCHELASTIC_RUN_ID'),
-        *('MOEVEMENT_LAUNCH', 'MOEVEMENT_PROCESS', 'MOEVEMENT_SECRET'),
+        *('MOEVEMENT_LAUNCH', 'MOEVEMENT_PROCESS', 'MOEVEMENT_SECRET', 'MOEVEMENT_DEATH_NOTICE'),
     }
     forked = job.attempt(0)['env']
     assert spawned.keys() == forked.keys() >= {'OF_THE_PROGRAM'}
