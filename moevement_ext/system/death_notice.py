@@ -66,6 +66,8 @@ class DeathNotice:
             found = _libc.pthread_mutex_trylock(mutex)
             if found == errno.EBUSY:
                 found = _libc.pthread_mutex_lock(mutex)
+            if found not in (0, errno.EOWNERDEAD):
+                return  # not locked: glibc would follow pointers of the worker
             _libc.pthread_mutex_unlock(mutex)
             if found == errno.EOWNERDEAD:
                 self._dies()
