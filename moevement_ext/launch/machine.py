@@ -122,7 +122,8 @@ class Machine:
         if now < self._looked_at + _BETWEEN_LOOKS_S:
             return
         self._looked_at = now
-        waiting = [key for key, one in self._running.items() if _waits_in_kernel(one.child.pid)]
+        living = {key: one for key, one in self._running.items() if key not in self._freeing}
+        waiting = [key for key, one in living.items() if _waits_in_kernel(one.child.pid)]
         self._blocked = {key: self._blocked.get(key, now) for key in waiting}
         for key, since in self._blocked.items():
             if since < now:
