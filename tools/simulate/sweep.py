@@ -86,7 +86,8 @@ def sweep(args: argparse.Namespace, values: Sequence[float]) -> tuple[list[Point
                 points.append(_point(varied, name, value))
             except InfeasiblePlan as error:
                 missing.append(f'{name} at {args.over} {value:g}: {error}')
-    if len(values) > 1 and len({one._replace(value=0) for one in points}) <= len(args.systems):
+    different = {one._replace(value=0) for one in points}
+    if len(values) > 1 and not missing and len(different) <= len(args.systems):
         missing.append(f'--over {args.over} changes nothing for {", ".join(args.systems)}')
     return points, missing
 

@@ -33,35 +33,20 @@ def test_layers_of_stages_cover_the_model():
 
 
 @pytest.mark.parametrize(
-    ('name', 'with_own_weights', 'with_bf16_weights'),
+    ('name', 'own', 'with_bf16_weights', 'scales'),
     [
-        ('bf16', (12, 2), (12, 2)),
-        ('c1', (8, 2), (8, 2)),
-        ('c2', (13, 1), (12, 2)),
-        ('c3', (11, 1), (12, 2)),
-        ('c4', (6, 1), (7, 2)),
-        ('c5', (5, 1), (6, 2)),
+        ('bf16', (12, 2), (12, 2), (0, 0, 0)),
+        ('c1', (8, 2), (8, 2), (0, 12, 0)),
+        ('c2', (13, 1), (12, 2), (4, 0, 0)),
+        ('c3', (11, 1), (12, 2), (4, 4, 40)),
+        ('c4', (6, 1), (7, 2), (4, 12, 40)),
+        ('c5', (5, 1), (6, 2), (4, 12, 40)),
     ],
 )
-def test_precisions_of_the_paper_have_these_bytes(name, with_own_weights, with_bf16_weights):
-    own = PRECISIONS[name]
-    assert (own.full_bytes, own.weight_bytes) == with_own_weights
-    wider = replace(own, compute='bf16')
+def test_precisions_of_the_paper_have_these_bytes(name, own, with_bf16_weights, scales):
+    """In full and of weights; scales of weights, of states, and of every slot."""
+    found = PRECISIONS[name]
+    assert (found.full_bytes, found.weight_bytes) == own
+    assert (found.weight_scale_bytes, found.state_scale_bytes, found.scaling_bytes) == scales
+    wider = replace(found, compute='bf16')
     assert (wider.full_bytes, wider.weight_bytes) == with_bf16_weights
-
-
-@pytest.mark.parametrize(
-    ('name', 'of_weights', 'of_state', 'always'),
-    [
-        ('bf16', 0, 0, 0),
-        ('c1', 0, 12, 0),
-        ('c2', 4, 0, 0),
-        ('c3', 4, 4, 40),
-        ('c4', 4, 12, 40),
-        ('c5', 4, 12, 40),
-    ],
-)
-def test_scales_have_these_bytes(name, of_weights, of_state, always):
-    one = PRECISIONS[name]
-    found = (one.weight_scale_bytes, one.state_scale_bytes, one.scaling_bytes)
-    assert found == (of_weights, of_state, always)

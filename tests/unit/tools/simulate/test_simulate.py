@@ -50,3 +50,9 @@ def test_figures_are_rows_for_people(capsys: pytest.CaptureFixture[str]) -> None
     assert simulate.main(['sweep', *command.split(), PROFILE]) == 0
     said = ' '.join(re.sub(r'[^\w.()]', ' ', capsys.readouterr().out).split())
     assert 'MTBF (s) gemini ours 300 0.9175 0.9' in said
+
+
+def test_a_flag_that_changes_nothing_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = 'sweep --over interval --values 1,2 --systems ours --mtbf 600 --profile'
+    assert simulate.main([*argv.split(), PROFILE]) == 0
+    assert '--over interval changes nothing for ours' in capsys.readouterr().out
