@@ -29,7 +29,7 @@ from pathlib import Path
 import msgspec
 
 from moevement_ext.config import LOCALIZED, RESTART, WHOLE_JOB
-from moevement_ext.events import Event, NextTier, Recovered, WorkerStarted
+from moevement_ext.events import Event, FailureDetected, NextTier, Recovered, WorkerStarted
 
 from ..lab.arguments import at_least
 from ..lab.errors import LabError
@@ -40,7 +40,7 @@ from ..lab.job import Job, memory_directory, train
 from ..lab.launch import Launch, add_share_gpu
 from ..lab.models import dense_flags, native_precision, sparse_flags
 from ..lab.run_log import RunLog
-from . import model
+from . import ballasted, model
 from .comeback import comeback, stage_iterations
 from .frame import Bench, Figure, Report
 
@@ -99,6 +99,9 @@ def recovered(
     found = comeback(log, after, started, killed_at)
     engine = {name.replace('_', ' '): seconds for name, seconds in found.engine.items()}
     again = stage_iterations(log, after, STAGES)
+    noticed = [event.time for event in kind_of(after, FailureDetected) if event.reason is not None]
+    if noticed:
+        engine['noticed'] = min(noticed) - killed_at
     return Back(found.seconds, {**found.phases, **engine}, again, different)
 
 
@@ -120,6 +123,8 @@ class RecoveryBench(Bench):
         add('--only', choices=TITLES, nargs='+', default=list(TITLES)[:-1], help='ways to recover '
             '(default: all but the last)')  # fmt: skip
         add('--window', type=at_least(1), default=4, help='iterations per window (default: 4)')
+        add('--ballast', type=at_least(0), default=0, metavar='GB', help='size of a tmpfs file '
+            'that each worker maps, as it does the windows of a model (default: 0)')  # fmt: skip
         add('--dense-interval', type=at_least(1), default=10, help='iterations between torch_dist '
             'checkpoints (default: 10)')  # fmt: skip
         add_share_gpu(parser)
@@ -138,6 +143,7 @@ class RecoveryBench(Bench):
         precision = native_precision(args.share_gpu)
         iterations = self.kill_at + _ITERATIONS_AFTER
         self._flags = model.staged_flags(data, STAGES, iterations, precision)
+        self._ballast: Path | None = None
         self._reference = train(self._launch(output / 'undisturbed', self._flags))
 
     def titles(self) -> Mapping[str, str]:
@@ -149,6 +155,7 @@ class RecoveryBench(Bench):
         folder = self.output / f'{number}-{way}'
         with (
             memory_directory() as memory,
+            memory_directory() as other,
             tempfile.TemporaryDirectory(prefix='checkpoints-', dir=self.output) as checkpoints,
         ):
             if way == DISK:
@@ -159,6 +166,7 @@ class RecoveryBench(Bench):
                 scope = LOCALIZED if way in _OF_ONE_WORKER else WHOLE_JOB
                 own += ['--sparse-ckpt-recovery', scope]
                 own += ['--sparse-ckpt-elastic', RESTART] if way == ELASTIC else []
+            self._ballast = ballasted.file_in(other, self.args.ballast)
             flags = [*self._flags, *own]
             if way in _OF_ONE_WORKER:
                 return self._localized(way, folder, flags)
@@ -191,7 +199,11 @@ class RecoveryBench(Bench):
         self, folder: Path, flags: Sequence[str], max_restarts: int = 0, spares: int = 0
     ) -> Launch:
         share = self.args.share_gpu
-        return Launch(folder, flags, STAGES, 1, max_restarts, spares, share_gpu=share)
+        launch = Launch(folder, flags, STAGES, 1, max_restarts, spares, share_gpu=share)
+        if self._ballast is None:
+            return launch
+        variables = {ballasted.VARIABLE: str(self._ballast)}
+        return launch._replace(variables=variables, program_file=ballasted.__file__)
 
     def different(self, rounds: Sequence[Mapping[str, Back]]) -> list[str]:
         """Plain checkpoints need not lead to the bits of an undisturbed run."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from moevement_ext.events import Event, NextTier, Recovered, WorkerStarted
+from moevement_ext.events import Event, FailureDetected, NextTier, Recovered, WorkerStarted
 from tests.unit.tools.samples import CONVERTED, START, event, iteration_line, logged
 from tools.bench import recovery
 from tools.bench.comeback import PHASES, comeback, kept, stage_iterations
@@ -52,10 +52,14 @@ BACK = log_of((4, 4.0), (5, 5.0), CONVERTED, (5, 17.8), (6, 19.0))
 
 
 def test_phases_of_a_sparse_recovery_add_up() -> None:
-    found = recovered(BACK, KILLED_AT, sparse_events(), ['rng'], dense=False)
+    noticed = [event(FailureDetected, 0, KILLED_AT + after, reason='gone') for after in (0.5, 0.2)]
+    events = [*sparse_events(), *noticed]
+    found = recovered(BACK, KILLED_AT, events, ['rng'], dense=False)
     assert found.seconds == pytest.approx(14.0) and found.different == ['rng']
     expected = dict(zip(PHASES, (5.0, 7.0, 0.8, 1.2), strict=True))
-    assert found.phases == pytest.approx(expected | {'find': 0.5, 'convert': 2.0, 'catch up': 1.0})
+    assert found.phases == pytest.approx(
+        expected | {'find': 0.5, 'convert': 2.0, 'catch up': 1.0, 'noticed': 0.2}
+    )
     assert found.stage_iterations == 4 * recovery.STAGES, 'three replayed, and one more'
 
 
