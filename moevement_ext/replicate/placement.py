@@ -13,9 +13,8 @@ domain, with or without the levels above it: `"rack7"`, `["rack7", "pod2"]` or, 
 """
 
 import json
-from collections.abc import Callable, Sequence
-from heapq import heappush, heapreplace
-from itertools import product
+from collections.abc import Sequence
+from heapq import heapreplace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -81,145 +80,58 @@ def _path(node: str, levels: object) -> str:
     return LEVELS.join(names if isinstance(levels, str) else reversed(names))
 
 
-LinkCost = Callable[[int, int], float]
-"""Distance from an owner (rank) to a holder (rank); smaller is cheaper."""
-
-MOST_EXCHANGED = 1024
-"""Maximum number of ranks for which exchanges improve a placement by distance and groups; their
-time and memory grow with the square of this number."""
-
-
-def place_replicas(
-    domains: Sequence[str],
-    replicas: int,
-    *,
-    groups: Sequence[Sequence[int]] | None = None,
-    distance: LinkCost | None = None,
-) -> list[tuple[int, ...]]:
+def place_replicas(domains: Sequence[str], replicas: int) -> list[tuple[int, ...]]:
     """Ranks that hold the copies of each rank's state, indexed by owner.
 
-    The copies and the owner are all in different domains; with fewer other domains than
-    `replicas`, an owner has fewer holders, down to none. Within these rules, ranks get equal
-    loads, exactly equal if all domains have the same size.
-
-    Ranks with the same captures count as copies: the number of holders is that of the rank with
-    the fewest such copies in other domains, and holders avoid the domains of the owner's group
-    if possible. Of placements with equal loads the one with cheaper links is taken: first the
-    best turns of the ring of domains, then exchanges of two holders (a local optimum). With
-    `groups` or `distance`, time and memory grow with the square of the ranks.
-
-    Args:
-        domains: failure domain of each rank.
-        replicas: copies of each rank's state on other ranks; not negative.
-        groups: ranks that capture the same.
-        distance: cost of the link from an owner to a holder.
+    `domains` are the failure domains of the ranks, `replicas` the copies of each rank's state on
+    other ranks, not negative. The copies and the owner are all in different domains; with fewer
+    other domains than `replicas`, an owner has fewer holders, down to none. Within these rules,
+    ranks get equal loads, exactly equal if all domains have the same size.
     """
     if replicas < 0:
         raise ValueError(f'replicas is {replicas}; it must be 0 or more')
-    sites = _Domains(domains, groups or ())
-    copies = sites.further_copies(replicas)
+    of_rank = _numbered(domains)
+    sizes = np.bincount(of_rank, minlength=1)
+    copies = min(replicas, len(sizes) - 1)
     if copies == 0:
         return [()] * len(domains)
-    prices = sites.prices(distance) if groups or distance else None
-    if (copies + 1) * int(sites.sizes.max()) > len(domains):
-        holders = _least_loaded(sites, copies, prices)
-    else:
-        holders = _rotate(sites, copies, prices)
-        if prices is not None:
-            _exchange(sites, holders, prices)
+    crowded = (copies + 1) * int(sizes.max()) > len(domains)
+    holders = (_least_loaded if crowded else _rotated)(of_rank, sizes, copies)
     return [tuple(row) for row in holders.tolist()]
 
 
-class _Domains:
-    """Domains as numbers, and for each rank the domains that already contain its state."""
-
-    def __init__(self, domains: Sequence[str], groups: Sequence[Sequence[int]]) -> None:
-        index = {name: position for position, name in enumerate(dict.fromkeys(domains))}
-        self.count = len(index)
-        self.of_rank = np.array([index[name] for name in domains], dtype=np.int64)
-        self.sizes = np.bincount(self.of_rank, minlength=1)
-        self.present = np.eye(self.count, dtype=bool)[self.of_rank]
-        """bool (ranks, domains): the domains of the rank itself and of its group."""
-        for members in groups:
-            self.present[list(members)] = self.present[list(members)].any(axis=0)
-
-    def further_copies(self, replicas: int) -> int:
-        """Number of holders of every rank: as many as the rank with the least redundancy needs."""
-        if not len(self.of_rank):
-            return 0
-        others = int(self.present.sum(axis=1).min()) - 1
-        return max(0, min(replicas, self.count - 1) - others)
-
-    def prices(self, distance: LinkCost | None) -> np.ndarray:
-        """Cost of each holder for each owner, float64 (ranks, ranks); redundant ones cost most."""
-        ranks = len(self.of_rank)
-        cost = np.zeros((ranks, ranks))
-        if distance:
-            cost = np.array([[distance(a, b) for b in range(ranks)] for a in range(ranks)], float)
-        dearest: float = np.abs(cost).sum()
-        return cost + (dearest + 1) * self.present[:, self.of_rank]
+def _numbered(domains: Sequence[str]) -> np.ndarray:
+    """Number of each rank's domain, in the order of their first ranks; int64 (ranks,)."""
+    index = {name: number for number, name in enumerate(dict.fromkeys(domains))}
+    return np.array([index[name] for name in domains], dtype=np.int64)
 
 
-def _rotate(domains: _Domains, copies: int, prices: np.ndarray | None) -> np.ndarray:
+def _rotated(of_rank: np.ndarray, sizes: np.ndarray, copies: int) -> np.ndarray:
     """Placement by turning the ring of ranks, domain after domain; int64 (ranks, copies).
 
     A turn is a permutation, so it loads every rank equally. Turns by multiples of the largest
     domain's size that stop as far short of a full circle move each rank out of its own domain,
     and no two of them lead into the same domain.
     """
-    ring = np.argsort(domains.of_rank, kind='stable')
-    largest = int(domains.sizes.max())
-
-    def price(turn: int) -> float:
-        return float(prices[ring, np.roll(ring, -turn)].sum()) if prices is not None else 0.0
-
-    turns = sorted(range(largest, len(ring) - largest + 1, largest), key=price)[:copies]
+    ring, largest = np.argsort(of_rank, kind='stable'), int(sizes.max())
     holders = np.empty((len(ring), copies), dtype=np.int64)
+    turns = range(largest, (copies + 1) * largest, largest)
     holders[ring] = np.stack([np.roll(ring, -turn) for turn in turns], axis=1)
     return holders
 
 
-def _exchange(domains: _Domains, holders: np.ndarray, prices: np.ndarray) -> None:
-    """Exchange holders of two owners if that is cheaper and keeps all domains different.
-
-    Exchanges do not change loads. Changes `holders` in place, to a local optimum.
-    """
-    prices = prices.copy()
-    prices[domains.of_rank[:, None] == domains.of_rank] = np.inf
-    owners = np.arange(len(holders))
-    improved = True
-    while improved:
-        improved = False
-        for copy, owner in product(range(holders.shape[1]), range(len(holders))):
-            column = holders[:, copy]
-            others = domains.of_rank[np.delete(holders, copy, axis=1)]
-            theirs = domains.of_rank[column]
-            clash = (others[owner] == theirs[:, None]).any(axis=1)
-            clash |= (others == theirs[owner]).any(axis=1)
-            now = prices[owner, column[owner]] + prices[owners, column]
-            gain = now - prices[owner, column] - prices[owners, column[owner]]
-            gain[clash] = -np.inf
-            best = int(gain.argmax())
-            if gain[best] > 1e-9 * now[best]:
-                column[[owner, best]] = column[[best, owner]]
-                improved = True
-
-
-def _least_loaded(domains: _Domains, copies: int, prices: np.ndarray | None) -> np.ndarray:
+def _least_loaded(of_rank: np.ndarray, sizes: np.ndarray, copies: int) -> np.ndarray:
     """Placement with a domain so large that no turn of the ring leaves it.
 
     Owners in large domains have the least choice, so they choose first.
     """
-    ranks = len(domains.of_rank)
-    load = np.zeros(ranks, dtype=np.int64)
-    holders = np.empty((ranks, copies), dtype=np.int64)
+    load = np.zeros(len(of_rank), dtype=np.int64)
+    holders = np.empty((len(of_rank), copies), dtype=np.int64)
     for copy in range(copies):
-        for owner in np.argsort(-domains.sizes[domains.of_rank], kind='stable').tolist():
-            used = domains.of_rank[np.append(holders[owner, :copy], owner)]
-            free = np.flatnonzero(~np.isin(domains.of_rank, used))
-            price = prices[owner, free] if prices is not None else np.zeros(len(free))
-            holder = free[np.lexsort((price, load[free]))[0]]
-            holders[owner, copy] = holder
+        for owner in np.argsort(-sizes[of_rank], kind='stable').tolist():
+            used = of_rank[np.append(holders[owner, :copy], owner)]
+            free = np.flatnonzero(~np.isin(of_rank, used))
+            holders[owner, copy] = holder = free[load[free].argmin()]
             load[holder] += 1
     return holders
 
@@ -257,29 +169,16 @@ def place_copies(domains: Sequence[str], replicas: int, families: Sequence[int])
     for rank, family in enumerate(families):
         groups.setdefault(family, []).append(rank)
     names = list(dict.fromkeys(domains))
+    twins: list[tuple[int, ...]] = [()] * len(domains)
     levelled = any(LEVELS in name for name in names)
     if replicas < 1 or not (levelled or len(groups) < len(domains)):
-        return Copies([()] * len(domains), place_replicas(domains, replicas))
-    index = {name: number for number, name in enumerate(names)}
-    of_rank = np.array([index[name] for name in domains])
-    distance = _distances(names)
-    twins: list[tuple[int, ...]] = [()] * len(domains)
+        return Copies(twins, place_replicas(domains, replicas))
+    of_rank, distance = _numbered(domains), _distances(names)
     for group in groups.values():
         ring = np.array(group)
         for place, rank in enumerate(group):
             twins[rank] = _twins(np.roll(ring, -place), of_rank, distance, replicas)
-    proposed: list[tuple[int, ...]] = [()] * len(domains)
-    if len(domains) <= MOST_EXCHANGED:
-        several = [group for group in groups.values() if len(group) > 1]
-        costs = distance[np.ix_(of_rank, of_rank)].tolist()
-        proposed = place_replicas(
-            domains,
-            replicas,
-            groups=several,
-            distance=(lambda owner, holder: costs[owner][holder]) if levelled else None,
-        )
-    wanted = min(replicas, len(names) - 1)
-    return Copies(twins, _completed(twins, proposed, of_rank, distance, wanted))
+    return Copies(twins, _holders(twins, of_rank, distance, min(replicas, len(names) - 1)))
 
 
 def _distances(names: Sequence[str]) -> np.ndarray:
@@ -314,45 +213,33 @@ def _twins(
     return tuple(found.values())
 
 
-def _completed(
-    twins: Sequence[tuple[int, ...]],
-    proposed: Sequence[tuple[int, ...]],
-    of_rank: np.ndarray,
-    distance: np.ndarray,
-    wanted: int,
+def _holders(
+    twins: Sequence[tuple[int, ...]], of_rank: np.ndarray, distance: np.ndarray, wanted: int
 ) -> list[tuple[int, ...]]:
-    """Choose holders for the missing copies, in domains without a copy.
+    """Choose holders for the copies that twins lack, in domains without a copy.
 
-    Suitable proposed holders come first. Then come ranks that hold less than their share, the
-    nearest first, and then the ranks that hold the least.
+    One copy of each owner after the other: ranks that hold less than their share, the nearest
+    first, and then the ranks that hold the least; of several, the next after the owner.
     """
-    load = np.zeros(len(of_rank), dtype=np.int64)
-    holders: list[list[int]] = []
-    for owner, held_by in enumerate(proposed):
-        used = {int(of_rank[rank]) for rank in (owner, *twins[owner])}
-        near = sorted(held_by, key=lambda rank: distance[of_rank[owner], of_rank[rank]])
-        new = {int(of_rank[rank]): rank for rank in reversed(near) if of_rank[rank] not in used}
-        kept = [rank for rank in near if rank in new.values()][: wanted - len(twins[owner])]
-        load[kept] += 1
-        holders.append(kept)
-    missing = [wanted - len(twins[rank]) - len(kept) for rank, kept in enumerate(holders)]
-    share = -(-int(load.sum() + sum(missing)) // max(1, len(of_rank)))
+    ranks = len(of_rank)
+    missing = [wanted - len(held_by) for held_by in twins]
+    share = -(-sum(missing) // max(1, ranks))
     # The order within a domain, by load and then number, is that of load * ranks + number.
-    ranks, numbers = len(of_rank), load * len(of_rank) + np.arange(len(of_rank))
     heaps: list[list[int]] = [[] for _ in distance]
-    for domain, number in zip(of_rank.tolist(), numbers.tolist(), strict=True):
-        heappush(heaps[domain], number)
+    for number, domain in enumerate(of_rank.tolist()):
+        heaps[domain].append(number)
     # Only the first of each domain is compared: jobs have far more ranks than domains.
     first = np.array([heap[0] for heap in heaps])
     farther, apart = distance.max() + 1, (ranks + 1) * ranks
-    for owner, count in enumerate(missing):
-        for _ in range(count):
+    holders: list[list[int]] = [[] for _ in twins]
+    for copy in range(max(missing)):
+        for owner in (owner for owner, count in enumerate(missing) if copy < count):
             taken = [int(of_rank[rank]) for rank in (owner, *twins[owner], *holders[owner])]
             away = np.where(first >= share * ranks, farther, distance[of_rank[owner]])
-            order = away * apart + first
+            order = away * apart + first // ranks * ranks + (first - owner) % ranks
             order[taken] = farther * apart + apart
             domain = int(order.argmin())
             holders[owner].append(int(first[domain]) % ranks)
             heapreplace(heaps[domain], int(first[domain]) + ranks)
             first[domain] = heaps[domain][0]
-    return [tuple(kept) for kept in holders]
+    return [tuple(held_by) for held_by in holders]

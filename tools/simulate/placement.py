@@ -25,14 +25,14 @@ import argparse
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import batched, combinations
 from statistics import mean
 from typing import Any
 
 import numpy as np
 
-from moevement_ext.replicate.placement import LinkCost, place_replicas
+from moevement_ext.replicate.placement import place_copies
 
 from ..lab.arguments import Parser
 from ..model.command import add_flags_of, records, show
@@ -54,17 +54,20 @@ def survival_report(
     domains: Sequence[str],
     failed: Iterable[int],
     groups: Sequence[Sequence[int]] | None = None,
-    distance: LinkCost | None = None,
+    distance: Callable[[int, int], float] | None = None,
 ) -> list[dict[str, Any]]:
-    """Placements of 1, 2 and 3 replicas by `place_replicas`, and their survival of failed domains.
+    """Placements of 1, 2 and 3 replicas by `place_copies`, and their survival of failed domains.
 
+    `groups` are ranks with the same state, `distance` that from an owner to a holder.
     `holders` is the least number of ranks with a copy of a rank's state beyond those of its group,
     `load` how many owners' copies a rank holds, least and most; the standard error is 0 only after
     an exact enumeration. Raises ValueError if more domains fail than exist.
     """
     counts, found = list(failed), []
+    family = {rank: min(members) for members in groups or () for rank in members}
+    families = [family.get(rank, rank) for rank in range(len(domains))]
     for replicas in (1, 2, 3):
-        holders = place_replicas(domains, replicas, groups=groups, distance=distance)
+        holders = place_copies(domains, replicas, families).holders
         held = Counter(rank for held_by in holders for rank in held_by)
         loads = [held[rank] for rank in range(len(domains))]
         pairs = [(owner, rank) for owner, held_by in enumerate(holders) for rank in held_by]
@@ -255,12 +258,14 @@ def ranks_report(args: argparse.Namespace) -> dict[str, Any]:
     if ranks % args.same_state:
         raise ValueError(f'--same-state {args.same_state}: must divide the {ranks} ranks')
     domains = [f'node{rank // args.gpus_per_node:05}' for rank in range(ranks)]
+    if args.nodes_per_switch:
+        ranks_per_switch = args.nodes_per_switch * args.gpus_per_node
+        domains = [f'{rank // ranks_per_switch}/{name}' for rank, name in enumerate(domains)]
     apart = ranks // args.same_state
     groups = [list(range(first, ranks, apart)) for first in range(apart)]
 
     def hops(owner: int, holder: int) -> float:
-        switch = args.nodes_per_switch * args.gpus_per_node
-        return float(owner // switch != holder // switch)
+        return float(owner // ranks_per_switch != holder // ranks_per_switch)
 
     placements = survival_report(
         domains,

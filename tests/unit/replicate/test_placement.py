@@ -7,13 +7,11 @@ from collections import Counter
 from itertools import combinations
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moevement_ext.config import ConfigurationError
-from moevement_ext.replicate import placement as module
 from moevement_ext.replicate.placement import (
     Copies,
     failure_domains,
@@ -57,14 +55,11 @@ def smallest_largest_load(domains, replicas):
     return best
 
 
-@given(equal_domains, st.integers(0, 4), st.data())
-def test_equal_domains_load_every_rank_alike(domains, replicas, data):
-    ranks = range(len(domains))
-    groups = data.draw(st.sampled_from([None, [ranks], [ranks[::2], ranks[1::2]]]))
-    distance = data.draw(st.sampled_from([None, lambda a, b: (a * 7 + b * 3) % 5]))
-    holders = place_replicas(domains, replicas, groups=groups, distance=distance)
+@given(equal_domains, st.integers(0, 4))
+def test_equal_domains_load_every_rank_alike(domains, replicas):
+    holders = place_replicas(domains, replicas)
     assert len(set(loads(holders))) == 1
-    assert holders == place_replicas(domains, replicas, groups=groups, distance=distance)
+    assert holders == place_replicas(domains, replicas)
 
 
 @given(st.lists(st.sampled_from('abcd'), min_size=2, max_size=6), st.integers(1, 2))
@@ -79,50 +74,6 @@ def test_a_single_domain_has_no_holders():
     assert place_replicas([], 2) == []
 
 
-def test_cheap_links_between_pairs_are_found():
-    # No turn of the ring stays below the switches of {a, b} and {c, d}.
-    domains = ['a', 'b', 'c', 'd']
-    holders = place_replicas(domains, 1, distance=lambda one, other: float(one // 2 != other // 2))
-    assert holders == [(1,), (0,), (3,), (2,)]
-
-
-@given(equal_domains, st.integers(1, 3), st.integers(0, 99))
-def test_exchanges_keep_the_rules_and_never_cost_more(domains, replicas, seed):
-    lengths = np.random.default_rng(seed).integers(0, 9, (len(domains), len(domains))).tolist()
-
-    def distance(owner, holder):
-        return lengths[owner][holder]
-
-    def total(holders):
-        return sum(lengths[a][b] for a, held_by in enumerate(holders) for b in held_by)
-
-    holders = place_replicas(domains, replicas, distance=distance)
-    copies = min(replicas, len(set(domains)) - 1)
-    assert set(loads(holders)) == {copies}
-    for owner, held_by in enumerate(holders):
-        assert len({domains[rank] for rank in (owner, *held_by)}) == copies + 1
-    assert total(holders) <= total(place_replicas(domains, replicas))
-
-
-def test_holders_keep_out_of_the_domains_of_the_group_before_distance_counts():
-    domains = ['a', 'b', 'c', 'd']
-    groups = [[0, 2], [1, 3]]
-
-    def distance(owner, holder):
-        return (owner - holder) % 2
-
-    assert place_replicas(domains, 2, groups=groups, distance=distance) == [(1,), (2,), (3,), (0,)]
-    # Rank 5 has not the state of rank 0, but shares a node with rank 4, which has.
-    nodes = [f'node{rank // 2}' for rank in range(8)]
-    pairs = [[rank, rank + 4] for rank in range(4)]
-    for owner, held_by in enumerate(place_replicas(nodes, 2, groups=pairs)):
-        assert len(held_by) == 1
-        assert nodes[held_by[0]] not in {nodes[owner], nodes[(owner + 4) % 8]}
-    lopsided = ['a', 'a', 'a', 'b', 'c']
-    first, *_ = place_replicas(lopsided, 1, groups=[[0, 3]])
-    assert first == (4,)
-
-
 def test_copies_in_the_own_group_help_to_survive():
     domains = ['a', 'b', 'c', 'd']
     nobody = [()] * 4
@@ -130,7 +81,7 @@ def test_copies_in_the_own_group_help_to_survive():
     groups = [[0, 2], [1, 3]]
     assert survival_probability(domains, nobody, 1, groups=groups) == 1.0
     assert survival_probability(domains, nobody, 2, groups=groups) == pytest.approx(4 / 6)
-    holders = place_replicas(domains, 2, groups=groups)
+    holders = place_copies(domains, 2, [0, 1, 0, 1]).holders
     assert survival_probability(domains, holders, 2, groups=groups) == 1.0
 
 
@@ -190,17 +141,14 @@ def apart(one: str, other: str) -> int:
     return len(pairs) - alike
 
 
-@given(jobs(), st.integers(0, 4), st.booleans())
+@given(jobs(), st.integers(0, 4))
 def test_each_rank_has_its_copies_in_distinct_domains(
-    job: tuple[list[str], list[int]], replicas: int, large: bool
+    job: tuple[list[str], list[int]], replicas: int
 ) -> None:
     """As many as asked for, or as there are other domains; so no lost domain takes all of them."""
     domains, families = job
-    with pytest.MonkeyPatch.context() as patched:
-        if large:
-            patched.setattr(module, 'MOST_EXCHANGED', 0)
-        placed = place_copies(domains, replicas, families)
-        assert placed == place_copies(domains, replicas, families)
+    placed = place_copies(domains, replicas, families)
+    assert placed == place_copies(domains, replicas, families)
     wanted = min(replicas, len(set(domains)) - 1)
     for owner in range(len(domains)):
         reached = placed.reached(owner)
@@ -247,21 +195,18 @@ def test_placement_without_levels_and_equal_state_is_unchanged(
     assert placed == Copies([()] * len(domains), place_replicas(domains, replicas))
 
 
-@pytest.mark.parametrize('large', [False, True])
-def test_near_holders_are_preferred_and_equally_loaded(
-    large: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Three pods of two racks of two ranks: the first copy stays in the pod, the next cannot."""
-    if large:
-        monkeypatch.setattr(module, 'MOST_EXCHANGED', 0)
-    domains = [f'pod{rank // 4}/rack{rank // 2}' for rank in range(12)]
-    one, two = (place_copies(domains, count, range(12)) for count in (1, 2))
-    assert loads(one.holders) == [1] * 12
-    for owner, held_by in enumerate(one.holders):
-        assert [apart(domains[owner], domains[rank]) for rank in held_by] == [1]
-    for owner, held_by in enumerate(two.holders):
-        assert sorted(apart(domains[owner], domains[rank]) for rank in held_by) == [1, 2]
-    assert max(loads(two.holders)) <= (2 if not large else 3)
+def test_near_holders_are_preferred_and_equally_loaded() -> None:
+    """Pods of racks of two ranks: the first copies stay in the pod while it has other racks."""
+    for pods, racks in ((3, 2), (4, 3), (2, 4)):
+        ranks = 2 * racks * pods
+        domains = [f'pod{rank // (2 * racks)}/rack{rank // 2}' for rank in range(ranks)]
+        for count in (1, 2, 3):
+            holders = place_copies(domains, count, range(ranks)).holders
+            assert loads(holders) == [count] * ranks
+            inside = min(count, racks - 1)
+            for owner, held_by in enumerate(holders):
+                away = sorted(apart(domains[owner], domains[rank]) for rank in held_by)
+                assert away == [1] * inside + [2] * (count - inside)
 
 
 # Failure domains by a topology file

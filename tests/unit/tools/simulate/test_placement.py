@@ -123,4 +123,4 @@ def test_groups_and_links_are_reported() -> None:
     )
     assert placed['holders'] == 1
     assert placed['survival'][0]['probability'] == 1.0
-    assert placed['mean_distance'] == pytest.approx(1.0)
+    assert placed['mean_distance'] == pytest.approx(1.5)
