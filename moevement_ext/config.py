@@ -438,3 +438,18 @@ def slurm_run_id() -> str | None:
     """Run id of a job of Slurm without `--sparse-ckpt-run-id`; None outside of Slurm."""
     job = os.environ.get('SLURM_JOB_ID')
     return None if job is None else f'slurm-{job}'
+
+
+EXPORT = 'MOEVEMENT_EXPORT'
+"""Environment variable of a relaunch by `moevement windows export` that only saves what the run's
+windows have; its value is the tier to read."""
+
+
+def is_export() -> bool:
+    """True if this process belongs to an export, which leaves the windows where they are."""
+    return EXPORT in os.environ
+
+
+def reads_memory() -> bool:
+    """True if this is an export from host memory."""
+    return os.environ.get(EXPORT) == 'memory'

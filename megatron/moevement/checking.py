@@ -34,7 +34,7 @@ from megatron.moevement.seams import adam, cpu_device, dense_tier, patches, warm
 from moevement_ext import events
 from moevement_ext.config import GLOBAL, WHOLE_JOB, SparseCheckpointConfig
 from moevement_ext.errors import HostMemoryError, UserError
-from moevement_ext.event_file import probe
+from moevement_ext.events import probe
 from moevement_ext.job.digest_file import refuse_unwritable
 from moevement_ext.memory import private_file
 from moevement_ext.memory.disk import require_writable

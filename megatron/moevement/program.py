@@ -28,12 +28,11 @@ from megatron.moevement.seams import adam, compiled, patches, upstream
 from megatron.moevement.seams.data_position import UpstreamData
 from megatron.moevement.state.digest import state_digest
 from moevement_ext import faults
-from moevement_ext.config import OFF
+from moevement_ext.config import OFF, reads_memory
 from moevement_ext.errors import UserError
 from moevement_ext.faults import Phase
 from moevement_ext.job.digest_file import refuse_unwritable, write_digest
 from moevement_ext.job.ending import announce
-from moevement_ext.job.exporting import reads_memory
 from moevement_ext.job.job import Job
 from moevement_ext.recover.own_report import handovers
 from moevement_ext.recover.reshard import surplus

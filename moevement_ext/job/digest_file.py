@@ -11,7 +11,7 @@ import torch
 
 from moevement_ext.capture.layout import OperatorSlices
 from moevement_ext.config import ConfigurationError
-from moevement_ext.event_file import probe
+from moevement_ext.events import probe
 
 
 def write_digest(path: str, iteration: int, entries: dict[str, str]) -> None:

@@ -8,8 +8,8 @@ from datetime import timedelta
 import torch
 from torch.distributed import DistError, DistNetworkError, DistStoreError
 
+from moevement_ext.config import reads_memory
 from moevement_ext.errors import SparseCheckpointError
-from moevement_ext.job.exporting import reads_memory
 from moevement_ext.job.joining import own_store
 from moevement_ext.logger import logger_of
 from moevement_ext.membership.mailbox import write_finished, write_trained

@@ -22,25 +22,25 @@ from moevement_ext.config import (
     OFF,
     ConfigurationError,
     SparseCheckpointConfig,
+    is_export,
+    reads_memory,
 )
 from moevement_ext.errors import EXIT_STUCK, HostMemoryError, UserError
 from moevement_ext.events import Finished, ProtectionReduced, RecoveryStarted, WorkerStarted
-from moevement_ext.job import before_training, own_device
+from moevement_ext.job import before_training, metrics, own_device
 from moevement_ext.job.before_training import leave_for_successors, node_store, reserve_early
 from moevement_ext.job.digest_file import digest_of_bytes, digest_of_slices, write_digest
 from moevement_ext.job.ending import LastBarrier, end, trained_together
-from moevement_ext.job.exporting import is_export, reads_memory, refuse_without_window
 from moevement_ext.job.joining import connect, join_launched, own_store
-from moevement_ext.job.localized_mode import LocalizedMode
 from moevement_ext.job.loop_entry import LoopEntry
-from moevement_ext.job.metrics import observer as metrics
-from moevement_ext.job.other_layouts import OtherLayouts
-from moevement_ext.job.whole_job_mode import (
+from moevement_ext.job.modes import (
+    LocalizedMode,
     Restart,
     UnprotectedMode,
     WholeJobMode,
     tokens_lost,
 )
+from moevement_ext.job.other_layouts import OtherLayouts
 from moevement_ext.logger import logger_of
 from moevement_ext.membership.membership import Membership
 from moevement_ext.membership.rank import Rank
@@ -220,8 +220,13 @@ class Job:
         return found, time.perf_counter() - began
 
     def _refuse_without_window(self) -> None:
-        if not self.joining:
-            refuse_without_window(self.rank.config.disk or self.rank.config.dir, self.rank.run_id)
+        """End an export, instead of training from scratch, which would overwrite the windows."""
+        if is_export() and not self.joining:
+            raise UserError(
+                f'export: no window of the run {self.rank.run_id} in '
+                f'{self.rank.config.disk or self.rank.config.dir} fits these flags; after -- give '
+                'the command that launched the run, with the same flags.'
+            )
 
     def _open_disk(self) -> DiskWindows | None:
         """Open the disk directory; a process that joins a running job may go on without it."""

@@ -26,14 +26,8 @@ from moevement_ext.config import (
 from moevement_ext.errors import UserError
 from moevement_ext.events import EventLog
 from moevement_ext.logger import logger_of
+from moevement_ext.membership import mailbox
 from moevement_ext.membership.exchange import Exchange
-from moevement_ext.membership.mailbox import (
-    own_process,
-    write_joining,
-    write_memory,
-    write_stuck_timeout,
-    write_survivors,
-)
 from moevement_ext.membership.membership import Membership
 from moevement_ext.membership.rank import Rank
 from moevement_ext.membership.rendezvous import Rendezvous, launcher_store
@@ -166,25 +160,21 @@ def _meet(
     end_orphans(orphans)
     if launcher is None:
         return None, None
-    write_memory(launcher, directory / run_id)
-    write_stuck_timeout(launcher, config.stuck_timeout)
+    mailbox.write_memory(launcher, directory / run_id)
+    mailbox.write_stuck_timeout(launcher, config.stuck_timeout)
     if config.recovery != WHOLE_JOB and not_localized is None:
-        write_joining(launcher, identity.rank)
-        write_survivors(launcher)
+        mailbox.write_joining(launcher, identity.rank)
+        mailbox.write_survivors(launcher)
         node = NodeStore(directory, run_id, node_name())
         report = partial(
             replacement_report, node, identity, only_source(config, run_id, identity.rank)
         )
         membership = Membership.join(
-            place,
-            timeout,
-            config.hang_timeout,
-            report,
-            config.stuck_timeout,
+            place, timeout, config.hang_timeout, report, config.stuck_timeout
         )
         _take_part(membership, launcher, identity, config)
         return membership, None if membership.joining else membership.store
-    own = Report(False, node_name(), own_process(), [], launched=launch_of(identity))
+    own = Report(False, node_name(), mailbox.own_process(), [], launched=launch_of(identity))
     result = place.meet(lambda: encode(own), timeout)
     launched_alike.check_ranks(result.store, decode_all(result.reports), identity)
     launched_alike.leave(launcher, identity)
@@ -221,11 +211,7 @@ def connect(rank: Rank, store: Store | None, joining: bool, timeout: timedelta) 
     """Call `init_process_group`; see `Job.init_process_group`."""
     if not joining:
         init_process_group(
-            rank.backend,
-            store=store,
-            timeout=timeout,
-            rank=rank.number,
-            world_size=rank.world_size,
+            rank.backend, store=store, timeout=timeout, rank=rank.number, world_size=rank.world_size
         )
         return
     from torch.testing._internal.distributed.fake_pg import FakeStore

@@ -23,8 +23,7 @@ from moevement_ext.launch.machine import NODE, Machine
 from moevement_ext.launch.output import say_from_handler
 from moevement_ext.logger import logger_of
 from moevement_ext.replicate.connection import Connection
-from moevement_ext.replicate.greeting import introduce
-from moevement_ext.replicate.secret import variables_of
+from moevement_ext.replicate.secret import introduce, variables_of
 from moevement_ext.system import nvml
 from moevement_ext.system.leaving import ASKING
 from moevement_ext.system.nvml import DeviceWatch

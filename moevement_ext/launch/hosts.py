@@ -34,7 +34,7 @@ from moevement_ext.launch.link import Address, Beats, Link, Listener
 from moevement_ext.launch.node import Node, StartStep
 from moevement_ext.launch.remote import Children, RemoteChild
 from moevement_ext.memory.node_store import NodeStore
-from moevement_ext.replicate.greeting import new_secret
+from moevement_ext.replicate.secret import new_secret
 
 _GATHER_S = 60.0
 _CLOSING_S = 10.0

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from moevement_ext.config import ConfigurationError
-from moevement_ext.event_file import EventFile
-from moevement_ext.events import Event, encode
+from moevement_ext.events import Event, EventFile, encode
 
 FILE = 'launcher.jsonl'
 """File in the directory of `--log-dir`; `moevement_ext.events.decode` reads it."""

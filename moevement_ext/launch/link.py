@@ -19,7 +19,7 @@ import msgspec
 from moevement_ext.launch.messages import FROM_AGENT, Alive, FromAgent, Here
 from moevement_ext.logger import logger_of
 from moevement_ext.replicate.connection import Connection, Strangers
-from moevement_ext.replicate.greeting import admit
+from moevement_ext.replicate.secret import admit
 
 ADDRESS_VARIABLE = 'MOEVEMENT_SUPERVISOR'
 """Environment variable of an agent; the agent removes it before it starts workers."""

@@ -34,7 +34,6 @@ from torch.distributed import DistError, PrefixStore, Store
 
 from moevement_ext.errors import EXIT_WHOLE_JOB, SparseCheckpointError
 from moevement_ext.logger import logger_of
-from moevement_ext.membership.beside import Beside, Met
 from moevement_ext.membership.rendezvous import (
     FencedOut,
     Rendezvous,
@@ -44,7 +43,12 @@ from moevement_ext.membership.rendezvous import (
     how_broken,
     is_broken,
 )
-from moevement_ext.membership.rendezvous_runner import RendezvousRunner, waiting_survivor
+from moevement_ext.membership.rendezvous_runner import (
+    Beside,
+    Met,
+    RendezvousRunner,
+    waiting_survivor,
+)
 from moevement_ext.membership.report import NOWHERE, Report, decode_all
 from moevement_ext.membership.round_watch import HEARTBEAT_S, Connections, RoundWatch
 from moevement_ext.membership.standstill import Standstill, ends_within, replace_this_process

@@ -27,15 +27,17 @@ from torch.distributed import DistError, PrefixStore, Store, TCPStore
 from moevement_ext.errors import SparseCheckpointError
 from moevement_ext.logger import logger_of
 from moevement_ext.membership import counters, exchange
-from moevement_ext.membership.barriers import (
+from moevement_ext.membership.counters import (
     Absent,
     Deadline,
+    RankArrival,
     close_barrier,
     has_moved,
     is_open,
     open_barrier,
+    place_in,
+    read_heartbeats,
 )
-from moevement_ext.membership.counters import RankArrival, place_in, read_heartbeats
 from moevement_ext.store.answers import peek
 
 logger = logger_of(__name__)

@@ -19,12 +19,7 @@ from moevement_ext.errors import EXIT_STUCK
 from moevement_ext.logger import logger_of
 from moevement_ext.membership.counters import Heartbeats, turn_of
 from moevement_ext.membership.mailbox import evict
-from moevement_ext.membership.rendezvous import (
-    complete_end,
-    end_round,
-    how_broken,
-    is_over,
-)
+from moevement_ext.membership.rendezvous import complete_end, end_round, how_broken, is_over
 from moevement_ext.system.leaving import end_at_once
 
 logger = logger_of(__name__)

@@ -20,21 +20,23 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from moevement_ext.errors import UserError
-from moevement_ext.event_file import probe
+from moevement_ext.events import probe
 from moevement_ext.logger import logger_of
 from moevement_ext.memory import private_file
 from moevement_ext.memory.file_system import free_bytes, gib
 from moevement_ext.memory.holder_lock import HolderLock, StoreInUseError, taken
 from moevement_ext.memory.node_store import require_directory_name
-from moevement_ext.memory.window.directory import (
+from moevement_ext.memory.window.file import WindowFile
+from moevement_ext.memory.window.format import Expected
+from moevement_ext.memory.window.name import (
+    RankIdentity,
+    StoredWindow,
+    WindowName,
     committed_in,
     committed_name,
     names_in,
     writing_name,
 )
-from moevement_ext.memory.window.file import WindowFile
-from moevement_ext.memory.window.format import Expected
-from moevement_ext.memory.window.name import RankIdentity, StoredWindow, WindowName
 from moevement_ext.memory.window.reader import CHUNK_BYTES, Advance, WindowReader, at_full_speed
 from moevement_ext.memory.window.refusal import RefusedWindow, UnreadableWindow, unopened
 from moevement_ext.memory.window.slot import SlotHeader
@@ -158,10 +160,7 @@ class DiskWindows:
         return 512 * sum(blocks)  # the unit of st_blocks, whatever the file system's blocks are
 
     def read(
-        self,
-        name: WindowName,
-        into: WindowFile,
-        received: Callable[[WindowFile, SlotHeader], None],
+        self, name: WindowName, into: WindowFile, received: Callable[[WindowFile, SlotHeader], None]
     ) -> None:
         """Copy a window into a file in memory that was begun for it; see `WindowReader.copy_into`.
 

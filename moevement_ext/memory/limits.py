@@ -148,11 +148,7 @@ class _Version(NamedTuple):
 
 
 # Beyond `memory.high` the kernel does not kill processes, but delays every allocation.
-_V2 = _Version(
-    ('memory.max', 'memory.high'),
-    'memory.current',
-    ('inactive_file', 'active_file'),
-)
+_V2 = _Version(('memory.max', 'memory.high'), 'memory.current', ('inactive_file', 'active_file'))
 _V1 = _Version(
     ('memory.limit_in_bytes',),
     'memory.usage_in_bytes',

@@ -2,7 +2,7 @@
 """The directory of one run on one node: `<root>/<run id>/<node>/<holder>/<owner>/`.
 
 A holder is a rank of this node; it keeps its own windows and replicas for other owners (see
-`window.directory` and `window.generations`). For owners that capture the same state it keeps
+`window.name` and `window.generations`). For owners that capture the same state it keeps
 stubs, in `stub-<owner>/` (see `window.twin`).
 """
 
@@ -20,8 +20,7 @@ from moevement_ext.errors import HostMemoryError
 from moevement_ext.logger import logger_of
 from moevement_ext.memory import private_file
 from moevement_ext.memory.holder_lock import HolderLock, StoreInUseError, is_held, taken
-from moevement_ext.memory.window.directory import COMMITTED, committed_in, names_in
-from moevement_ext.memory.window.name import StoredWindow
+from moevement_ext.memory.window.name import COMMITTED, StoredWindow, committed_in, names_in
 from moevement_ext.memory.window.refusal import UnreadableWindow
 
 logger = logger_of(__name__)

@@ -32,7 +32,7 @@ from moevement_ext.memory.holder_lock import StoreInUseError
 from moevement_ext.memory.limits import memory_left
 from moevement_ext.memory.mapped_file import map_anew, prepare_map, prepare_map_of_existing
 from moevement_ext.memory.node_store import STUB, NodeStore
-from moevement_ext.memory.window.directory import free_name
+from moevement_ext.memory.window.name import free_name
 
 logger = logger_of(__name__)
 

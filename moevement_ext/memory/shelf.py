@@ -19,10 +19,17 @@ from moevement_ext.config import LAYOUT_SUFFIX
 from moevement_ext.logger import logger_of
 from moevement_ext.memory.holder_lock import wait_until_free
 from moevement_ext.memory.node_store import NodeStore
-from moevement_ext.memory.window.directory import TRIES, committed_in, names_in, patiently
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.format import Expected, damaged
-from moevement_ext.memory.window.name import Count, StoredWindow, Window
+from moevement_ext.memory.window.name import (
+    TRIES,
+    Count,
+    StoredWindow,
+    Window,
+    committed_in,
+    names_in,
+    patiently,
+)
 from moevement_ext.memory.window.reader import WindowReader
 from moevement_ext.memory.window.refusal import RefusedWindow, UnreadableWindow, joined, not_read
 from moevement_ext.memory.window.slot import Record, SlotHeader

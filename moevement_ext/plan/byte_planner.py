@@ -197,9 +197,7 @@ def bytes_over_budget(plan: WindowPlan, operators: OperatorTable, budget: int) -
 
 
 def hideable_budget(
-    copy_bytes_per_s: float,
-    iteration_s: float,
-    hidden_fraction: float = DEFAULT_HIDDEN_FRACTION,
+    copy_bytes_per_s: float, iteration_s: float, hidden_fraction: float = DEFAULT_HIDDEN_FRACTION
 ) -> int:
     """Bytes that a rank can copy to host memory in an iteration without lengthening it.
 

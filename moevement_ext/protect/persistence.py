@@ -107,11 +107,7 @@ class PersistenceTracker:
     """
 
     def __init__(
-        self,
-        store: Store,
-        rank: int,
-        world_size: int,
-        on_agreed: Callable[[Agreed], None],
+        self, store: Store, rank: int, world_size: int, on_agreed: Callable[[Agreed], None]
     ) -> None:
         self._connection = StoreConnection(store, 'so no window is persisted')
         self._rank = rank

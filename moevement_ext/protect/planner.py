@@ -27,11 +27,7 @@ from moevement_ext.memory.window.slot import (
     frame_bytes_bound,
 )
 from moevement_ext.memory.window.twin import OwnParts, stub_capacity
-from moevement_ext.plan.byte_planner import (
-    OperatorTable,
-    balanced,
-    window_bytes_bound,
-)
+from moevement_ext.plan.byte_planner import OperatorTable, balanced, window_bytes_bound
 from moevement_ext.plan.popularity import order_by_popularity
 from moevement_ext.plan.replanning import Cycle, PlanParameters
 from moevement_ext.plan.windows import Budgets, Need, needs, shortest

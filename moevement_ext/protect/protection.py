@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Combines the engine's parts on one rank: host memory, replication, persistence, capture."""
+"""Combines the engine's parts on one rank: host memory, replication, persistence, capture.
+
+Sizes and reserves the host memory, of all ranks or of a joining rank.
+"""
 
 import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -15,11 +19,13 @@ import torch
 
 from moevement_ext.capture.layout import Operators
 from moevement_ext.config import AUTO, OFF, SOFT, STOP, node_name
+from moevement_ext.errors import HostMemoryError
 from moevement_ext.events import Protected
 from moevement_ext.membership.rank import Rank
 from moevement_ext.memory.budget import Logged, window_lengths
 from moevement_ext.memory.device import bind_thread, with_index
 from moevement_ext.memory.disk import DiskWindows
+from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.name import WindowName
 from moevement_ext.memory.window.slot import SlotHeader
@@ -34,14 +40,91 @@ from moevement_ext.protect.lifecycle import WindowLifecycle
 from moevement_ext.protect.persistence import PersistenceTracker
 from moevement_ext.protect.planner import Planner
 from moevement_ext.protect.replanner import Replanner, event
-from moevement_ext.protect.reserving import longest_window, reserve
-from moevement_ext.protect.room import WindowRoom
 from moevement_ext.protect.statistics import CaptureStatistics, Figures
 from moevement_ext.rates import OtherWork
-from moevement_ext.replicate.node_plan import Share
+from moevement_ext.replicate.host_memory import HostMemory, WindowRoom
+from moevement_ext.replicate.node_plan import JobMemory, Member, Share, copies_of, described
+from moevement_ext.replicate.secret import agree
 
 if TYPE_CHECKING:  # jobs of other strategies do not import it
     from moevement_ext.protect.expert_ledger import ExpertLedger
+
+_MEMBER = msgspec.msgpack.Decoder(Member)
+
+
+def longest_window(rank: Rank, share: Share) -> int:
+    """The longest allowed W that fits in the host memory of all nodes; 1 if none fits.
+
+    Collective. Returns a fixed window unchanged. `share` has the sizes of this rank's files for
+    each of `window_lengths` of the longest allowed W.
+    """
+    config, exchange = rank.config, rank.exchange
+    if config.window != AUTO:
+        return config.longest_window
+    lengths = window_lengths(config.max_window)
+    directory = Path(config.dir) / rank.run_id / node_name()
+    own = described(share, config.topology, directory)
+    members = [_MEMBER.decode(item) for item in exchange('room', msgspec.msgpack.encode(own))]
+    copies = copies_of(members, config.topology, config.replicas)
+    job = JobMemory(members, copies, lengths[-1], config.log_lag, config.disk is not None)
+
+    def fits(length: int) -> bool:
+        try:
+            job.of_node(own.node, length).check(config.host_memory_gb, directory)
+            job.of_node(own.node, length, shared=True).check(None, directory)
+        except (HostMemoryError, OSError):  # `reserve` reports the error
+            return False
+        return True
+
+    here = next((index for index in reversed(range(len(lengths))) if fits(lengths[index])), 0)
+    found = exchange('longest-window', msgspec.msgpack.encode(here))
+    return lengths[min(msgspec.msgpack.decode(item, type=int) for item in found)]
+
+
+def reserve(
+    rank: Rank, share: Share, device: torch.device, on_degraded: Callable[[str], None]
+) -> HostMemory:
+    """Reserve host memory of this rank; at the start all ranks fail together. Collective.
+
+    A process that joins a running job, perhaps on another node, holds no replicas for other
+    ranks if there is no room: the job needs the process more than the replicas. Raises
+    `HostMemoryError` if this or another rank cannot reserve its memory, and `StoreInUseError` if
+    another live job has the same run id.
+    """
+    exchange = rank.exchange
+    node = NodeStore(Path(rank.config.dir), rank.run_id, node_name())
+    if not exchange.joining:  # another job of this name may keep its secret here
+        with suppress(HostMemoryError, OSError):  # `attempt` raises it again
+            node.wait_for_predecessor(rank.number)
+    secret = agree(exchange, node, rank.number)
+
+    def attempt(share: Share) -> HostMemory:
+        return HostMemory(
+            rank.config,
+            rank.run_id,
+            share,
+            device,
+            on_degraded,
+            partial(exchange, 'members'),
+            secret,
+        )
+
+    memory: HostMemory | None = None
+    problem: HostMemoryError | None = None
+    try:
+        memory = attempt(share)
+    except HostMemoryError as error:
+        problem = error
+    if problem is not None and exchange.joining:
+        memory = attempt(share._replace(hosts_replicas=False))
+        rank.events.reduced(f'this rank holds no replicas for others: {problem}')
+    if exchange.all_agree('reserved', memory is not None):
+        assert memory is not None
+        return memory
+    if memory is not None:
+        memory.give_up()
+    raise problem or HostMemoryError('another rank cannot reserve its host memory')
+
 
 # Part of the CPU share that captures always have.
 _LEAST_OF_SHARE = 0.25
@@ -224,12 +307,7 @@ class Protection:
         self.windows.replicator.limit = rank.config.network_bytes_per_s
         self.windows.replicator.spreads = rank.config.network_gb_per_s == AUTO
         self.checkpointer = SparseCheckpointer(
-            rank.identity,
-            operators.slices,
-            operators.device,
-            self.windows,
-            present,
-            self._experts,
+            rank.identity, operators.slices, operators.device, self.windows, present, self._experts
         )
         self._replanner = Replanner(
             store.clone(),

@@ -23,10 +23,9 @@ from moevement_ext.logger import logger_of
 from moevement_ext.membership.rank import Rank
 from moevement_ext.memory.holder_lock import is_held
 from moevement_ext.memory.node_store import NodeStore
-from moevement_ext.memory.window.directory import names_in, patiently
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.format import Expected
-from moevement_ext.memory.window.name import HeldWindow, RankIdentity, Window
+from moevement_ext.memory.window.name import HeldWindow, RankIdentity, Window, names_in, patiently
 from moevement_ext.memory.window.refusal import UnreadableWindow
 from moevement_ext.memory.window.settings import of_same_training, told
 

@@ -25,12 +25,12 @@ from moevement_ext.membership.rendezvous import RoundEnded
 from moevement_ext.membership.report import Report
 from moevement_ext.recover.verdict import Verdict, WholeJob
 from moevement_ext.regroup.process_groups import RegroupError
-from moevement_ext.replicate.log_reader import ReaderClosed
+from moevement_ext.replicate.client import ReaderClosed
 
 logger = logger_of(__name__)
 
 MOST = 4
-"""One more than the tries before an older window (see `directory.TRIES`)."""
+"""One more than the tries before an older window (see `name.TRIES`)."""
 
 MOST_WITHOUT_MEMORY = 2
 """Lower, as unused GPU memory is freed before each recovery: only a new process can free more."""

@@ -16,10 +16,16 @@ from moevement_ext.membership.report import NOWHERE, Report
 from moevement_ext.memory.disk import DiskWindows, stored_in
 from moevement_ext.memory.ledger import Ledger
 from moevement_ext.memory.node_store import Death, NodeStore
-from moevement_ext.memory.window.directory import TRIES, patiently
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.format import Expected
-from moevement_ext.memory.window.name import HeldWindow, RankIdentity, StoredWindow, Window
+from moevement_ext.memory.window.name import (
+    TRIES,
+    HeldWindow,
+    RankIdentity,
+    StoredWindow,
+    Window,
+    patiently,
+)
 from moevement_ext.memory.window.reader import WindowReader
 from moevement_ext.memory.window.refusal import (
     OtherSettings,
@@ -111,9 +117,7 @@ class _Found:
             return []
 
     def _look(
-        self,
-        stored: StoredWindow,
-        opened: Callable[[Path], WindowFile | WindowReader | TwinWindow],
+        self, stored: StoredWindow, opened: Callable[[Path], WindowFile | WindowReader | TwinWindow]
     ) -> None:
         own = Expected.of(self._identity, stored.name)._replace(owner=stored.owner)
         try:

@@ -20,14 +20,13 @@ from moevement_ext.errors import EXIT_OTHER_BITS, EXIT_WHOLE_JOB
 from moevement_ext.events import FailureDetected, Recovered, RecoveryPhase, RecoveryStarted
 from moevement_ext.faults import Phase
 from moevement_ext.logger import logger_of
-from moevement_ext.membership.beside import Beside, Met
 from moevement_ext.membership.membership import Membership
 from moevement_ext.membership.rank import Rank
 from moevement_ext.membership.rendezvous import RoundEnded
+from moevement_ext.membership.rendezvous_runner import Beside, Met
 from moevement_ext.membership.report import NOWHERE, Report
 from moevement_ext.membership.store_loss import StoreLost
-from moevement_ext.memory.window.directory import TRIES
-from moevement_ext.memory.window.name import Window
+from moevement_ext.memory.window.name import TRIES, Window
 from moevement_ext.protect.protection import Protection
 from moevement_ext.recover.fruitless import Fruitless, in_words, lost_peer
 from moevement_ext.recover.outage import Outage, Phases, recovered_line

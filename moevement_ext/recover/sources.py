@@ -21,10 +21,9 @@ from moevement_ext.memory.window.name import HeldWindow, RankIdentity, Window
 from moevement_ext.memory.window.refusal import RefusedWindow, UnreadableWindow
 from moevement_ext.memory.window.slot import SlotHeader
 from moevement_ext.recover.inventory import holders
-from moevement_ext.replicate.client import PeerLost, PeerRefused
+from moevement_ext.replicate.client import PeerLost, PeerRefused, ReaderClosed
 from moevement_ext.replicate.connection import join_interrupted
 from moevement_ext.replicate.host_memory import HostMemory
-from moevement_ext.replicate.log_reader import ReaderClosed
 
 logger = logger_of(__name__)
 

@@ -27,7 +27,7 @@ from moevement_ext.membership.rank import Rank
 from moevement_ext.membership.report import Report
 from moevement_ext.memory.ledger import LedgerEntry
 from moevement_ext.memory.upstream_log.record import CorruptLog, Direction
-from moevement_ext.memory.window.directory import TRIES
+from moevement_ext.memory.window.name import TRIES
 from moevement_ext.memory.window.refusal import RefusedWindow, UnreadableWindow
 from moevement_ext.protect.protection import Protection
 from moevement_ext.recover.conversion import Conversion
@@ -38,8 +38,7 @@ from moevement_ext.recover.sources import ArrivingWindow, make_room
 from moevement_ext.recover.trainer import Received, Trainer
 from moevement_ext.recover.verdict import Localized
 from moevement_ext.recover.verification import Verification
-from moevement_ext.replicate.client import PeerLost, PeerRefused
-from moevement_ext.replicate.log_reader import LogReader
+from moevement_ext.replicate.client import LogReader, PeerLost, PeerRefused
 
 logger = logger_of(__name__)
 

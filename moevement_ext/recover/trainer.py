@@ -246,10 +246,7 @@ class Trainer(Protocol):
         """
 
     def around_update(
-        self,
-        wait: Callable[[], None],
-        writing: Callable[[], None],
-        written: Callable[[bool], None],
+        self, wait: Callable[[], None], writing: Callable[[], None], written: Callable[[bool], None]
     ) -> None:
         """Register callbacks for each update.
 

@@ -21,9 +21,8 @@ from moevement_ext.memory.disk import DiskWindows
 from moevement_ext.memory.ledger import Ledger
 from moevement_ext.memory.node_store import Death, NodeStore, forget_deaths, noted_deaths
 from moevement_ext.memory.shelf import base_of, directories_of, left_by_elastic
-from moevement_ext.memory.window.directory import patiently
 from moevement_ext.memory.window.file import WindowFile
-from moevement_ext.memory.window.name import HeldWindow, Window, drawn_history
+from moevement_ext.memory.window.name import HeldWindow, Window, drawn_history, patiently
 from moevement_ext.memory.window.refusal import RefusedWindow, UnreadableWindow
 from moevement_ext.memory.window.settings import told
 from moevement_ext.memory.window.slot import SlotHeader
@@ -146,10 +145,7 @@ def _why_none(
 
 
 def obtain(
-    memory: HostMemory,
-    predecessor: Predecessor,
-    rank: Rank,
-    check: Callable[[SlotHeader], None],
+    memory: HostMemory, predecessor: Predecessor, rank: Rank, check: Callable[[SlotHeader], None]
 ) -> Conversion | None:
     """Obtain the newest window that is whole and undamaged on all ranks. Collective.
 

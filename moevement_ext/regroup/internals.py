@@ -115,11 +115,7 @@ def address_of(group: ProcessGroup) -> int:
 
 
 def install(
-    group: ProcessGroup,
-    backend: Backend,
-    kind: str,
-    devices: Sequence[torch.device],
-    store: Store,
+    group: ProcessGroup, backend: Backend, kind: str, devices: Sequence[torch.device], store: Store
 ) -> list[Backend]:
     """Make `backend` the only backend of `group` and update torch's tables. Training thread.
 

@@ -32,11 +32,7 @@ NCCL = 'nccl'
 # Far longer than the destruction of backends without pending operations.
 _DESTROY_S = 0.5
 # torch's name of a backend, by its class.
-_KINDS = {
-    'FakeProcessGroup': FAKE,
-    'ProcessGroupGloo': gloo.NAME,
-    'ProcessGroupNCCL': NCCL,
-}
+_KINDS = {'FakeProcessGroup': FAKE, 'ProcessGroupGloo': gloo.NAME, 'ProcessGroupNCCL': NCCL}
 
 
 _CONNECT_S = 60.0

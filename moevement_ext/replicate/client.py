@@ -1,47 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients of a peer: send replicas; fetch windows, logs, ledgers and parts of other layouts."""
+"""Clients of a peer: send replicas; fetch windows, logs, ledgers and parts of other layouts.
 
+A replay prefetches a neighbour's log records (paper sec. 3.4).
+"""
+
+import math
 import socket
+import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+import torch
 import xxhash
 
 from moevement_ext.errors import SparseCheckpointError
 from moevement_ext.memory.ledger import LedgerEntry
 from moevement_ext.memory.shelf import Part
-from moevement_ext.memory.upstream_log.record import CorruptLog, LoggedTensor, LogKey
+from moevement_ext.memory.tensors import dtype_of
+from moevement_ext.memory.upstream_log.record import CorruptLog, Direction, LoggedTensor, LogKey
 from moevement_ext.memory.window.file import SlotBlob, WindowFile
 from moevement_ext.memory.window.format import Expected
 from moevement_ext.memory.window.name import NOTHING_AGREED, Agreed, WindowName
 from moevement_ext.memory.window.refusal import OtherBytes, RefusedWindow, UnreadableWindow
 from moevement_ext.memory.window.slot import SlotHeader, decode_frame, frame_checksum
 from moevement_ext.memory.window.twin import OwnParts, owner_header, stub_of, stub_window_bytes
-from moevement_ext.replicate import greeting
-from moevement_ext.replicate.connection import Connection
-from moevement_ext.replicate.protocol import (
-    Ack,
-    CommitWindow,
-    Differs,
-    DiscardAfter,
-    FetchHeaders,
-    FetchLedger,
-    FetchLog,
-    FetchPart,
-    FetchRanges,
-    FetchWindow,
-    LedgerEntries,
-    LogHead,
-    NotYet,
-    Proceed,
-    PutSlot,
-    RangesHead,
-    Refused,
-    Reply,
-    Request,
-    SlotHead,
-    WindowHead,
-)
+from moevement_ext.replicate import protocol
+from moevement_ext.replicate.connection import Connection, join_interrupted
+from moevement_ext.replicate.secret import introduce
 
 CHUNK_BYTES = 2**20
 """Size of one send under a rate limit."""
@@ -116,7 +102,7 @@ class ReplicaClient:
         blob = self._blob(file, slot)
         # Ranges that the peer can copy from an earlier window.
         kept = file.kept if self.takes_all and file.name != self._refused else None
-        request = PutSlot(
+        request = protocol.PutSlot(
             owner=owner,
             window=file.required_name(),
             slot=slot,
@@ -131,10 +117,10 @@ class ReplicaClient:
         with self._exchange(nbytes) as connection:
             connection.send(request)
             reply = _reply(connection)
-            if isinstance(reply, Ack):
+            if isinstance(reply, protocol.Ack):
                 return 0
             parts, payload = [memoryview(blob.frame)], memoryview(blob.payload)
-            if _require(reply, Proceed).kept and kept is not None:
+            if _require(reply, protocol.Proceed).kept and kept is not None:
                 parts += [payload[begin:end] for begin, end in kept.rest(len(payload))]
                 # Reset once the slot is accepted: kept bytes may be damaged.
                 self._refused = request.window
@@ -145,7 +131,7 @@ class ReplicaClient:
                     chunk = part[at : at + CHUNK_BYTES]
                     before(len(chunk))
                     connection.send_bytes(chunk)
-            _expect(connection, Ack)
+            _expect(connection, protocol.Ack)
             if kept is not None:
                 self._refused = None
             return sum(map(len, parts)) if self.takes_all else 0
@@ -156,22 +142,22 @@ class ReplicaClient:
         False if a twin has not captured it yet; `OtherBytes` if it has captured different bytes.
         """
         with self._exchange() as connection:
-            connection.send(CommitWindow(owner, window))
+            connection.send(protocol.CommitWindow(owner, window))
             self._refused = window  # reset after the reply: kept bytes may be damaged
             reply = _reply(connection)
             self._refused = None
-        if isinstance(reply, NotYet):
+        if isinstance(reply, protocol.NotYet):
             return False
-        if isinstance(reply, Differs):
+        if isinstance(reply, protocol.Differs):
             raise OtherBytes(reply.reason)
-        _require(reply, Ack)
+        _require(reply, protocol.Ack)
         return True
 
     def discard_after(self, owner: int, start: int) -> None:
         """Ask the peer to drop the owner's replicas that begin after `start` (-1: all)."""
         with self._exchange() as connection:
-            connection.send(DiscardAfter(owner, start))
-            _expect(connection, Ack)
+            connection.send(protocol.DiscardAfter(owner, start))
+            _expect(connection, protocol.Ack)
 
     def fetch_window(
         self,
@@ -188,14 +174,14 @@ class ReplicaClient:
         """
         into.begin(window)  # drops the remains of an interrupted fetch
         with self._exchange() as connection:
-            connection.send(FetchWindow(owner, window))
+            connection.send(protocol.FetchWindow(owner, window))
             # The peer reads the whole window before it answers; its size is not known yet.
             connection.set_deadline(self._timeout_s, into.capacity)
-            head = _expect(connection, WindowHead)
+            head = _expect(connection, protocol.WindowHead)
             into.require(head.nbytes, head.slots)
             connection.set_deadline(self._timeout_s, min(head.nbytes, into.capacity))
             for _ in range(head.slots):
-                slot = _expect(connection, SlotHead)
+                slot = _expect(connection, protocol.SlotHead)
                 frame = connection.receive_bytes(slot.frame_bytes)
                 fill = connection.receive_into
                 try:
@@ -203,29 +189,29 @@ class ReplicaClient:
                 except ValueError as error:  # a repeated slot, or an impossible slot number
                     raise RefusedWindow(f'{self._peer} sends no window: {error}') from error
                 received(into, header)
-            _expect(connection, Ack)
+            _expect(connection, protocol.Ack)
         return into.verify_identity(Expected(owner=owner, name=window))
 
     def fetch_headers(self, owner: int, start: int) -> list[SlotHeader]:
         """Receive the headers of the peer's windows after `start`, complete or not."""
-        return self._headers(FetchHeaders(owner, start))
+        return self._headers(protocol.FetchHeaders(owner, start))
 
-    def _headers(self, request: Request) -> list[SlotHeader]:
+    def _headers(self, request: protocol.Request) -> list[SlotHeader]:
         """Raises `RefusedWindow` for a damaged answer, or more headers than windows can have."""
         headers = []
         with self._exchange() as connection:
             connection.send(request)
-            head = _expect(connection, WindowHead)
+            head = _expect(connection, protocol.WindowHead)
             if max(head.slots / _MAX_HEADERS, head.nbytes / _MAX_HEADERS_BYTES) > 1:
                 raise RefusedWindow(f'{head.slots} headers of {head.nbytes} bytes are too many')
             connection.set_deadline(self._timeout_s, head.nbytes)
             for _ in range(head.slots):
-                frame = connection.receive_bytes(_expect(connection, SlotHead).frame_bytes)
+                frame = connection.receive_bytes(_expect(connection, protocol.SlotHead).frame_bytes)
                 try:
                     headers.append(decode_frame(frame))
                 except ValueError as error:
                     raise RefusedWindow(f'a header is damaged: {error}') from error
-            _expect(connection, Ack)
+            _expect(connection, protocol.Ack)
         return headers
 
     def fetch_log(self, key: LogKey) -> tuple[LoggedTensor, bytearray] | None:
@@ -234,11 +220,11 @@ class ReplicaClient:
         None if the record is not there after a short wait of the peer; try again.
         """
         with self._exchange() as connection:
-            connection.send(FetchLog(key))
+            connection.send(protocol.FetchLog(key))
             reply = _reply(connection)
-            if isinstance(reply, NotYet):
+            if isinstance(reply, protocol.NotYet):
                 return None
-            tensor = _require(reply, LogHead).tensor
+            tensor = _require(reply, protocol.LogHead).tensor
             if tensor.nbytes > self._max_record_bytes:
                 raise CorruptLog(
                     f'{key}: the peer announces {tensor.nbytes} bytes, but no record of its log '
@@ -254,15 +240,15 @@ class ReplicaClient:
     def fetch_ledger(self, after: int, to: int) -> list[LedgerEntry]:
         """Those ledger entries of iterations after `after` up to `to` that the peer has."""
         with self._exchange() as connection:
-            connection.send(FetchLedger(after, to))
-            entries = _expect(connection, LedgerEntries).entries
+            connection.send(protocol.FetchLedger(after, to))
+            entries = _expect(connection, protocol.LedgerEntries).entries
             if not all(after < entry.iteration <= to for entry in entries):
                 raise ConnectionError('it sends ledger entries of other iterations')
         return entries
 
     def fetch_part(self, part: Part) -> list[SlotHeader]:
         """Headers of a part of a window in another layout; `RefusedWindow` unless it is whole."""
-        headers = self._headers(FetchPart(part))
+        headers = self._headers(protocol.FetchPart(part))
         if [header.slot for header in headers] != list(range(part.window.length)):
             raise RefusedWindow(f'window {part.window.start} of rank {part.owner} is not whole')
         return headers
@@ -273,8 +259,8 @@ class ReplicaClient:
         """Receive ranges of records into places of their sizes; `RefusedWindow` if damaged."""
         nbytes = sum(map(len, into))
         with self._exchange(nbytes) as connection:
-            connection.send(FetchRanges(part, slot, list(ranges)))
-            head = _expect(connection, RangesHead)
+            connection.send(protocol.FetchRanges(part, slot, list(ranges)))
+            head = _expect(connection, protocol.RangesHead)
             if head.nbytes != nbytes:
                 raise RefusedWindow(
                     f'the peer announces {head.nbytes} bytes, {nbytes} were requested'
@@ -332,25 +318,25 @@ class ReplicaClient:
         if self._interrupted:  # during the connect
             raise ConnectionError('interrupted')
         connection.set_deadline(self._timeout_s)
-        reason = greeting.introduce(connection, self._secret)
+        reason = introduce(connection, self._secret)
         if reason is not None:
             self.close()
             raise PeerRefused(reason)
         return connection
 
 
-def _expect[Expected: Reply](connection: Connection, expected: type[Expected]) -> Expected:
+def _expect[Expected: protocol.Reply](connection: Connection, expected: type[Expected]) -> Expected:
     return _require(_reply(connection), expected)
 
 
-def _reply(connection: Connection) -> Reply:
+def _reply(connection: Connection) -> protocol.Reply:
     reply = connection.receive_reply()
-    if isinstance(reply, Refused):
+    if isinstance(reply, protocol.Refused):
         raise (UnreadableWindow if reply.unread else PeerRefused)(reply.reason)
     return reply
 
 
-def _require[Expected: Reply](reply: Reply, expected: type[Expected]) -> Expected:
+def _require[Expected: protocol.Reply](reply: protocol.Reply, expected: type[Expected]) -> Expected:
     if not isinstance(reply, expected):
         raise ConnectionError(f'unexpected answer {type(reply).__name__}')
     return reply
@@ -377,3 +363,134 @@ class TwinClient(ReplicaClient):
         """0 for the usual size; of a resent window, perhaps from other flags, its size."""
         whole = len(file.slots()) == file.length()
         return stub_window_bytes(file, self._own_parts) if whole else 0
+
+
+MAX_BYTES_AHEAD = 256 * 2**20
+
+
+class ReaderClosed(SparseCheckpointError):
+    """A reader of a log or window was closed while, or before, something was taken from it."""
+
+
+class LogReader:
+    """All records of one direction from one neighbour, fetched in order on a background thread.
+
+    The replaying thread calls `take`; any thread may call `close`.
+
+    Args:
+        client: client of the neighbour; the reader owns and closes it.
+        direction: direction in which the neighbour sent the tensors.
+        counts: iterations in ascending order, each with its number of tensors.
+        max_bytes: limit of prefetched bytes; host memory holds at most one record more.
+    """
+
+    def __init__(
+        self,
+        client: ReplicaClient,
+        direction: Direction,
+        counts: Sequence[tuple[int, int]],
+        max_bytes: int = MAX_BYTES_AHEAD,
+    ) -> None:
+        self._client = client
+        self._direction = direction
+        self._max_bytes = max_bytes
+        keys = [LogKey(t, direction, sequence) for t, n in counts for sequence in range(n)]
+        self._to_take = deque(keys)
+        self._fetched: deque[tuple[torch.Tensor, int]] = deque()
+        self._bytes_ahead = 0
+        self._error: Exception | None = None
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(
+            target=self._run, args=(keys,), name=f'log-reader-{direction}', daemon=True
+        )
+        self._thread.start()
+
+    def take(self, iteration: int, sequence: int, timeout_s: float | None = None) -> torch.Tensor:
+        """Wait for the next tensor, on the CPU; the caller owns its memory.
+
+        `sequence` is the index among the tensors sent in that iteration, from 0. Raises
+        `ReaderClosed`, also while waiting; `PeerLost`, `PeerRefused` or `CorruptLog`, now and in
+        all later calls, if the neighbour cannot deliver the tensor; `TimeoutError` after
+        `timeout_s`, when the call may be repeated; `ValueError` if it is not the next in order.
+        """
+        key = LogKey(iteration, self._direction, sequence)
+        with self._changed:
+            if not self._to_take or self._to_take[0] != key:
+                expected = self._to_take[0] if self._to_take else 'nothing more'
+                raise ValueError(f'{key} is taken out of order, expected was {expected}')
+            self._changed.wait_for(lambda: self._fetched or self._error, timeout_s)
+            if not self._fetched:
+                raise self._error or TimeoutError(
+                    f'{key} has not come from {self._neighbour} within {timeout_s:g} s'
+                )
+            tensor, nbytes = self._fetched.popleft()
+            self._to_take.popleft()
+            self._bytes_ahead -= nbytes
+            self._changed.notify_all()
+        return tensor
+
+    def close(self) -> None:
+        """End the thread and wake up a waiting `take`."""
+        with self._changed:
+            self._fetched.clear()
+            self._error = ReaderClosed(f'the reader of {self._neighbour} was closed')
+            self._changed.notify_all()
+        join_interrupted(self._thread, self._client.interrupt)
+
+    @property
+    def _neighbour(self) -> str:
+        host, port = self._client.address
+        return f'the log sent {self._direction} by {host}:{port}'
+
+    def _run(self, keys: Sequence[LogKey]) -> None:
+        try:
+            for key in keys:
+                if not self._fetch(key):
+                    break
+        except (PeerLost, PeerRefused, CorruptLog) as error:
+            self._fail(type(error)(f'{self._neighbour} cannot deliver {key}: {error}'))
+        except Exception as error:  # e.g. no memory: `take` must raise it
+            self._fail(error)
+        finally:
+            self._client.close()
+
+    def _fetch(self, key: LogKey) -> bool:
+        """Fetch one record, without a timeout; False if the reader was closed."""
+        while self._may_go_on():
+            reply = self._client.fetch_log(key)  # the neighbour waits a moment for the record
+            if reply is None:
+                continue
+            tensor, nbytes = _as_tensor(*reply), len(reply[1])
+            with self._changed:
+                if self._error is None:
+                    self._fetched.append((tensor, nbytes))
+                    self._bytes_ahead += nbytes
+                    self._changed.notify_all()
+            return True
+        return False
+
+    def _may_go_on(self) -> bool:
+        """Wait until there is room for another record; False if the reader was closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._bytes_ahead < self._max_bytes or self._error)
+            return self._error is None
+
+    def _fail(self, error: Exception) -> None:
+        with self._changed:
+            self._error = self._error or error  # an interrupted exchange only repeats the first
+            self._changed.notify_all()
+
+
+def _as_tensor(logged: LoggedTensor, data: bytearray) -> torch.Tensor:
+    """Tensor over the memory of `data`, without a copy."""
+    dtype = dtype_of(logged.dtype)
+    if dtype is None:
+        raise CorruptLog(f'unknown dtype {logged.dtype!r}')
+    if math.prod(logged.shape) * dtype.itemsize != len(data):
+        raise CorruptLog(f'{len(data)} bytes do not make {dtype} of shape {logged.shape}')
+    try:
+        if not data:
+            return torch.empty(logged.shape, dtype=dtype)
+        return torch.frombuffer(data, dtype=torch.uint8).view(dtype).view(logged.shape)
+    except (RuntimeError, OverflowError, TypeError) as error:  # sizes beyond torch's integers
+        raise CorruptLog(f'no tensor has the shape {logged.shape}') from error

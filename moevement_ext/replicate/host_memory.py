@@ -2,7 +2,8 @@
 """All host memory of one rank, and its connections to peers.
 
 Set up once before iteration 1, collectively: sizes are exchanged, the budget is checked, files are
-reserved, replica holders are placed and servers started.
+reserved, replica holders are placed and servers started. Later as much stays reserved as the
+windows in force need.
 """
 
 import threading
@@ -33,16 +34,9 @@ from moevement_ext.memory.window.refusal import RefusedWindow, UnreadableWindow
 from moevement_ext.memory.window.slot import SlotHeader
 from moevement_ext.plan.strategy.choice import disk_only
 from moevement_ext.rates import CpuCost
+from moevement_ext.replicate import node_plan
 from moevement_ext.replicate.client import PeerLost, PeerRefused, ReplicaClient, TwinClient
 from moevement_ext.replicate.inbox import Inbox
-from moevement_ext.replicate.node_plan import (
-    JobMemory,
-    Member,
-    Share,
-    copies_of,
-    described,
-    warn_of_same_names,
-)
 from moevement_ext.replicate.own_address import local_host
 from moevement_ext.replicate.replica_server import ReplicaServer
 from moevement_ext.replicate.secret import mark, of_attempt
@@ -54,7 +48,7 @@ Exchange = Callable[[bytes], list[bytes]]
 
 _LEDGER_TIMEOUT_S = 5.0  # for up to a MiB, which the other rank has at hand
 _ADDRESS = msgspec.msgpack.Decoder(tuple[str, int])
-_MEMBER = msgspec.msgpack.Decoder(Member)
+_MEMBER = msgspec.msgpack.Decoder(node_plan.Member)
 
 
 class HostMemory:
@@ -89,7 +83,7 @@ class HostMemory:
         self,
         config: SparseCheckpointConfig,
         run_id: str,
-        share: Share,
+        share: node_plan.Share,
         device: torch.device,
         on_degraded: Callable[[str], None],
         exchange: Exchange,
@@ -103,21 +97,21 @@ class HostMemory:
         self.disk = share.disk
         self.disk_only = disk_only(config)
         self.store = NodeStore(Path(config.dir), run_id, node_name())
-        own = described(share, config.topology, self.store.path)
+        own = node_plan.described(share, config.topology, self.store.path)
         self.members = [_MEMBER.decode(item) for item in exchange(msgspec.msgpack.encode(own))]
         # A process that replaces this one later receives the same salt from the other ranks.
         self._secret = of_attempt(secret, self.members[0].salt)
         self.mark = mark(secret)
-        self.copies = copies_of(self.members, config.topology, config.replicas)
+        self.copies = node_plan.copies_of(self.members, config.topology, config.replicas)
         if self.rank == 0:
-            warn_of_same_names(self.members)
+            node_plan.warn_of_same_names(self.members)
         # A replacement may run on another node; the placement of replicas does not change.
         self.members[self.rank] = own
         self.forget_other_layouts: Callable[[], None] = lambda: None
         self._fetching: ReplicaClient | None = None
         self.receive_cost = CpuCost()
         holds_none = None if share.hosts_replicas else self.rank
-        self._job = JobMemory(
+        self._job = node_plan.JobMemory(
             self.members,
             self.copies,
             self._longest_window,
@@ -270,10 +264,7 @@ class HostMemory:
         return twins | {rank: self.client(rank) for rank in self.copies.holders[self.rank]}
 
     def fetch(
-        self,
-        window: Window,
-        holder: int,
-        received: Callable[[WindowFile, SlotHeader], None],
+        self, window: Window, holder: int, received: Callable[[WindowFile, SlotHeader], None]
     ) -> WindowFile:
         """Fetch this rank's part of a window from a rank whose node has it, and commit it here.
 
@@ -282,8 +273,7 @@ class HostMemory:
         with self._reaching(self.client(holder)) as client:
             client.open()
             return self.receive(
-                window,
-                lambda file: client.fetch_window(self.rank, window.name, file, received),
+                window, lambda file: client.fetch_window(self.rank, window.name, file, received)
             )
 
     def fetch_ledger(self, address: tuple[str, int], after: int, to: int) -> list[LedgerEntry]:
@@ -410,3 +400,75 @@ def _named_by(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise HostMemoryError(f'{path}: {error}') from error
+
+
+class WindowRoom:
+    """Room for windows of the current length (`in_force`), and of the next one.
+
+    `limit` is the longest W with enough room, set once a longer one had too little.
+    `on_degraded` is called with a reason when there is no room.
+    """
+
+    def __init__(self, memory: HostMemory, on_degraded: Callable[[str], None]) -> None:
+        self._memory = memory
+        self._on_degraded = on_degraded
+        self._next = self.in_force = memory.window
+        self.limit: int | None = None
+        # Windows that start at or before this iteration may be longer, or still in use by a
+        # recovery.
+        self._unlike = -1
+        self._log = threading.Lock()
+        self._settling = threading.Lock()
+
+    def begins(self, start: int, window: int) -> None:
+        """Note that a window begins with the state after iteration `start`. Training thread."""
+        if window != self.in_force:
+            self._unlike = start - 1
+        self.in_force = window
+
+    def before(self, window: int) -> None:
+        """Make room before windows of this length come into force. May take seconds.
+
+        Any thread; the training thread only at the start, before the first iteration.
+
+        Without room, such windows are given up until all ranks have a plan with shorter
+        windows, for which every rank has room.
+        """
+        with self._settling:  # `settle` frees memory that only longer windows need
+            self._next = window
+        self.in_log(window)
+        if window <= self._memory.window:
+            return
+        try:
+            self._memory.make_room_for(window)
+        except (HostMemoryError, OSError) as error:
+            self.limit = self._memory.window
+            self._on_degraded(f'there is no room for windows of {window}: {error}')
+
+    def for_recovery(self, start: int, until: int) -> None:
+        """Make room in the log for a recovery from window `start` to `until`. Training thread."""
+        with self._log:
+            self._unlike = max(self._unlike, start)
+        self.in_log(until - start + 1)
+
+    def in_log(self, window: int) -> None:
+        """Enlarge the log; on failure localized recovery is impossible for a while. Any thread."""
+        with self._log:
+            try:
+                self._memory.make_room_in_log(window)
+            except (HostMemoryError, OSError) as error:
+                self._on_degraded(f'the log has no room for windows of {window}: {error}')
+
+    def settle(self, start: int) -> None:
+        """Free memory that only longer windows needed. Tracker's thread.
+
+        The log holds the iterations after the newly persisted window, which starts at
+        `start`, so that window must be as short as the next ones.
+        """
+        with self._settling:
+            window = max(self.in_force, self._next)
+            if window < self._memory.window:
+                self._memory.make_room_for(window)
+        with self._log:
+            if start > self._unlike:
+                self._memory.give_back_log(max(self.in_force, self._next))

@@ -16,17 +16,8 @@ from moevement_ext.memory.window.refusal import OtherBytes, RefusedWindow
 from moevement_ext.memory.window.slot import SlotHeader, frame_checksum
 from moevement_ext.memory.window.twin import TwinWindow
 from moevement_ext.rates import CpuCost
+from moevement_ext.replicate import protocol
 from moevement_ext.replicate.connection import Connection
-from moevement_ext.replicate.protocol import (
-    Ack,
-    CommitWindow,
-    Differs,
-    DiscardAfter,
-    NotYet,
-    Proceed,
-    PutSlot,
-    Reply,
-)
 
 logger = logger_of(__name__)
 
@@ -45,10 +36,7 @@ class Inbox:
     """
 
     def __init__(
-        self,
-        windows: OwnerWindows,
-        cost: CpuCost,
-        bases: OwnerWindows | None = None,
+        self, windows: OwnerWindows, cost: CpuCost, bases: OwnerWindows | None = None
     ) -> None:
         self.windows = windows
         self._cost = cost
@@ -60,9 +48,9 @@ class Inbox:
     def answer(
         self,
         connection: Connection,
-        request: PutSlot | CommitWindow | DiscardAfter,
+        request: protocol.PutSlot | protocol.CommitWindow | protocol.DiscardAfter,
         timeout_s: float,
-    ) -> Reply:
+    ) -> protocol.Reply:
         """Carry out a request of the owner; the caller sends the returned answer.
 
         `connection` has the request's payload; `timeout_s` is for the exchange, plus time to move
@@ -71,13 +59,13 @@ class Inbox:
         """
         with self._admitted(connection, timeout_s):
             match request:
-                case PutSlot():
+                case protocol.PutSlot():
                     return self._put(connection, request, timeout_s)
-                case CommitWindow():
+                case protocol.CommitWindow():
                     return self._commit(request.window)
-                case DiscardAfter():
+                case protocol.DiscardAfter():
                     self._discard_after(request.start)
-                    return Ack()
+                    return protocol.Ack()
 
     def headers_after(
         self, connection: Connection, start: int, timeout_s: float
@@ -102,12 +90,14 @@ class Inbox:
             self._current = None
             self._lock.release()
 
-    def _put(self, connection: Connection, request: PutSlot, timeout_s: float) -> Reply:
+    def _put(
+        self, connection: Connection, request: protocol.PutSlot, timeout_s: float
+    ) -> protocol.Reply:
         self.windows.agree(request.agreed)
         file = self._file_for(request)
         if request.slot in file.slots():
             if frame_checksum(file.slot_blob(request.slot).frame) == request.frame_checksum:
-                return Ack()
+                return protocol.Ack()
             if file is self._receiving:
                 self._abandon()  # from an attempt that the owner has given up
             else:  # captured by a lost process: parts of two captures must not be joined
@@ -120,7 +110,7 @@ class Inbox:
         connection.set_deadline(timeout_s, nbytes)
         with self._cost.of(nbytes):
             missing = self._copy_kept(request, payload)
-            connection.send(Proceed(kept=missing is not None))
+            connection.send(protocol.Proceed(kept=missing is not None))
             frame = connection.receive_bytes(request.frame_bytes)
             file.write_blob(
                 request.slot,
@@ -128,9 +118,9 @@ class Inbox:
                 frame,
                 connection.receive_into if missing is None else _receiver(connection, missing),
             )
-        return Ack()
+        return protocol.Ack()
 
-    def _copy_kept(self, request: PutSlot, payload: Bytes) -> list[tuple[int, int]] | None:
+    def _copy_kept(self, request: protocol.PutSlot, payload: Bytes) -> list[tuple[int, int]] | None:
         """Copy the kept ranges of a payload; returns the gaps, None if all must be sent."""
         kept = request.kept
         base = None if kept is None else self.windows.file(kept.window)
@@ -141,7 +131,7 @@ class Inbox:
         kept.copy(earlier, payload)
         return missing
 
-    def _file_for(self, request: PutSlot) -> WindowFile:
+    def _file_for(self, request: protocol.PutSlot) -> WindowFile:
         """The committed or partly received window of this name; begins it if there is none."""
         name = request.window
         committed = self.windows.file(name)
@@ -161,7 +151,7 @@ class Inbox:
             )
         return self._receiving
 
-    def _commit(self, name: WindowName) -> Reply:
+    def _commit(self, name: WindowName) -> protocol.Reply:
         committed = self.windows.file(name)
         if committed is not None:
             return self._confirm(committed, name)
@@ -171,11 +161,11 @@ class Inbox:
         try:
             file.verify_identity(Expected(owner=self.windows.owner, name=name))
             if not self._has_base(file, name):
-                return NotYet()
+                return protocol.NotYet()
             self.windows.commit(file)
         except OtherBytes as difference:
             self._abandon()
-            return Differs(str(difference))
+            return protocol.Differs(str(difference))
         except RefusedWindow:
             self._abandon()  # the owner sends the window again from the first slot
             raise
@@ -183,11 +173,11 @@ class Inbox:
             self._abandon()
             raise RefusedWindow(f'{file.path}: cannot be committed: {error.strerror}') from error
         self._receiving = None
-        return Ack()
+        return protocol.Ack()
 
-    def _confirm(self, committed: WindowFile, name: WindowName) -> Reply:
+    def _confirm(self, committed: WindowFile, name: WindowName) -> protocol.Reply:
         try:
-            return Ack() if self._has_base(committed, name) else NotYet()
+            return protocol.Ack() if self._has_base(committed, name) else protocol.NotYet()
         except RefusedWindow:
             self.windows.discard(name)  # the base has changed: the owner sends the window again
             raise

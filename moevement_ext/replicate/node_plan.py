@@ -10,21 +10,14 @@ import msgspec
 
 from moevement_ext.config import node_name
 from moevement_ext.logger import logger_of
-from moevement_ext.memory.budget import (
-    NOTHING_LOGGED,
-    HostMemoryPlan,
-    Logged,
-    log_ring_bytes,
-    rank_memory,
-    window_lengths,
-)
+from moevement_ext.memory import budget
 from moevement_ext.memory.disk import DiskWindows
 from moevement_ext.memory.file_system import file_system_of
 from moevement_ext.memory.window.name import RankIdentity
 from moevement_ext.memory.window.twin import OwnParts
-from moevement_ext.replicate.greeting import new_secret
 from moevement_ext.replicate.own_address import host_identity
 from moevement_ext.replicate.placement import Copies, failure_domains, own_domain, place_copies
+from moevement_ext.replicate.secret import new_secret
 
 logger = logger_of(__name__)
 
@@ -38,7 +31,7 @@ class Member(msgspec.Struct, kw_only=True, frozen=True):
     node: str
     capacity_bytes: int
     """Size of one of its window files."""
-    logged: Logged
+    logged: budget.Logged
     """Logged bytes, for the size of its upstream log."""
     host: str
     """Real host, shared by emulated nodes."""
@@ -61,7 +54,7 @@ class Member(msgspec.Struct, kw_only=True, frozen=True):
         """This rank with files for W = `window`; `longest` is the W of `capacity_bytes`."""
         if not self.shorter:
             return self
-        place = bisect_left(window_lengths(longest), min(window, longest))
+        place = bisect_left(budget.window_lengths(longest), min(window, longest))
         capacity, stub = self.shorter[place]
         return msgspec.structs.replace(self, capacity_bytes=capacity, stub_bytes=stub, shorter=[])
 
@@ -72,7 +65,7 @@ class Share(NamedTuple):
     identity: RankIdentity
     capacity_bytes: int
     """Size of one window file of this rank."""
-    logged: Logged = NOTHING_LOGGED
+    logged: budget.Logged = budget.NOTHING_LOGGED
     hosts_replicas: bool = True
     """Hold the replicas placed here; otherwise their owners have one copy fewer."""
     disk: DiskWindows | None = None
@@ -167,9 +160,9 @@ class JobMemory(NamedTuple):
         """Size of a rank's upstream log, which no longer window enlarges further."""
         most = max((other.logged for other in self.members), key=lambda it: it.iteration_bytes)
         longest = min(window, self.longest_window)
-        return log_ring_bytes(self.members[rank].logged, most, longest, self.log_lag)
+        return budget.log_ring_bytes(self.members[rank].logged, most, longest, self.log_lag)
 
-    def of_node(self, node: str, window: int, shared: bool = False) -> HostMemoryPlan:
+    def of_node(self, node: str, window: int, shared: bool = False) -> budget.HostMemoryPlan:
         """Bytes of every rank on a node; if `shared`, with those of nodes in its file system."""
         ranks, sizes = {}, set[int]()
         here = {member.memory for member in self.members if member.node == node and shared}
@@ -178,8 +171,8 @@ class JobMemory(NamedTuple):
                 capacity = self.sized(rank, window).capacity_bytes
                 kept = self.held_by(rank, window).values()
                 log = self.log_bytes(rank, window)
-                ranks[rank] = rank_memory(capacity, kept, log, self.to_disk)
+                ranks[rank] = budget.rank_memory(capacity, kept, log, self.to_disk)
                 sizes.update([capacity, *kept])
         nodes = {rank: self.members[rank].node for rank in ranks}
         others = {rank: name for rank, name in nodes.items() if name != node}
-        return HostMemoryPlan(ranks, sizes, others)
+        return budget.HostMemoryPlan(ranks, sizes, others)

@@ -29,30 +29,10 @@ from moevement_ext.memory.window.name import StoredWindow
 from moevement_ext.memory.window.refusal import RefusedWindow, UnreadableWindow, joined
 from moevement_ext.memory.window.slot import SlotHeader, encode_frame
 from moevement_ext.memory.window.twin import TwinWindow, base_path, twin_windows
-from moevement_ext.replicate import greeting
+from moevement_ext.replicate import protocol
 from moevement_ext.replicate.connection import Connection, Strangers
 from moevement_ext.replicate.inbox import Inbox
-from moevement_ext.replicate.protocol import (
-    Ack,
-    CommitWindow,
-    DiscardAfter,
-    FetchHeaders,
-    FetchLedger,
-    FetchLog,
-    FetchPart,
-    FetchRanges,
-    FetchWindow,
-    LedgerEntries,
-    LogHead,
-    NotYet,
-    PutSlot,
-    RangesHead,
-    Refused,
-    Reply,
-    Request,
-    SlotHead,
-    WindowHead,
-)
+from moevement_ext.replicate.secret import admit
 
 if TYPE_CHECKING:  # a process that only holds replicas needs no torch
     from moevement_ext.memory.upstream_log.log import UpstreamLog
@@ -178,7 +158,7 @@ class ReplicaServer:
     def _serve(self, connection: Connection) -> None:
         try:
             connection.set_deadline(_GREETING_S)
-            greeting.admit(connection, self._secret)
+            admit(connection, self._secret)
             self._strangers.forget(connection)
             while True:
                 connection.set_deadline(None)
@@ -198,63 +178,63 @@ class ReplicaServer:
             del self._connections[connection]
         connection.close()
 
-    def _answer(self, connection: Connection, request: Request) -> None:
+    def _answer(self, connection: Connection, request: protocol.Request) -> None:
         try:
             match request:
-                case FetchWindow():
+                case protocol.FetchWindow():
                     self._send_window(connection, request)
                     return
-                case FetchLog():
+                case protocol.FetchLog():
                     self._send_record(connection, request)
                     return
-                case FetchHeaders():
+                case protocol.FetchHeaders():
                     inbox = self._inbox(request.owner)
                     headers = inbox.headers_after(connection, request.start, self._timeout_s)
                     self._send_headers(connection, headers)
                     return
-                case FetchPart():
+                case protocol.FetchPart():
                     self._send_headers(connection, self._served_shelf().headers(request.part))
                     return
-                case FetchRanges():
+                case protocol.FetchRanges():
                     _send_ranges(connection, self._served_shelf(), request, self._timeout_s)
                     return
-                case FetchLedger():
-                    reply: Reply = self._entries(request)
-                case PutSlot() | CommitWindow() | DiscardAfter():
+                case protocol.FetchLedger():
+                    reply: protocol.Reply = self._entries(request)
+                case protocol.PutSlot() | protocol.CommitWindow() | protocol.DiscardAfter():
                     inbox = self._inbox(request.owner)
                     reply = inbox.answer(connection, request, self._timeout_s)
                 case _:
                     raise ConnectionError(f'{type(request).__name__} is not expected here')
         except _REFUSALS as refusal:
             unread = isinstance(refusal, UnreadableWindow)
-            reply = Refused(f'{type(refusal).__name__}: {refusal}', unread)
+            reply = protocol.Refused(f'{type(refusal).__name__}: {refusal}', unread)
         connection.send(reply)
 
-    def _send_record(self, connection: Connection, request: FetchLog) -> None:
+    def _send_record(self, connection: Connection, request: protocol.FetchLog) -> None:
         if self._log is None:
             raise ValueError('no upstream log is kept here')
         found = self._log.read(request.key, _LOG_WAIT_S)
         if found is None:
-            connection.send(NotYet())
+            connection.send(protocol.NotYet())
             return
         tensor, data = found
         connection.set_deadline(self._timeout_s, tensor.nbytes)
-        connection.send(LogHead(tensor))
+        connection.send(protocol.LogHead(tensor))
         connection.send_bytes(data)
 
-    def _entries(self, request: FetchLedger) -> LedgerEntries:
+    def _entries(self, request: protocol.FetchLedger) -> protocol.LedgerEntries:
         if self._ledger is None:
             raise ValueError('no ledger is kept here')
         after = max(request.after, request.to - self._ledger.capacity)
         entries = self._ledger.entries(after, request.to)
-        return LedgerEntries([entry.shared() for entry in entries])
+        return protocol.LedgerEntries([entry.shared() for entry in entries])
 
     def _inbox(self, owner: int) -> Inbox:
         if owner not in self._inboxes:
             raise ValueError(f'no replicas of rank {owner} are held here')
         return self._inboxes[owner]
 
-    def _send_window(self, connection: Connection, request: FetchWindow) -> None:
+    def _send_window(self, connection: Connection, request: protocol.FetchWindow) -> None:
         """Stream a window.
 
         The file is never locked: a rename precedes the first overwritten byte, so a check
@@ -262,16 +242,16 @@ class ReplicaServer:
         """
         found = self._open_whole(request)
         connection.set_deadline(self._timeout_s, found.nbytes)
-        connection.send(WindowHead(len(found.slots), found.nbytes))
+        connection.send(protocol.WindowHead(len(found.slots), found.nbytes))
         for slot, (pieces, frame) in found.slots.items():
-            connection.send(SlotHead(slot, sum(map(len, pieces)), len(frame)))
+            connection.send(protocol.SlotHead(slot, sum(map(len, pieces)), len(frame)))
             for piece in (frame, *pieces):
                 connection.send_bytes(piece)
         recycled = [path for path, inode in found.files.items() if _inode(path) != inode]
         if recycled:
-            connection.send(Refused(f'{recycled[0]} was recycled while it was sent'))
+            connection.send(protocol.Refused(f'{recycled[0]} was recycled while it was sent'))
         else:
-            connection.send(Ack())
+            connection.send(protocol.Ack())
 
     def _served_shelf(self) -> Shelf:
         if self._shelf is None:
@@ -282,13 +262,13 @@ class ReplicaServer:
         frames = [(header.slot, encode_frame(header)) for header in headers]
         nbytes = sum(len(frame) for _, frame in frames)
         connection.set_deadline(self._timeout_s, nbytes)
-        connection.send(WindowHead(len(frames), nbytes))
+        connection.send(protocol.WindowHead(len(frames), nbytes))
         for slot, frame in frames:
-            connection.send(SlotHead(slot, 0, len(frame)))
+            connection.send(protocol.SlotHead(slot, 0, len(frame)))
             connection.send_bytes(frame)
-        connection.send(Ack())
+        connection.send(protocol.Ack())
 
-    def _open_whole(self, request: FetchWindow) -> _Served:
+    def _open_whole(self, request: protocol.FetchWindow) -> _Served:
         """The first undamaged copy of any holder on this node."""
         expected = Expected(owner=request.owner, name=request.window)
         refusals: list[RefusedWindow] = []
@@ -307,7 +287,7 @@ class ReplicaServer:
 
 
 def _send_ranges(
-    connection: Connection, shelf: Shelf, request: FetchRanges, timeout_s: float
+    connection: Connection, shelf: Shelf, request: protocol.FetchRanges, timeout_s: float
 ) -> None:
     headers = shelf.headers(request.part)
     if request.slot >= len(headers):
@@ -325,7 +305,7 @@ def _send_ranges(
         digest.update(piece)
     nbytes = sum(map(len, pieces))
     connection.set_deadline(timeout_s, nbytes)
-    connection.send(RangesHead(nbytes, digest.intdigest()))
+    connection.send(protocol.RangesHead(nbytes, digest.intdigest()))
     for piece in pieces:
         connection.send_bytes(piece)
 

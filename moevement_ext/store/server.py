@@ -134,11 +134,7 @@ def _start(listening: socket.socket, host: str) -> int:
 def _serve(listening: socket.socket, host: str) -> NoReturn:
     address, port = listening.getsockname()[:2]
     store = TCPStore(
-        address,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=listening.detach(),
+        address, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
     )
     _say(
         f'process {os.getpid()} serves at {host}:{port}; the program gets '

@@ -99,10 +99,7 @@ def end_at_once(code: int) -> NoReturn:
     os._exit(code)
 
 
-ASKING = (
-    *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP),
-    *(signal.SIGUSR1, signal.SIGUSR2),
-)
+ASKING = (*(signal.SIGINT, signal.SIGTERM, signal.SIGHUP), *(signal.SIGUSR1, signal.SIGUSR2))
 """Signals that end a job, besides the one that the workers listen for."""
 _LISTENS = '--exit-signal-handler'
 _FLAG = '--exit-signal'

@@ -22,11 +22,10 @@ from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.format import Expected
 from moevement_ext.memory.window.refusal import RefusedWindow
 from moevement_ext.memory.window.slot import decode_frame
-from moevement_ext.replicate import greeting
-from moevement_ext.replicate.client import PeerLost, PeerRefused, ReplicaClient
+from moevement_ext.replicate.client import PeerLost, PeerRefused, ReplicaClient, _as_tensor
 from moevement_ext.replicate.connection import Connection
-from moevement_ext.replicate.log_reader import _as_tensor
 from moevement_ext.replicate.replica_server import ReplicaServer
+from moevement_ext.replicate.secret import admit, introduce
 from tests.unit.memory.samples import (
     SECRET,
     capacity,
@@ -140,7 +139,7 @@ class Targets:
                 if data[:1] != b'\0':
                     connection = Connection(sock)
                     connection.set_deadline(SECONDS)
-                    assert greeting.introduce(connection, SECRET) is None
+                    assert introduce(connection, SECRET) is None
                 sock.sendall(data[1:])
                 sock.shutdown(socket.SHUT_WR)
                 while sock.recv(2**16):
@@ -186,7 +185,7 @@ class Targets:
         with self._listener.accept()[0] as sock, contextlib.suppress(OSError):
             connection = Connection(sock)
             connection.set_deadline(SECONDS)
-            greeting.admit(connection, SECRET)
+            admit(connection, SECRET)
             sock.sendall(data)
             sock.shutdown(socket.SHUT_WR)
             while sock.recv(2**16):

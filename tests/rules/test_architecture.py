@@ -16,7 +16,6 @@ from tests.rules.trees import ADAPTER, ENGINE, PRODUCT, ROOT, imports_of, name_o
 
 ENGINE_FLOORS = (
     {'command', 'errors', 'logger'},
-    {'event_file'},
     {'config', 'events'},
     {'faults', 'rates'},
     {'system', 'memory', 'regroup'},

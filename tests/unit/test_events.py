@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from moevement_ext import event_file, events
+from moevement_ext import events
 from moevement_ext.errors import UserError
 from moevement_ext.events import EventLog, Finished
 from tests.unit.replicate.peers import wait_for
@@ -145,7 +145,7 @@ def test_lines_of_concurrent_threads_are_in_order_of_time(
 _VICTIM = """
 import itertools, sys
 from moevement_ext import events
-from moevement_ext.event_file import probe
+from moevement_ext.events import probe
 from moevement_ext.events import EventLog, Finished
 from tests.unit.replicate.peers import wait_for
 log = EventLog(sys.argv[1], 0)
@@ -220,7 +220,7 @@ def test_full_file_system_costs_events_until_it_has_room(
     log = EventLog(str(tmp_path), 0)
     log.emit(events.WorkerStarted())
     log.emit(events.WorkerStarted())
-    monkeypatch.setattr(event_file, '_PAUSE_S', 0.0)
+    monkeypatch.setattr(events, '_PAUSE_S', 0.0)
     assert log._file is not None
     log._file._again_at = 0.0  # a minute later
     log.emit(events.WorkerStarted())

@@ -15,9 +15,8 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from moevement_ext.config import OFF
+from moevement_ext.config import EXPORT, OFF
 from moevement_ext.errors import UserError
-from moevement_ext.job.exporting import VARIABLE
 from moevement_ext.memory.node_store import STUB
 from moevement_ext.memory.shelf import Copy, base_of, copy_at_twin, copy_in_file, read_any
 from moevement_ext.memory.window.refusal import RefusedWindow
@@ -82,7 +81,7 @@ def _launch(newest: Found, output: Path, command: Sequence[str]) -> int:
             f'--load {load} has iteration {dense}, and the windows none after it: use that'
         )
     launched = [*command, *launch_flags(newest, output, command)]
-    done = subprocess.run(launched, check=False, env={**os.environ, VARIABLE: newest.tier})
+    done = subprocess.run(launched, check=False, env={**os.environ, EXPORT: newest.tier})
     saved = _saved_in(output)
     if done.returncode != 0 or saved is None:
         raise LabError(

@@ -27,7 +27,7 @@ from megatron.moevement.state.dense_random import DenseRandom
 from moevement_ext import faults
 from moevement_ext.events import LossLogged
 from moevement_ext.faults import Phase
-from moevement_ext.job.localized_mode import LOOP_ENDS
+from moevement_ext.job.modes import LOOP_ENDS
 
 Forward = Callable[..., tuple[object, object]]
 """Upstream's forward step of a micro-batch: returns the output and a function for its loss."""

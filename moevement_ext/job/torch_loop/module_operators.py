@@ -35,10 +35,7 @@ class ModuleOperators:
     tied: tuple[str, ...] = ()
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        operator_of: Callable[[str], tuple[str, str]],
+        self, model: nn.Module, optimizer: Optimizer, operator_of: Callable[[str], tuple[str, str]]
     ) -> None:
         if isinstance(model, nn.parallel.DistributedDataParallel):
             raise ConfigurationError(

@@ -159,10 +159,7 @@ def _check_entries(path: Path, size: int, directory: Directory) -> None:
     if len(set(slots)) != len(slots):
         raise CorruptWindow(f'{path}: a slot is listed twice: {slots}')
     for entry in directory.entries:
-        ends = (
-            entry.payload_offset + entry.payload_bytes,
-            entry.frame_offset + entry.frame_bytes,
-        )
+        ends = (entry.payload_offset + entry.payload_bytes, entry.frame_offset + entry.frame_bytes)
         if min(entry.payload_offset, entry.frame_offset) < PREAMBLE_BYTES or max(ends) > size:
             raise CorruptWindow(f'{path}: slot {entry.slot} lies outside of the file')
 

@@ -11,15 +11,17 @@ from moevement_ext.logger import logger_of
 from moevement_ext.memory import private_file
 from moevement_ext.memory.device import pin_like, pinned_as_far_as
 from moevement_ext.memory.node_store import NodeStore
-from moevement_ext.memory.window.directory import (
+from moevement_ext.memory.window.file import FileState, WindowFile
+from moevement_ext.memory.window.format import GENERATIONS
+from moevement_ext.memory.window.name import (
+    Agreed,
+    StoredWindow,
+    WindowName,
     committed_in,
     committed_name,
     free_name,
     writing_name,
 )
-from moevement_ext.memory.window.file import FileState, WindowFile
-from moevement_ext.memory.window.format import GENERATIONS
-from moevement_ext.memory.window.name import Agreed, StoredWindow, WindowName
 from moevement_ext.memory.window.refusal import RefusedWindow, TruncatedWindow, UnreadableWindow
 from moevement_ext.memory.window.slot import SlotHeader
 

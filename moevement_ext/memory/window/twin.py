@@ -14,10 +14,9 @@ from pathlib import Path
 
 import msgspec
 
-from moevement_ext.memory.window.directory import names_in
 from moevement_ext.memory.window.file import SlotBlob, WindowFile
 from moevement_ext.memory.window.format import Expected, check_whole, window_capacity
-from moevement_ext.memory.window.name import StoredWindow
+from moevement_ext.memory.window.name import StoredWindow, names_in
 from moevement_ext.memory.window.refusal import CorruptWindow, OtherBytes, RefusedWindow
 from moevement_ext.memory.window.slot import (
     RangeKey,

@@ -9,16 +9,12 @@ from moevement_ext.events import Resharded
 from moevement_ext.logger import logger_of
 from moevement_ext.membership.rank import Rank
 from moevement_ext.memory.shelf import Shelf
-from moevement_ext.memory.window.directory import patiently
 from moevement_ext.memory.window.file import WindowFile
+from moevement_ext.memory.window.name import patiently
 from moevement_ext.memory.window.refusal import CorruptWindow, RefusedWindow, UnreadableWindow
 from moevement_ext.recover.conversion import Conversion
 from moevement_ext.recover.reshard import surplus
-from moevement_ext.recover.reshard.found import (
-    Candidate,
-    Elsewhere,
-    require_exact,
-)
+from moevement_ext.recover.reshard.found import Candidate, Elsewhere, require_exact
 from moevement_ext.recover.reshard.resharded import Fetcher, ReshardedWindow, resharded
 from moevement_ext.recover.sources import VerifiedWindow, make_room
 from moevement_ext.recover.trainer import Resharding

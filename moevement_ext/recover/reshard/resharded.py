@@ -135,11 +135,7 @@ class Fetcher:
         count = 1 + max((number for number, _ in held), default=0)
         yield from sorted(
             held,
-            key=lambda one: (
-                one[1].on_disk,
-                one[0] != self._rank,
-                (one[0] - self._rank) % count,
-            ),
+            key=lambda one: (one[1].on_disk, one[0] != self._rank, (one[0] - self._rank) % count),
         )
 
     def _sees(self, owner: int) -> bool:

@@ -24,8 +24,7 @@ from moevement_ext.membership.exchange import left_by
 from moevement_ext.membership.rank import Rank
 from moevement_ext.recover.reshard.stock import Stock
 from moevement_ext.replicate.client import ReplicaClient
-from moevement_ext.replicate.greeting import new_secret
-from moevement_ext.replicate.secret import given_in, of_attempt
+from moevement_ext.replicate.secret import given_in, new_secret, of_attempt
 
 logger = logger_of(__name__)
 

@@ -15,7 +15,7 @@ from torch.utils.data import dataloader
 from moevement_ext import faults
 from moevement_ext.faults import Phase
 from moevement_ext.job import own_device
-from moevement_ext.job.localized_mode import LocalizedMode
+from moevement_ext.job.modes import LocalizedMode
 from moevement_ext.membership.rendezvous import launcher_store
 from moevement_ext.system.nvml import Finding
 from tests.distributed.probes import holding

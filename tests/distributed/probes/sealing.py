@@ -15,7 +15,7 @@ from torch.distributed import Store
 
 from moevement_ext import faults
 from moevement_ext.faults import Fault, Phase
-from moevement_ext.job.localized_mode import LocalizedMode
+from moevement_ext.job.modes import LocalizedMode
 from moevement_ext.membership.rendezvous import launcher_store
 from moevement_ext.protect.checkpointer import SparseCheckpointer
 from moevement_ext.protect.statistics import CaptureStatistics

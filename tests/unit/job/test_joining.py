@@ -42,7 +42,7 @@ def test_orphans_of_another_layout_are_ended(
     monkeypatch.setattr(joining, 'find_orphans', lambda run: [run])
     monkeypatch.setattr(joining, 'end_orphans', ended.extend)
     monkeypatch.setattr(joining, 'launcher_store', lambda timeout: HashStore())
-    monkeypatch.setattr(joining, 'write_memory', write_memory)
+    monkeypatch.setattr(joining.mailbox, 'write_memory', write_memory)
     meet(Enough)
     assert ended == [Path('/dev/shm') / run]
     monkeypatch.setattr(launched_alike, 'refuse_stranger', refuse_stranger)

@@ -4,7 +4,7 @@
 import gc
 import weakref
 
-from moevement_ext.job.localized_mode import settled
+from moevement_ext.job.modes import settled
 
 
 class Cycle:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from moevement_ext.errors import EXIT_WHOLE_JOB
-from moevement_ext.job import more_nodes
+from moevement_ext.job import other_layouts
 from moevement_ext.recover.reshard.found import NodesMissing
 
 MISSING = NodesMissing('2 ranks are missing', 4)
@@ -33,7 +33,7 @@ class Ended(Exception):
 def test_most_nodes_is_read_from_the_torchrun_command(
     commands: list[list[str]], variable: str | None, most: int
 ) -> None:
-    assert more_nodes._most_nodes(commands, variable) == most
+    assert other_layouts._most_nodes(commands, variable) == most
 
 
 @pytest.mark.parametrize(
@@ -46,8 +46,8 @@ def test_nodes_may_come_up_to_the_maximum_of_torchrun(
     if run is not None:
         monkeypatch.setenv('TORCHELASTIC_RUN_ID', run)
     monkeypatch.setenv('GROUP_WORLD_SIZE', nodes)
-    monkeypatch.setattr(more_nodes, '_command_lines', lambda: [['torchrun', '--nnodes', '1:2']])
-    assert more_nodes.nodes_may_come() is may_come
+    monkeypatch.setattr(other_layouts, '_command_lines', lambda: [['torchrun', '--nnodes', '1:2']])
+    assert other_layouts.nodes_may_come() is may_come
 
 
 @pytest.mark.parametrize(
@@ -89,9 +89,9 @@ def test_job_waits_or_ends_by_launcher_and_missing_nodes(
         ('_listen_to_signals', lambda: done.append('waits')),
         ('end_at_once', end),
     ):
-        monkeypatch.setattr(more_nodes, name, instead)
+        monkeypatch.setattr(other_layouts, name, instead)
     try:
-        more_nodes.without_nodes(rank, missing)
+        other_layouts.without_nodes(rank, missing)
     except Ended:
         assert told == [4, EXIT_WHOLE_JOB]
     assert done == did

@@ -16,7 +16,7 @@ from moevement_ext.launch.agent import connect
 from moevement_ext.launch.link import Address, Beats, Listener
 from moevement_ext.launch.messages import SILENT_S, Alive
 from moevement_ext.replicate.connection import MOST_STRANGERS
-from moevement_ext.replicate.greeting import new_secret
+from moevement_ext.replicate.secret import new_secret
 from tests.support.readable import readable
 from tests.unit.launch.on_hosts import connected
 

@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import Store, TCPStore
 
-from moevement_ext.membership.barriers import close_barrier, has_moved, is_open, open_barrier
+from moevement_ext.membership.counters import close_barrier, has_moved, is_open, open_barrier
 from moevement_ext.store.answers import peek
 
 TIMEOUT = timedelta(seconds=60)

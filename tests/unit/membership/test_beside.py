@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from moevement_ext.membership.beside import Beside
 from moevement_ext.membership.membership import Membership
 from moevement_ext.membership.rendezvous import end_round
+from moevement_ext.membership.rendezvous_runner import Beside
 from moevement_ext.membership.report import Report
 from tests.unit.membership.test_membership import WORLD, Job, job, survivor, wait_until
 

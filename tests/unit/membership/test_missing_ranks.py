@@ -11,8 +11,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from moevement_ext.membership import counters, exchange, rendezvous_runner
-from moevement_ext.membership.barriers import Absent, Deadline, open_barrier
-from moevement_ext.membership.counters import Heartbeats
+from moevement_ext.membership.counters import Absent, Deadline, Heartbeats, open_barrier
 from moevement_ext.membership.rendezvous import (
     Rendezvous,
     absent,

@@ -12,7 +12,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from moevement_ext.errors import SparseCheckpointError
-from moevement_ext.membership import barriers, counters, rendezvous
+from moevement_ext.membership import counters, rendezvous
 from moevement_ext.membership.counters import Heartbeats
 from moevement_ext.membership.rendezvous import (
     FencedOut,
@@ -138,7 +138,7 @@ def test_late_rank_with_heartbeats_is_waited_for(
     threads: ThreadPoolExecutor,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(barriers, '_BETWEEN_HEARTBEATS_S', 0.5)
+    monkeypatch.setattr(counters, '_BETWEEN_HEARTBEATS_S', 0.5)
     attempts = attempts_of(connections)
     round = assert_one_new_round(meet_all(attempts))
     looks = [threading.Event() for _ in range(3)]

@@ -18,7 +18,7 @@ from moevement_ext.memory.holder_lock import StoreInUseError
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.memory.window.name import RankIdentity
-from moevement_ext.protect.reserving import longest_window, reserve
+from moevement_ext.protect.protection import longest_window, reserve
 from moevement_ext.replicate import secret
 from moevement_ext.replicate.node_plan import ALONE, JobMemory, Member, Share
 from moevement_ext.replicate.placement import Copies

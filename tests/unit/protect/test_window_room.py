@@ -5,8 +5,7 @@ import threading
 from typing import cast
 
 from moevement_ext.errors import HostMemoryError
-from moevement_ext.protect.room import WindowRoom
-from moevement_ext.replicate.host_memory import HostMemory
+from moevement_ext.replicate.host_memory import HostMemory, WindowRoom
 
 
 class Memory:

@@ -16,10 +16,9 @@ from moevement_ext.errors import UserError
 from moevement_ext.memory.disk import DiskWindows
 from moevement_ext.memory.holder_lock import HolderLock
 from moevement_ext.memory.node_store import NodeStore
-from moevement_ext.memory.window.directory import committed_name
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.generations import OwnerWindows
-from moevement_ext.memory.window.name import HeldWindow, RankIdentity, Window
+from moevement_ext.memory.window.name import HeldWindow, RankIdentity, Window, committed_name
 from moevement_ext.memory.window.settings import RunSettings, encode
 from moevement_ext.recover.absence import DISK, MEMORY, Traces, name_other_runs, refuse_to_forget
 from moevement_ext.recover.inventory import take_stock

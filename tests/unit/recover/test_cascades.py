@@ -16,7 +16,7 @@ from moevement_ext.membership.report import Report
 from moevement_ext.recover.localized import LocalizedRecovery
 from moevement_ext.recover.rank_state import ForbiddenTransition
 from moevement_ext.recover.stage_replay import StageReplay
-from moevement_ext.replicate.log_reader import LogReader
+from moevement_ext.replicate.client import LogReader
 from tests.support.quick import with_quick
 from tests.unit.recover.test_recovery import DISTANCE, FIRST, train_through
 from tests.unit.recover.threaded_job import OF_THREADS, WINDOW, Expected, Fault, ThreadedJob

@@ -12,8 +12,7 @@ import pytest
 from moevement_ext.config import SparseCheckpointConfig
 from moevement_ext.membership.rendezvous import RoundEnded
 from moevement_ext.membership.report import NOWHERE, Report
-from moevement_ext.memory.window.directory import TRIES
-from moevement_ext.memory.window.name import RankIdentity, Window, WindowName
+from moevement_ext.memory.window.name import TRIES, RankIdentity, Window, WindowName
 from moevement_ext.recover import localized
 from moevement_ext.recover.localized import LocalizedRecovery
 from moevement_ext.recover.outage import Phases

@@ -17,10 +17,9 @@ from moevement_ext.membership.membership import Membership
 from moevement_ext.membership.rendezvous import Rendezvous
 from moevement_ext.memory.upstream_log.log import UpstreamLog
 from moevement_ext.memory.upstream_log.record import Direction
-from moevement_ext.memory.window.directory import TRIES
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.format import PREAMBLE_BYTES
-from moevement_ext.memory.window.name import Window
+from moevement_ext.memory.window.name import TRIES, Window
 from moevement_ext.recover import fruitless
 from moevement_ext.replicate.host_memory import HostMemory
 from tests.unit.recover.fake_trainer import MICRO_BATCHES

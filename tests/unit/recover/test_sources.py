@@ -25,7 +25,7 @@ from moevement_ext.recover.sources import (
 )
 from moevement_ext.recover.whole_job import Predecessor, obtain
 from moevement_ext.replicate import connection
-from moevement_ext.replicate.log_reader import ReaderClosed
+from moevement_ext.replicate.client import ReaderClosed
 from moevement_ext.replicate.secret import of_attempt
 from tests.unit.memory.samples import (
     RUN,

@@ -20,11 +20,9 @@ from moevement_ext.memory.disk import DiskWindows
 from moevement_ext.memory.ledger import Ledger
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.shelf import Shelf
-from moevement_ext.memory.window import directory
-from moevement_ext.memory.window.directory import TRIES
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.generations import OwnerWindows
-from moevement_ext.memory.window.name import RankIdentity, Window
+from moevement_ext.memory.window.name import TRIES, RankIdentity, Window
 from moevement_ext.memory.window.refusal import RefusedWindow
 from moevement_ext.memory.window.settings import Layout
 from moevement_ext.recover import inventory
@@ -62,7 +60,7 @@ class Failing:
         self.below, self.call, self.number, self.left = Path('/none'), '', 0, 0
         for call in ('listdir', 'open'):
             monkeypatch.setattr(os, call, self._instead(call, getattr(os, call)))
-        monkeypatch.setattr(directory, 'READ_AGAIN_S', 0.0)
+        monkeypatch.setattr('moevement_ext.memory.window.name.READ_AGAIN_S', 0.0)
 
     def _instead(self, call: str, really: Callable[..., Any]) -> Callable[..., Any]:
         def instead(path: Any = '.', *others: Any, **named: Any) -> Any:
@@ -331,7 +329,7 @@ def test_nothing_is_deleted_in_a_directory_that_cannot_be_listed(
 def test_failing_reads_of_a_disk_do_not_start_the_job_over(
     failing: int, obtaining: Obtaining, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(directory, 'READ_AGAIN_S', 0.0)
+    monkeypatch.setattr('moevement_ext.memory.window.name.READ_AGAIN_S', 0.0)
     job, memory = obtaining.job, obtaining.memory
     obtaining.lost = 100
     memory.disk = DiskWindows(tmp_path, 'run1', 0)

@@ -38,7 +38,7 @@ from moevement_ext.events import (
     WindowPersisted,
 )
 from moevement_ext.faults import Phase
-from moevement_ext.job import localized_mode
+from moevement_ext.job import modes
 from moevement_ext.job.job import Job
 from moevement_ext.membership import exchange, membership
 from moevement_ext.membership.exchange import Exchange
@@ -508,7 +508,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv('MOEVEMENT_SECRET', SECRET)
     monkeypatch.setattr(threading, 'Condition', _Condition)
     # All processes share one heap: collecting it at each start would be a third of all CPU time.
-    monkeypatch.setattr(localized_mode, 'settled', nullcontext)
+    monkeypatch.setattr(modes, 'settled', nullcontext)
     monkeypatch.setattr(faults, 'point', point)
     monkeypatch.setattr(faults, 'at_iteration', at_iteration)
     monkeypatch.setattr(socket, 'gethostname', name)

@@ -22,13 +22,13 @@ from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.memory.window.name import Agreed, WindowName
 from moevement_ext.rates import CpuCost
-from moevement_ext.replicate import greeting
 from moevement_ext.replicate.client import ReplicaClient
 from moevement_ext.replicate.connection import Connection
 from moevement_ext.replicate.host_memory import HostMemory
 from moevement_ext.replicate.inbox import Inbox
 from moevement_ext.replicate.node_plan import Member, Share
 from moevement_ext.replicate.replica_server import ReplicaServer
+from moevement_ext.replicate.secret import admit, introduce
 from tests.unit.memory.samples import SECRET, capacity, identity_of, named
 
 OWNER, HOLDER = 0, 1
@@ -183,7 +183,7 @@ def silent_peer(greets: bool, secret: bytes = SECRET) -> Iterator[tuple[str, int
                 connection = Connection(listener.accept()[0])
                 kept.append(connection)
                 if greets:
-                    greeting.admit(connection, secret)
+                    admit(connection, secret)
         except OSError:
             return
 
@@ -202,7 +202,7 @@ def silent_peer(greets: bool, secret: bytes = SECRET) -> Iterator[tuple[str, int
 def connected(server: ReplicaServer, secret: bytes = SECRET) -> Connection:
     connection = Connection(socket.create_connection(server.address))
     connection.set_deadline(DEADLINE_S)
-    reason = greeting.introduce(connection, secret)
+    reason = introduce(connection, secret)
     if reason is not None:
         raise PermissionError(reason)
     return connection

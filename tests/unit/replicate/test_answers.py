@@ -17,10 +17,10 @@ from moevement_ext.memory.window.format import PREAMBLE_BYTES
 from moevement_ext.memory.window.name import Window
 from moevement_ext.memory.window.refusal import CorruptWindow, RefusedWindow
 from moevement_ext.memory.window.slot import encode_frame
-from moevement_ext.replicate import greeting
 from moevement_ext.replicate.client import ReplicaClient
 from moevement_ext.replicate.connection import Connection
 from moevement_ext.replicate.protocol import Ack, LogHead, RangesHead, Reply, SlotHead, WindowHead
+from moevement_ext.replicate.secret import admit
 from tests.unit.memory.samples import SECRET, WINDOW, capacity, make_file, make_header, named
 from tests.unit.replicate.peers import DEADLINE_S, OWNER
 
@@ -46,7 +46,7 @@ def answering() -> Iterator[Answers]:
             with suppress(OSError):  # the client may leave before all is sent
                 connection = Connection(listener.accept()[0])
                 connection.set_deadline(DEADLINE_S)
-                greeting.admit(connection, SECRET)
+                admit(connection, SECRET)
                 connection.receive_request()
                 for answer in answers:
                     if isinstance(answer, bytes):

@@ -11,8 +11,13 @@ import torch
 
 from moevement_ext.memory.upstream_log.log import UpstreamLog
 from moevement_ext.memory.upstream_log.record import CorruptLog, Direction, LoggedTensor, LogKey
-from moevement_ext.replicate.client import PeerLost, PeerRefused, ReplicaClient
-from moevement_ext.replicate.log_reader import LogReader, ReaderClosed
+from moevement_ext.replicate.client import (
+    LogReader,
+    PeerLost,
+    PeerRefused,
+    ReaderClosed,
+    ReplicaClient,
+)
 from moevement_ext.replicate.replica_server import ReplicaServer
 from tests.distributed.harness.ports import free_port
 from tests.unit.memory.samples import SECRET

@@ -14,13 +14,12 @@ import msgspec
 import psutil
 import pytest
 
-from moevement_ext.replicate import greeting
 from moevement_ext.replicate import replica_server as server_module
 from moevement_ext.replicate.client import PeerLost, ReplicaClient
 from moevement_ext.replicate.connection import Connection
-from moevement_ext.replicate.greeting import _Challenge, _Hello, _Response
 from moevement_ext.replicate.protocol import PROTOCOL_VERSION, Ack, FetchHeaders, Refused
 from moevement_ext.replicate.replica_server import ReplicaServer
+from moevement_ext.replicate.secret import _Challenge, _Hello, _Response, admit
 from tests.unit.memory.samples import SECRET
 from tests.unit.replicate.peers import DEADLINE_S, OWNER, ask, connected, serving, wait_for
 
@@ -120,7 +119,7 @@ def test_nothing_long_is_received_before_the_greeting(length: int) -> None:
         sender.sendall(struct.pack('<I', length))
         connection.set_deadline(DEADLINE_S)
         with pytest.raises(ConnectionError, match=f'message of {length} bytes exceeds 256'):
-            greeting.admit(connection, SECRET)
+            admit(connection, SECRET)
         sender.close()
         connection.close()
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from moevement_ext.job.metrics.instruments import INSTRUMENTS, Instrument
+from moevement_ext.job.metrics import INSTRUMENTS, Instrument
 from tests.support.each import each
 
 ROOT = Path(__file__).resolve().parents[4]

@@ -12,7 +12,7 @@ from moevement_ext.events import (
     LossLogged,
     Recovered,
 )
-from moevement_ext.job.metrics.observer import Observer
+from moevement_ext.job.metrics import Observer
 from moevement_ext.protect.statistics import Figures
 
 LABELS = {'run': 'run', 'node': 'node0', 'rank': 3}

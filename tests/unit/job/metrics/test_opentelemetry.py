@@ -15,8 +15,7 @@ from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
 
 from moevement_ext.config import SparseCheckpointConfig
 from moevement_ext.events import EventLog
-from moevement_ext.job.metrics import readers
-from moevement_ext.job.metrics.observer import observe
+from moevement_ext.job.metrics import observe, otlp_is_wanted
 from moevement_ext.membership.exchange import Exchange
 from moevement_ext.membership.rank import Rank
 from moevement_ext.memory.window.name import RankIdentity
@@ -26,15 +25,14 @@ pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
 RANK = """
 import os
 from moevement_ext.events import Recovered
-from moevement_ext.job.metrics import readers
-from moevement_ext.job.metrics.observer import Observer
+from moevement_ext.job.metrics import Observer, otlp, otlp_is_wanted
 
 def count(seconds):
     done = {'replayed': 2, 'verified': 3, 'verified_at': 9, 'differing': [], 'iterations': 1}
     observer.event(Recovered(**done, seconds={'replay': seconds}))
 
-assert readers.otlp_is_wanted()
-observer = Observer({'run': 'run', 'node': 'node0', 'rank': 3}, [readers.otlp()])
+assert otlp_is_wanted()
+observer = Observer({'run': 'run', 'node': 'node0', 'rank': 3}, [otlp()])
 count(1.5)
 count(0.5)
 child = os.fork()
@@ -90,8 +88,7 @@ def test_collector_receives_the_values_of_a_rank_and_not_of_its_forks(
 
 FINISHED = """
 from moevement_ext.events import Finished
-from moevement_ext.job.metrics import readers
-from moevement_ext.job.metrics.observer import Observer
+from moevement_ext.job.metrics import Observer, otlp
 from moevement_ext.protect.statistics import Figures
 from moevement_ext.system import leaving
 
@@ -99,7 +96,7 @@ def finish(code):
     observer.event(Finished(removed=True))
     observer.close()
 
-observer = Observer({'run': 'run', 'node': 'node0', 'rank': 3}, [readers.otlp()])
+observer = Observer({'run': 'run', 'node': 'node0', 'rank': 3}, [otlp()])
 observer.watch(Figures, 9)
 leaving.leave_in_any_case()
 leaving.last_acts.append(finish)
@@ -169,4 +166,4 @@ def test_otlp_is_enabled_by_the_environment(
 ) -> None:
     for name, value in variables.items():
         environment.setenv(name, value)
-    assert readers.otlp_is_wanted() == wanted
+    assert otlp_is_wanted() == wanted

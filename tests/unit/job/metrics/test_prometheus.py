@@ -18,8 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from moevement_ext.config import ConfigurationError, SparseCheckpointConfig
 from moevement_ext.events import EventLog, NextTier, WindowCommitted
-from moevement_ext.job.metrics.instruments import INSTRUMENTS
-from moevement_ext.job.metrics.observer import Observer, observe
+from moevement_ext.job.metrics import INSTRUMENTS, Observer, observe
 from moevement_ext.membership.exchange import Exchange
 from moevement_ext.membership.rank import Rank
 from moevement_ext.memory.window.name import RankIdentity

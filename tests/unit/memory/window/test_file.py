@@ -17,11 +17,10 @@ from hypothesis import strategies as st
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window import file as window_file
 from moevement_ext.memory.window import format as window_format
-from moevement_ext.memory.window.directory import committed_name
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.format import PREAMBLE_BYTES, Expected
 from moevement_ext.memory.window.generations import OwnerWindows
-from moevement_ext.memory.window.name import RankIdentity
+from moevement_ext.memory.window.name import RankIdentity, committed_name
 from moevement_ext.memory.window.refusal import (
     CorruptWindow,
     OtherSettings,

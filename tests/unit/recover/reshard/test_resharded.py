@@ -21,7 +21,6 @@ from moevement_ext.job.other_layouts import OtherLayouts
 from moevement_ext.memory.holder_lock import StoreInUseError
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.shelf import Shelf, directories_of
-from moevement_ext.memory.window import directory
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.format import Expected
 from moevement_ext.memory.window.generations import OwnerWindows
@@ -293,7 +292,7 @@ def obtained(
 def test_a_whole_window_that_this_start_cannot_take_is_not_given_up(
     failure: Exception, job: Callable[..., Job], shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(directory, 'READ_AGAIN_S', 0.0)
+    monkeypatch.setattr('moevement_ext.memory.window.name.READ_AGAIN_S', 0.0)
 
     def fail() -> None:
         raise failure
@@ -315,7 +314,7 @@ def test_a_whole_window_that_this_start_cannot_take_is_not_given_up(
 def test_copy_that_cannot_be_opened_now_is_not_damaged(
     passes: bool, node: str, job: Callable[..., Job], shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(directory, 'READ_AGAIN_S', 0.0)
+    monkeypatch.setattr('moevement_ext.memory.window.name.READ_AGAIN_S', 0.0)
     made, really, failures = job(), os.open, iter(range(1 if passes else 10**6))
 
     def opened(path: Any, *others: Any, **named: Any) -> int:
