@@ -109,7 +109,8 @@ def configured(args: argparse.Namespace, nodes: int, **more: Any) -> LaunchConfi
         workers_per_node=args.workers_per_node,
         max_restarts=args.max_restarts,
         log_dir=args.log_dir,
-        faults=(*args.kill, *args.kill_node, *args.stop),
+        faults=(*args.kill, *args.kill_node, *args.lose_node, *args.return_node, *args.stop),
+        guests=args.when_no_spare == 'guests',
         **more,
     )
 
@@ -176,6 +177,15 @@ def add_shared(parser: argparse.ArgumentParser) -> None:
         'DIR/launcher.jsonl, on a file system that all nodes share. Default: all output on '
         'stdout, each line prefixed with its rank.',
     )
+    add(
+        '--when-no-spare',
+        choices=('guests', 'requeue'),
+        default='requeue',
+        help='When a node is lost and no spare is left: guests: its ranks go on at the other '
+        'nodes, with the same bits, until it is back; they share cores, GPUs and memory there. '
+        'requeue: the job ends with exit status 75. Also if guests have no room. '
+        'Default: %(default)s.',
+    )
     group = parser.add_argument_group(
         'staged failures', 'Each strikes once the last rank has logged the iteration.'
     )
@@ -186,6 +196,8 @@ def add_shared(parser: argparse.ArgumentParser) -> None:
             'NODE',
             'SIGKILL the workers of a node and delete its memory of this run.',
         ),
+        (StagedAction.LOSE_NODE, 'NODE', 'The same, and the node does not come back.'),
+        (StagedAction.RETURN_NODE, 'NODE', 'A node comes back after --lose-node.'),
         (StagedAction.STOP, 'RANK', 'SIGSTOP a worker: it hangs.'),
     ):
         group.add_argument(

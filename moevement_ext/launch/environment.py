@@ -72,24 +72,37 @@ def rank_variables(config: LaunchConfig, rank: int, restarts: int) -> dict[str, 
     }
 
 
+def guest_variables(node: int) -> dict[str, str]:
+    """Further variables of a rank whose node is a guest of another, which has ranks on its GPUs.
+
+    NCCL refuses two ranks on one GPU if they are on the same host.
+    """
+    return {'NCCL_HOSTID': f'guest-node{node}'}
+
+
 def name_here(node: int) -> str:
     return f'node{node}'
 
 
-def variables_here(config: LaunchConfig, rank: int, restarts: int) -> dict[str, str]:
-    """`rank_variables` for a worker on an emulated node.
+def variables_here(
+    config: LaunchConfig, rank: int, restarts: int, host: int | None = None
+) -> dict[str, str]:
+    """`rank_variables` for a worker on the emulated node `host`; None: its own.
 
     `LOCAL_RANK` chooses the GPU. The emulated nodes share the GPUs of this machine, so with
     GPUs it is the rank itself, not the place in the node, or 0 if all share the first GPU.
     """
-    found = rank_variables(config, rank, restarts)
     import torch
 
+    found = rank_variables(config, rank, restarts)
+    node = config.node_of(rank)
+    host = node if host is None else host
     if config.share_gpu:
         found |= shared_gpu.of_rank(rank)
     elif torch.cuda.is_available():
-        found['LOCAL_RANK'] = str(rank)
-    return found | {'MOEVEMENT_NODE': name_here(config.node_of(rank))}
+        found['LOCAL_RANK'] = str(rank + config.ranks_of(host).start - config.ranks_of(node).start)
+        found |= guest_variables(node) if host != node else {}
+    return found | {'MOEVEMENT_NODE': name_here(host)}
 
 
 def check_devices(config: LaunchConfig) -> None:

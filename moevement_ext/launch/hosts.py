@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Starts workers on the nodes of an allocation, and moves a lost node's ranks to a spare node.
 
-A *seat* is a node slot of the job: its number (`GROUP_RANK`) and its ranks. Each seat is assigned
-to a host. The other hosts are spares, with hot spares for all workers of a seat; a host in a seat
-has hot spares for its own workers that die. When a host is lost, a spare host takes its seat at
-once. If Slurm leaves the lost host in the allocation and it answers again, it becomes a spare. A
-host with an unusable device counts as lost for the rest of the job.
+Each seat (`seating`) is assigned to a host. The other hosts are spares, with hot spares for all
+workers of a seat; a host in a seat has hot spares for its own workers that die. When a host is
+lost, a spare host takes its seat at once, or with `--when-no-spare guests` a host that has a seat.
+If Slurm leaves the lost host in the allocation and it answers again, it becomes a spare, to which
+guests move. A host with an unusable device counts as lost for the rest of the job.
 
 The connection to the agent shows that a host is lost: within a second if the host's processes die,
 and after `SILENT_S` if the host falls silent. Slurm notices later, after `SlurmdTimeout` (by
@@ -21,19 +21,27 @@ from moevement_ext.errors import EXIT_WHOLE_JOB, LaunchError
 from moevement_ext.events import Event, decode
 from moevement_ext.launch import messages
 from moevement_ext.launch.child import FdLoop
-from moevement_ext.launch.environment import default_variables, job_variables, rank_variables
-from moevement_ext.launch.launch_config import LaunchConfig
+from moevement_ext.launch.environment import (
+    default_variables,
+    guest_variables,
+    job_variables,
+    rank_variables,
+)
+from moevement_ext.launch.guests import Guests
+from moevement_ext.launch.launch_config import LaunchConfig, StagedAction
 from moevement_ext.launch.launcher_events import (
     DevicesFailing,
-    NodeLost,
     NodeMissing,
     NodeReady,
-    NodeSeated,
+    SpareEnded,
+    SpareMissing,
+    SpareReady,
 )
 from moevement_ext.launch.link import Address, Beats, Link, Listener
 from moevement_ext.launch.node import Node, StartStep
 from moevement_ext.launch.remote import Children, RemoteChild
 from moevement_ext.memory.node_store import NodeStore
+from moevement_ext.memory.reservation import sizes_in
 from moevement_ext.replicate.secret import new_secret
 
 _GATHER_S = 60.0
@@ -63,7 +71,11 @@ class SlurmStarter:
             host: Node(host, loop, self._act, self._lost, self._missed) for host in hosts
         }
         self._children = Children(report)
-        self.moves_ranks = len(self._nodes) > config.nodes
+        own = list(range(config.workers_per_node))
+        self._guests = Guests(config, self._children, self._nodes, report, lambda seat: own)
+        self._seating = self._guests.seating
+        self._away: dict[int, Node] = {}
+        self.moves_ranks = config.guests or len(self._nodes) > config.nodes
         self._program = messages.program(config, default_variables(config))
         self._secret = new_secret()
         self._listener: Listener | None = None
@@ -97,19 +109,20 @@ class SlurmStarter:
         self._start_waiting()
         return child
 
-    def reserve(self, memory: Path, files: Sequence[Sequence[int]]) -> None:
+    def reserve(self, memory: Path, files: Sequence[bytes]) -> None:
+        self._guests.learn(memory, files)
+        sizes = [sizes_in(of_rank) for of_rank in files]
         seats = [self._config.ranks_of(seat) for seat in range(self._config.nodes)]
-        of_seats = [[size for rank in ranks for size in files[rank]] for ranks in seats]
+        of_seats = [[size for rank in ranks for size in sizes[rank]] for ranks in seats]
         largest = max(of_seats, key=sum)
         self._reserve = messages.Reserve(str(memory.parent), memory.name, largest)
-        for node in self._nodes.values():
-            if node.is_spare:
-                node.send(self._reserve)
+        for node in self._spares():
+            node.send(self._reserve)
 
     def spares_left(self) -> str:
-        spare = [node.host for node in self._nodes.values() if node.is_spare]
+        spare = [node.host for node in self._spares()]
         names = f' ({" ".join(spare)})' if spare else ''
-        return f'{len(spare)} nodes{names}'
+        return '; '.join(filter(None, [f'{len(spare)} nodes{names}', self._seating.describe()]))
 
     def poll(self) -> None:
         """Handle lost nodes, free hosts, and agents that do not connect.
@@ -127,13 +140,24 @@ class SlurmStarter:
             if node.is_due:
                 self._ask_for_agent(node)
 
-    def lose_node(self, node: int, memory: Callable[[str], NodeStore]) -> Path | None:
-        host = next((one for one in self._nodes.values() if one.seat == node), None)
+    def lose_node(
+        self, node: int, memory: Callable[[str], NodeStore], for_good: bool = False
+    ) -> Path | None:
+        host = next((one for one, seats in self._seating.seats.items() if seats[0] == node), None)
         if host is None:
             return None  # the node is already lost
-        store = memory(host.host)
-        host.send(messages.SimulateNodeLoss(host.host, str(store.root), store.run_id))
+        store = memory(host)
+        self._nodes[host].send(messages.SimulateNodeLoss(host, str(store.root), store.run_id))
+        if for_good:
+            self._away[node] = self._nodes[host]
+            self._away[node].broken = f'{StagedAction.LOSE_NODE} {node}'
         return store.path
+
+    def return_node(self, node: int) -> None:
+        host = self._away.pop(node, None)
+        if host is not None:
+            host.broken = ''
+            self._ask_for_agent(host)
 
     def close(self) -> None:
         if self._listener is not None:
@@ -184,7 +208,10 @@ class SlurmStarter:
         match message:
             case messages.Happened(line):
                 for event in decode(line):
+                    node.has_imported |= isinstance(event, SpareReady | SpareEnded | SpareMissing)
                     self._report(event)
+            case messages.MemorySeen():
+                self._guests.hear(message)
             case messages.DevicesFail(trouble):
                 self._lose_devices(node, trouble)
             case _:
@@ -195,9 +222,9 @@ class SlurmStarter:
         node.give_up(trouble)
 
     def _lost(self, node: Node, why: str) -> None:
-        self._report(NodeLost(node.host, node.seat, why))
-        if node.seat is not None:
+        if node.host in self._seating.seats:
             self._vacated = time.monotonic()
+        self._guests.lose(node.host, why)
         self._children.lose(node, node.host)
 
     def _missed(self, node: Node, why: str) -> None:
@@ -205,35 +232,38 @@ class SlurmStarter:
 
     # Seats
 
+    def _spares(self) -> list[Node]:
+        """Usable hosts without a seat."""
+        usable = (node for node in self._nodes.values() if node.is_usable)
+        return [node for node in usable if node.host not in self._seating.seats]
+
     def _are_enough(self) -> bool:
         coming = [node for node in self._nodes.values() if node.is_coming]
-        there = [node for node in self._nodes.values() if node.is_spare]
-        enough = len(there) >= self._config.nodes
+        enough = len(self._spares()) >= self._config.nodes
         return not coming or (enough and time.monotonic() > self._began + _GATHER_S)
 
     def _take_seats(self) -> None:
-        taken = {node.seat for node in self._nodes.values()}
-        for seat in range(self._config.nodes):
-            if seat not in taken and not self._take(seat):
+        for seat in self._seating.empty:
+            usable = [node.host for node in self._nodes.values() if node.is_usable]
+            if not self._guests.take(seat, usable):
                 self._look_for_another(seat)
                 break
+            self._keep_spares(self._seating.hosts[seat])
         self._start_waiting()
-        for node in self._nodes.values():
-            if node.is_spare and not node.is_hot:
+        for node in self._spares():
+            if not node.is_hot:
                 node.is_hot = True
                 count = self._config.workers_per_node if self._config.importable else 0
                 node.send(messages.KeepSpares(count))
                 if self._reserve is not None:
                     node.send(self._reserve)
+            elif node.has_imported or not self._config.importable:
+                if self._guests.bring_home(node.host):
+                    self._keep_spares(node.host)
 
-    def _take(self, seat: int) -> bool:
-        node = next((one for one in self._nodes.values() if one.is_spare), None)
-        if node is None:
-            return False
-        node.seat = seat
-        self._report(NodeSeated(node.host, seat))
-        node.send(messages.KeepSpares(self._config.spares))
-        return True
+    def _keep_spares(self, host: str) -> None:
+        """Let a host that has taken a seat keep hot spares for its own workers only."""
+        self._nodes[host].send(messages.KeepSpares(self._config.spares))
 
     def _look_for_another(self, seat: int) -> None:
         absent = [node for node in self._nodes.values() if node.link is None]
@@ -244,12 +274,14 @@ class SlurmStarter:
             return
         reasons = ', '.join(f'{node.host}: {node.why}' for node in absent)
         message = f'node {seat} of the job has no host, and no spare node is left ({reasons})'
+        message += self._guests.refusals(seat)
         raise LaunchError(message, EXIT_WHOLE_JOB) if self._met else LaunchError(message)
 
     def _start_waiting(self) -> None:
-        seated = {node.seat: node for node in self._nodes.values()}
+        seated, guests = self._seating.hosts, self._seating.guests
         for child in self._children:
-            node = seated.get(self._config.node_of(child.order.rank))
+            seat = self._config.node_of(child.order.rank)
+            node = self._nodes.get(seated.get(seat, ''))
             # An order to another child may just have shown that this node's agent is lost.
             if node is not None and node.link is not None and child.waits_for_node:
-                child.start_on(node)
+                child.start_on(node, guest_variables(seat) if seat in guests else {})

@@ -18,7 +18,13 @@ class StagedAction(enum.StrEnum):
 
     KILL = '--kill'
     KILL_NODE = '--kill-node'
+    LOSE_NODE = '--lose-node'
+    RETURN_NODE = '--return-node'
     STOP = '--stop'
+
+    @property
+    def strikes_node(self) -> bool:
+        return self in (self.KILL_NODE, self.LOSE_NODE, self.RETURN_NODE)
 
 
 class StagedFault(NamedTuple):
@@ -26,7 +32,7 @@ class StagedFault(NamedTuple):
 
     action: StagedAction
     target: int
-    """A rank, or a node for `KILL_NODE`."""
+    """A rank, or a node."""
     iteration: int
     """The failure strikes once the last rank has logged this iteration."""
 
@@ -54,6 +60,8 @@ class LaunchConfig:
     faults: tuple[StagedFault, ...] = ()
     share_gpu: bool = False
     """All workers use the first GPU; to NCCL each worker is a separate host."""
+    guests: bool = False
+    """Ranks of a lost node go on at other nodes if no spare is left."""
     grace_s: float = 10.0
     """Seconds from the first signal to SIGKILL when the job is stopped."""
     launch: str = field(default_factory=lambda: secrets.token_hex(8), compare=False)
@@ -105,7 +113,7 @@ class LaunchConfig:
 
     def _check(self, fault: StagedFault) -> None:
         what, count = 'rank', self.world_size
-        if fault.action is StagedAction.KILL_NODE:
+        if fault.action.strikes_node:
             what, count = 'node', self.nodes
         if not 0 <= fault.target < count:
             raise ConfigurationError(

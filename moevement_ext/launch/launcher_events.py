@@ -189,6 +189,34 @@ class NodeSeated(Event, frozen=True):
         return f'host {self.host} is node {self.node} of the job'
 
 
+class GuestsSeated(Event, frozen=True):
+    """The ranks of a seat go on at a host that has a seat, as there is no spare."""
+
+    host: str
+    node: int
+    """The seat."""
+    placement: str
+    """Number of nodes, and where all guests are."""
+    exposed: int = 0
+    """Ranks whose windows are lost with this host."""
+
+    def __str__(self) -> str:
+        risk = f'; its loss would cost windows of {self.exposed} ranks' if self.exposed else ''
+        return f'node {self.node} of the job goes on at host {self.host}{risk} | {self.placement}'
+
+
+class GuestsRefused(Event, frozen=True):
+    """A host has no room for the ranks of a seat."""
+
+    host: str
+    node: int
+    """The seat."""
+    reason: str
+
+    def __str__(self) -> str:
+        return f'host {self.host} has no room for node {self.node} of the job: {self.reason}'
+
+
 class NodeLost(Event, frozen=True):
     """The launcher lost a host, with all processes there."""
 
@@ -196,9 +224,12 @@ class NodeLost(Event, frozen=True):
     node: int | None
     """The seat of the host, that is, its node number in the job; None: a spare."""
     reason: str
+    guests: list[int] = []
+    """Further seats whose ranks were there."""
 
     def __str__(self) -> str:
         what = 'a spare' if self.node is None else f'node {self.node} of the job'
+        what += ''.join(f' and node {node}' for node in self.guests)
         return f'host {self.host}, {what}, is lost: {self.reason}'
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from moevement_ext.errors import LaunchError
+from moevement_ext.errors import EXIT_WHOLE_JOB, LaunchError
 from moevement_ext.events import Event
 from moevement_ext.launch import messages
 from moevement_ext.launch.child import FdLoop
@@ -18,7 +18,8 @@ from moevement_ext.launch.environment import (
     name_here,
     variables_here,
 )
-from moevement_ext.launch.launch_config import LaunchConfig
+from moevement_ext.launch.guests import Guests
+from moevement_ext.launch.launch_config import LaunchConfig, StagedAction
 from moevement_ext.launch.machine import Machine
 from moevement_ext.launch.remote import Children, RemoteChild
 from moevement_ext.memory.node_store import NodeStore
@@ -30,16 +31,24 @@ _TURN_S = 1.0
 class LocalStarter:
     """`Starter` of workers on this machine; `loop` calls it after events of the machine.
 
+    Each emulated node has a seat of its own, until the node is lost for good.
+
     Raises `ConfigurationError` if the GPUs of this machine do not fit the job.
     """
-
-    moves_ranks = False
 
     def __init__(self, config: LaunchConfig, loop: FdLoop, report: Callable[[Event], None]) -> None:
         check_devices(config)
         self._config = config
         self._report = report
         self._children = Children(report)
+        self.moves_ranks = config.guests
+        self._names = [name_here(node) for node in range(config.nodes)]
+        nodes = dict.fromkeys(self._names, self)
+        self._guests = Guests(config, self._children, nodes, report, self._devices)
+        self._seating = self._guests.seating
+        for node, name in enumerate(self._names):
+            self._seating.take(node, name)
+        self._lost: set[str] = set()
         self._machine: Machine | None = None
         self._variables: dict[str, str] = {}
         self._own = FdLoop()
@@ -59,28 +68,55 @@ class LocalStarter:
     def start(
         self, rank: int, restarts: int, on_iteration: Callable[[int], None] | None = None
     ) -> RemoteChild:
-        own = variables_here(self._config, rank, restarts)
+        node = self._config.node_of(rank)
+        if node in self._seating.empty:
+            usable = [name for name in self._names if name not in self._lost]
+            if not self._guests.take(node, usable):
+                raise LaunchError(
+                    f'node {node} of the job is lost, and no spare node is left'
+                    f'{self._guests.refusals(node)}',
+                    EXIT_WHOLE_JOB,
+                )
+        host = self._names.index(self._seating.hosts[node])
+        own = variables_here(self._config, rank, restarts, host)
         child = self._children.add(rank, restarts, {**self._variables, **own}, on_iteration)
         child.start_on(self)
         return child
 
-    def reserve(self, memory: Path, files: Sequence[Sequence[int]]) -> None:
-        """Does nothing: no rank moves to another node."""
+    def reserve(self, memory: Path, files: Sequence[bytes]) -> None:
+        """Reserves nothing: there is no spare node."""
+        self._guests.learn(memory, files)
 
     def spares_left(self) -> str:
         ready, starting = (0, 0) if self._machine is None else self._machine.spares.count
         more = f' ({starting} starting)' if starting else ''
-        return f'{ready} hot{more}' if self._config.spares else '0 hot (none asked for)'
+        hot = f'{ready} hot{more}' if self._config.spares else '0 hot (none asked for)'
+        return '; '.join(filter(None, [hot, self._seating.describe()]))
 
     def poll(self) -> None:
         if self._machine is not None:
             self._machine.look()
+        for name in self._names:
+            if name not in self._seating.seats and name not in self._lost:
+                self._guests.bring_home(name)
 
-    def lose_node(self, node: int, memory: Callable[[str], NodeStore]) -> Path:
-        name = name_here(node)
+    def lose_node(
+        self, node: int, memory: Callable[[str], NodeStore], for_good: bool = False
+    ) -> Path:
+        name = self._names[node]
         store = memory(name)
         self.send(messages.SimulateNodeLoss(name, str(store.root), store.run_id))
+        if for_good:
+            self._lost.add(name)
+            self._guests.lose(name, f'{StagedAction.LOSE_NODE} {node}')
         return store.path
+
+    def return_node(self, node: int) -> None:
+        self._lost.discard(self._names[node])
+
+    def _devices(self, node: int) -> list[int]:
+        """GPUs of a node's ranks; none if all ranks of the job share one anyway."""
+        return [] if self._config.share_gpu else list(self._config.ranks_of(node))
 
     def close(self) -> None:
         if self._machine is not None:
@@ -109,4 +145,8 @@ class LocalStarter:
     def _act(self) -> None:
         os.eventfd_read(self._has_messages)
         while self._messages:
-            self._children.act(self._messages.popleft())
+            message = self._messages.popleft()
+            if isinstance(message, messages.MemorySeen):
+                self._guests.hear(message)
+            else:
+                self._children.act(message)

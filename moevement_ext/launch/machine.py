@@ -11,22 +11,28 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
+from moevement_ext.errors import HostMemoryError
 from moevement_ext.events import Event
 from moevement_ext.launch import messages
 from moevement_ext.launch.child import Child, FdLoop, SpawnedChild
-from moevement_ext.launch.launch_config import LaunchConfig
+from moevement_ext.launch.launch_config import LaunchConfig, flag_value
 from moevement_ext.launch.output import Relay, last_lines, say_of_launcher
 from moevement_ext.launch.remote import NO_ENDS
 from moevement_ext.launch.spare_pool import SparePool
 from moevement_ext.launch.staged_faults import logged_iteration
+from moevement_ext.memory.budget import HostMemoryPlan, memory_of_files
+from moevement_ext.memory.holder_lock import StoreInUseError
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.reservation import ReservedPages
 from moevement_ext.memory.shelf import directories_of
+from moevement_ext.memory.window.refusal import UnreadableWindow
+from moevement_ext.system import nvml
 from moevement_ext.system.death_notice import DeathNotice, signal_that_kills
 
 _NOT_STARTED = 1
@@ -109,6 +115,10 @@ class Machine:
                 self.spares.keep(count)
             case messages.Reserve(directory, run_id, sizes):
                 self._reserve(NodeStore(Path(directory), run_id, self._environment[NODE]), sizes)
+            case messages.LookAtMemory():
+                self._send(self._memory_seen(message))
+            case messages.Vacate(node, directory, run_id, ranks):
+                self._vacate(NodeStore(Path(directory), run_id, node), ranks)
             case messages.SimulateNodeLoss(node, directory, run_id):
                 self._simulate_node_loss(node, NodeStore(Path(directory), run_id, node))
 
@@ -285,6 +295,35 @@ class Machine:
         """Stop, and wait for the current file, which would otherwise appear after `remove`."""
         pages.end()
         self._reserving.join()
+
+    def _memory_seen(self, asked: messages.LookAtMemory) -> messages.MemorySeen:
+        devices = nvml.of_this_node() if asked.devices else None
+        trouble = '' if devices is None else devices.shortage(asked.devices, asked.seats)
+        if not asked.run_id:
+            return messages.MemorySeen(asked.node, trouble)
+        store = NodeStore(Path(asked.directory), asked.run_id, asked.node)
+        budget = flag_value(self._config.flags, '--sparse-ckpt-host-memory-gb')
+        plan = HostMemoryPlan({rank: memory_of_files(n) for rank, n in asked.nbytes.items()})
+        windows: list[tuple[int, int, str]] = []
+        try:
+            if asked.nbytes:
+                plan.check(float(budget) if budget else None, store.path)
+            for one in (*store.scan(), *store.scan_stubs()):
+                windows.append((one.holder, one.owner, str(one.name)))
+        except (HostMemoryError, UnreadableWindow) as error:
+            trouble = trouble or str(error)
+        return messages.MemorySeen(asked.node, trouble, windows)
+
+    def _vacate(self, memory: NodeStore, ranks: Collection[int]) -> None:
+        node = memory.path.name
+        here = [one for one in self._running.values() if one.node == node and one.rank in ranks]
+        for running in here:
+            running.child.signal(signal.SIGKILL)
+            running.child.dies()
+        for rank in ranks:
+            with suppress(StoreInUseError, HostMemoryError, OSError):
+                memory.lock(rank)
+                memory.remove_rank(rank)
 
     def _simulate_node_loss(self, node: str, memory: NodeStore) -> None:
         here = [running.child for running in self._running.values() if running.node == node]

@@ -68,6 +68,16 @@ class IterationLogged(msgspec.Struct, frozen=True, tag=True):
     iteration: int
 
 
+class MemorySeen(msgspec.Struct, frozen=True, tag=True):
+    """What a node has room for, and the windows in its memory."""
+
+    node: str
+    trouble: str = ''
+    """Why the ranks have no room, with the bytes; empty: they have."""
+    windows: list[tuple[int, int, str]] = []
+    """Holder, owner and name of each committed window or stub."""
+
+
 class Happened(msgspec.Struct, frozen=True, tag=True):
     """A launcher event, as a line of JSON."""
 
@@ -120,6 +130,32 @@ class Reserve(msgspec.Struct, frozen=True, tag=True):
     """Size of each file in bytes."""
 
 
+class LookAtMemory(msgspec.Struct, frozen=True, tag=True):
+    """Answer with a `MemorySeen`."""
+
+    node: str
+    directory: str
+    """`--sparse-ckpt-dir`."""
+    run_id: str
+    """Empty: the run keeps nothing in memory yet."""
+    nbytes: dict[int, int]
+    """Bytes that each rank keeps, if these ranks run here; empty: do not check the room."""
+    devices: list[int]
+    """GPUs that the ranks of one more seat use."""
+    seats: int
+    """Number of seats whose ranks use these GPUs now."""
+
+
+class Vacate(msgspec.Struct, frozen=True, tag=True):
+    """Kill processes of ranks that have moved from this node, and delete their memory here."""
+
+    node: str
+    directory: str
+    """`--sparse-ckpt-dir`."""
+    run_id: str
+    ranks: list[int]
+
+
 class SimulateNodeLoss(msgspec.Struct, frozen=True, tag=True):
     """Simulate the loss of a node: kill its processes and delete the run's memory there.
 
@@ -132,8 +168,20 @@ class SimulateNodeLoss(msgspec.Struct, frozen=True, tag=True):
     run_id: str
 
 
-FromAgent = Alive | Here | DevicesFail | Started | Ended | Blocked | IterationLogged | Happened
-FromSupervisor = Alive | Program | StartWorker | Signal | KeepSpares | Reserve | SimulateNodeLoss
+FromAgent = (
+    Alive | Here | DevicesFail | Started | Ended | Blocked | IterationLogged | MemorySeen | Happened
+)
+FromSupervisor = (
+    Alive
+    | Program
+    | StartWorker
+    | Signal
+    | KeepSpares
+    | Reserve
+    | LookAtMemory
+    | Vacate
+    | SimulateNodeLoss
+)
 FROM_AGENT: msgspec.msgpack.Decoder[FromAgent] = msgspec.msgpack.Decoder(FromAgent)
 FROM_SUPERVISOR: msgspec.msgpack.Decoder[FromSupervisor] = msgspec.msgpack.Decoder(FromSupervisor)
 

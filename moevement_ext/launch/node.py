@@ -94,7 +94,7 @@ def _tasks() -> int:
 
 
 class Node:
-    """A host: its step, the connection to its agent, and its seat.
+    """A host: its step, and the connection to its agent.
 
     Args:
         host: name of the host.
@@ -104,8 +104,8 @@ class Node:
         on_missed: called with the reason when no agent connected.
 
     Attributes:
-        seat: the host's node number in the job (torchrun's group rank); None: a spare.
         is_hot: the agent has the order to keep hot spares.
+        has_imported: a hot spare is ready there, or could not be started.
         tried: start of the last step here, in seconds of the monotonic clock.
         why: reason why the host has no agent.
         broken: the fault of an unusable device, or the reason why the host was given up. Remains
@@ -122,8 +122,8 @@ class Node:
     ) -> None:
         self.host = host
         self.link: Link[FromAgent] | None = None
-        self.seat: int | None = None
         self.is_hot = False
+        self.has_imported = False
         self.tried = 0.0
         self.why = 'not started yet'
         self.broken = ''
@@ -136,9 +136,8 @@ class Node:
         self._pause_s = _FIRST_PAUSE_S
 
     @property
-    def is_spare(self) -> bool:
-        """True if the agent is idle and the host is usable."""
-        return self.link is not None and self.seat is None and not self.broken
+    def is_usable(self) -> bool:
+        return self.link is not None and not self.broken
 
     @property
     def is_coming(self) -> bool:
@@ -162,7 +161,7 @@ class Node:
 
     def connected(self, link: Link[FromAgent]) -> None:
         self.link = link
-        self.is_hot = False
+        self.is_hot = self.has_imported = False
         self._pause_s = _FIRST_PAUSE_S
         self._loop.watch(link.fd, self.handle_message)
 
@@ -188,7 +187,6 @@ class Node:
         self.disconnect()
         self._abandon_step()
         self._on_lost(self, why)
-        self.seat = None
 
     def give_up(self, why: str) -> None:
         self.broken = why

@@ -6,9 +6,11 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
+
+import msgspec
 
 from moevement_ext.events import Event
 from moevement_ext.launch.child import Child
@@ -17,6 +19,7 @@ from moevement_ext.launch.messages import (
     Blocked,
     Ended,
     FromAgent,
+    FromSupervisor,
     IterationLogged,
     Signal,
     Started,
@@ -32,10 +35,10 @@ NO_ENDS = signal.SIGSTOP, signal.SIGCONT
 """Signals that do not end a worker which is still to be started."""
 
 
-class _Commands(Protocol):
+class Commands(Protocol):
     """Connection to the node of a worker."""
 
-    def send(self, message: Signal | StartWorker) -> None:
+    def send(self, message: FromSupervisor) -> None:
         """Send a message to the agent; if the agent is lost, its workers count as ended."""
 
     def handle_message(self) -> None:
@@ -61,6 +64,7 @@ class RemoteChild(Child):
         pid: process id; 0 before the start.
         last_lines: the last lines of its output.
         lost_with: host with which this process was lost; empty otherwise.
+        moves_to: host to which the rank moves, so that this process ends; empty otherwise.
         node: node of the process; None before one is assigned.
         blocked_s: seconds for which its main thread has waited in the kernel, for one reader.
         is_settled: it has joined the other ranks, or was killed because it did not.
@@ -71,11 +75,11 @@ class RemoteChild(Child):
     ) -> None:
         super().__init__(0, os.eventfd(0))
         self.last_lines: list[str] = []
-        self.lost_with = ''
+        self.lost_with = self.moves_to = ''
         self.order = order
         self.restarts = restarts
         self.on_iteration = on_iteration
-        self.node: _Commands | None = None
+        self.node: Commands | None = None
         self.blocked_s = 0.0
         self.is_settled = False
         self._code: int | None = None
@@ -92,8 +96,12 @@ class RemoteChild(Child):
             return None
         return time.monotonic() - self._started_at
 
-    def start_on(self, node: _Commands) -> None:
+    def start_on(self, node: Commands, variables: Mapping[str, str] | None = None) -> None:
+        """Start the worker there, with these further environment variables."""
         self.node = node
+        if variables:
+            own = {**self.order.variables, **variables}
+            self.order = msgspec.structs.replace(self.order, variables=own)
         self._asked_for_at = time.monotonic()
         node.send(self.order)
 
@@ -188,7 +196,7 @@ class Children:
                 child.last_lines = last_lines
                 child.end(code)
 
-    def lose(self, node: _Commands, host: str) -> None:
+    def lose(self, node: Commands, host: str) -> None:
         for key, child in list(self._children.items()):
             if child.node is node:
                 del self._children[key]
@@ -216,11 +224,11 @@ class Starter(Protocol):
         `on_iteration` is called with the iterations that the worker logs, if it has no log file.
         """
 
-    def reserve(self, memory: Path, files: Sequence[Sequence[int]]) -> None:
+    def reserve(self, memory: Path, files: Sequence[bytes]) -> None:
         """Reserve host memory for ranks that may move to another node.
 
-        `memory` is the directory of the run on each node, `files` the sizes of each rank's
-        files.
+        `memory` is the directory of the run on each node, `files` the list of each rank's files
+        (`memory.reservation`).
         """
 
     def spares_left(self) -> str:
@@ -229,12 +237,17 @@ class Starter(Protocol):
     def poll(self) -> None:
         """Do periodic work, ten times a second; `LaunchError` if a worker cannot be started."""
 
-    def lose_node(self, node: int, memory: Callable[[str], NodeStore]) -> Path | None:
+    def lose_node(
+        self, node: int, memory: Callable[[str], NodeStore], for_good: bool = False
+    ) -> Path | None:
         """Kill all processes on a node of the job, and delete its host memory.
 
-        `memory` returns the host memory of a node by its name. Returns the deleted
-        directory; None if the node runs nothing.
+        `memory` returns the host memory of a node by its name; `for_good`: it stays away until
+        `return_node`. Returns the deleted directory; None if the node runs nothing.
         """
+
+    def return_node(self, node: int) -> None:
+        """Let a node return that was lost for good; otherwise does nothing."""
 
     def close(self) -> None:
         """End all other processes; called once all workers are dead."""

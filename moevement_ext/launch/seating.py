@@ -11,8 +11,8 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 
-class HeldWindow(NamedTuple):
-    """A committed window of a rank, or the stub of one, in the memory of a host."""
+class KeptCopy(NamedTuple):
+    """A committed window, or the stub of one, in the memory of a host."""
 
     holder: int
     """Rank that keeps it."""
@@ -40,12 +40,15 @@ class Seating:
         self._ranks = ranks_of_seat
         self._former: dict[str, int] = {}
 
-    def host_of(self, seat: int) -> str | None:
-        return next((host for host, seats in self.seats.items() if seat in seats), None)
+    @property
+    def hosts(self) -> dict[int, str]:
+        """Host of each seat that has one."""
+        return {seat: host for host, seats in self.seats.items() for seat in seats}
 
-    def without_host(self) -> list[int]:
-        taken = {seat for seats in self.seats.values() for seat in seats}
-        return [seat for seat in range(self._count) if seat not in taken]
+    @property
+    def empty(self) -> list[int]:
+        """Seats without a host."""
+        return sorted(set(range(self._count)) - self.hosts.keys())
 
     @property
     def guests(self) -> dict[int, str]:
@@ -54,7 +57,9 @@ class Seating:
 
     def take(self, seat: int, host: str) -> None:
         """Move a seat to `host`, from its present host if it has one."""
-        self._leave(seat)
+        former = self.hosts.get(seat)
+        if former is not None:
+            self.seats[former].remove(seat)
         self.seats.setdefault(host, []).append(seat)
         self._former[host] = self.seats[host][0]
 
@@ -68,15 +73,16 @@ class Seating:
         First those where the ranks do not share their host with all copies of their windows, and
         with no windows of which they keep the only copy; then those with the fewest seats.
         """
-        return sorted(hosts, key=lambda host: (self.exposed(seat, host), len(self._at(host))))
+        kept = self._kept_with(seat)
+
+        def price(host: str) -> tuple[int, int]:
+            return sum(found <= {host} for found in kept), len(self.seats.get(host, ()))
+
+        return sorted(hosts, key=price)
 
     def exposed(self, seat: int, host: str) -> int:
-        """Ranks with windows that one more host takes with it, if it is `host` with this seat."""
-        return sum(
-            len(ranks) > 1 and {self._with(rank, seat, host) for rank in ranks} == {host}
-            for ranks in self.keepers
-            if any(self._seat_of(rank) == seat for rank in ranks)
-        )
+        """Ranks whose windows are all lost with `host`, if it has this seat."""
+        return sum(found <= {host} for found in self._kept_with(seat))
 
     def homecoming(self, host: str) -> int | None:
         """Seat of guests that a host without a seat takes: the one it had, if possible."""
@@ -87,7 +93,7 @@ class Seating:
             default=None,
         )
 
-    def windows_without(self, seat: int, held: Iterable[HeldWindow]) -> bool:
+    def windows_without(self, seat: int, held: Iterable[KeptCopy]) -> bool:
         """True if the job has a window without the memory of this seat's ranks."""
         owners: dict[str, set[int]] = {}
         for window in held:
@@ -100,20 +106,15 @@ class Seating:
         places = [f'node {seat} is a guest of {host}' for seat, host in sorted(self.guests.items())]
         return '; '.join([f'{len(self.seats)} of {self._count} nodes', *places]) if places else ''
 
-    def _at(self, host: str) -> list[int]:
-        return self.seats.get(host, [])
-
-    def _leave(self, seat: int) -> None:
-        host = self.host_of(seat)
-        if host is not None:
-            self.seats[host].remove(seat)
-            if not self.seats[host]:
-                del self.seats[host]
+    def _kept_with(self, seat: int) -> list[set[str | None]]:
+        """Other hosts with the windows that ranks of this seat keep, where other seats do, too."""
+        hosts = self.hosts
+        seats = [{self._seat_of(rank) for rank in ranks} for ranks in self.keepers]
+        return [
+            {hosts.get(other) for other in found - {seat}}
+            for found in seats
+            if len(found) > 1 and seat in found
+        ]
 
     def _seat_of(self, rank: int) -> int:
         return rank // self._ranks
-
-    def _with(self, rank: int, seat: int, host: str) -> str | None:
-        """Host of a rank once `host` has this seat."""
-        own = self._seat_of(rank)
-        return host if own == seat else self.host_of(own)

@@ -20,7 +20,7 @@ class StagedFaults:
         self.pending = list(config.faults)
         self._run: tuple[Path, str] | None = None
         for fault in config.faults:
-            if fault.action is StagedAction.KILL_NODE:
+            if fault.action in (StagedAction.KILL_NODE, StagedAction.LOSE_NODE):
                 self._run = _run_in_memory(config, fault)
 
     def due(self, iteration: int) -> list[StagedFault]:
@@ -37,8 +37,7 @@ class StagedFaults:
         run = self._run or (told and (told.parent, told.name))
         if not run:
             raise LaunchError(
-                f'{StagedAction.KILL_NODE} deletes the memory of the node, but the program has '
-                'reported none.'
+                'a staged loss of a node deletes its memory, but the program has reported none.'
             )
         return NodeStore(*run, name)
 

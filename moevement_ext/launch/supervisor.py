@@ -69,7 +69,6 @@ from moevement_ext.membership.mailbox import (
 )
 from moevement_ext.membership.rendezvous import announce_failure, present_round
 from moevement_ext.memory.node_store import holds_windows, is_in_use
-from moevement_ext.memory.reservation import sizes_in
 from moevement_ext.store import server
 from moevement_ext.store.answers import AnswerWatch
 from moevement_ext.system.leaving import listened_for
@@ -385,7 +384,7 @@ class Supervisor:
         kept = read_files(self._mailbox, self.config.world_size) if memory is not None else None
         if memory is not None and kept is not None:
             self._reserved = True
-            self._starter.reserve(memory, [sizes_in(files) for files in kept])
+            self._starter.reserve(memory, kept)
 
     def _lose_store(self) -> None:
         if self._look_for_store_at is None:
@@ -448,7 +447,10 @@ class Supervisor:
 
     def _stage_faults(self, iteration: int) -> None:
         for fault in self._faults.due(iteration):
-            if fault.action is StagedAction.KILL_NODE:
+            if fault.action is StagedAction.RETURN_NODE:
+                self._starter.return_node(fault.target)
+                self._report(FaultStaged(str(fault)))
+            elif fault.action.strikes_node:
                 self._kill_node(fault)
             else:
                 stop = fault.action is StagedAction.STOP
@@ -458,5 +460,6 @@ class Supervisor:
 
     def _kill_node(self, fault: StagedFault) -> None:
         memory = partial(self._faults.memory_of, read_memory(self._mailbox))
-        deleted = self._starter.lose_node(fault.target, memory)
+        for_good = fault.action is StagedAction.LOSE_NODE
+        deleted = self._starter.lose_node(fault.target, memory, for_good)
         self._report(FaultStaged(str(fault), None if deleted is None else str(deleted)))

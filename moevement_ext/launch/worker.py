@@ -88,8 +88,12 @@ class BadEnd:
 
     @property
     def fate(self) -> str:
-        host = self.worker.child.lost_with
-        return f'was lost with host {host}' if host else describe_exit(self.code)
+        child = self.worker.child
+        if child.moves_to:
+            return f'moves to host {child.moves_to}'
+        if child.lost_with:
+            return f'was lost with host {child.lost_with}'
+        return describe_exit(self.code)
 
 
 _MAX_ERRORS = 3

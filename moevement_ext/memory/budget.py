@@ -265,6 +265,12 @@ def log_ring_bytes(own: Logged, most: Logged, longest_window: int, lag: float) -
     return log_reach(longest_window) * own.iteration_bytes + late + own.record_bytes
 
 
+def memory_of_files(nbytes: int) -> RankMemory:
+    """Host memory of a rank with window files and a log of so many bytes."""
+    ledger = in_pages(Ledger.bytes_needed(LEDGER_RECORDS))
+    return RankMemory(own_windows=nbytes, replicas=0, ledger=ledger, beside=BESIDE_BYTES)
+
+
 def rank_memory(
     window_file: int, replica_files: Iterable[int], log_ring: int, disk: bool = False
 ) -> RankMemory:

@@ -30,7 +30,12 @@ from moevement_ext.memory import private_file
 from moevement_ext.memory.file_system import free_bytes, gib
 from moevement_ext.memory.holder_lock import StoreInUseError
 from moevement_ext.memory.limits import memory_left
-from moevement_ext.memory.mapped_file import map_anew, prepare_map, prepare_map_of_existing
+from moevement_ext.memory.mapped_file import (
+    in_pages,
+    map_anew,
+    prepare_map,
+    prepare_map_of_existing,
+)
 from moevement_ext.memory.node_store import STUB, NodeStore
 from moevement_ext.memory.window.name import free_name
 
@@ -147,6 +152,16 @@ def decode(files: bytes) -> list[_KeptFile]:
 
 def sizes_in(files: bytes) -> list[int]:
     return [file.reserved for file in decode(files)]
+
+
+def bytes_in(files: bytes) -> int:
+    """Bytes of the files, once all their pages are reserved."""
+    return sum(in_pages(file.nbytes) for file in decode(files))
+
+
+def owners_in(files: bytes) -> set[int]:
+    """Ranks whose windows, or stubs, are in the files."""
+    return {int(one.directory.removeprefix(STUB)) for one in decode(files) if one.directory}
 
 
 class EarlyReservation:

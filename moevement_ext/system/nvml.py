@@ -7,7 +7,8 @@ This module neither needs CUDA nor creates a context on a device.
 import importlib
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 from moevement_ext.logger import logger_of
@@ -57,6 +58,18 @@ class Nvml:
         if self._known is None:
             self._known = {finding for finding in found if finding.what == _NO_ROW_LEFT}
         return [finding for finding in found if finding not in self._known]
+
+    def shortage(self, devices: Collection[int], sharers: int) -> str:
+        """Why processes do not fit on these devices, by index, beside `sharers` equal ones there.
+
+        Empty if they fit, or nothing is known.
+        """
+        for index, (device, handle) in enumerate(self._handles.items()):
+            info = self._or_none(partial(self._nvml.nvmlDeviceGetMemoryInfo, handle))
+            needed = 0 if info is None else int(info.used) // sharers
+            if info is not None and index in devices and info.free < needed:
+                return f'GPU {device} has {info.free} bytes free, and its rank takes {needed}'
+        return ''
 
     def _read(self, device: str, handle: Any) -> Finding | None:
         nvml = self._nvml

@@ -31,7 +31,7 @@ from moevement_ext.launch.link import ADDRESS_VARIABLE, Address
 from moevement_ext.launch.node import AGENT, Step
 from moevement_ext.launch.supervisor import Supervisor
 from moevement_ext.memory.node_store import NodeStore
-from moevement_ext.memory.reservation import ReservedPages
+from moevement_ext.memory.reservation import ReservedPages, sizes_in
 
 from ..lab.arguments import above_0
 from ..lab.digests import StateDigest, kinds_of_difference, read_digest
@@ -81,15 +81,17 @@ class _Starter(SlurmStarter):
         self.kept = self.in_advance = 0
         self.lost_at: float | None = None
 
-    def reserve(self, memory: Path, files: Sequence[Sequence[int]]) -> None:
-        self.kept = max(map(sum, files))
+    def reserve(self, memory: Path, files: Sequence[bytes]) -> None:
+        self.kept = max(sum(sizes_in(of_rank)) for of_rank in files)
         if self._reserves:
             super().reserve(memory, files)
 
-    def lose_node(self, node: int, memory: Callable[[str], NodeStore]) -> Path | None:
+    def lose_node(
+        self, node: int, memory: Callable[[str], NodeStore], for_good: bool = False
+    ) -> Path | None:
         self.in_advance = ReservedPages(memory(_HOSTS[-1])).nbytes()
         self.lost_at = time.time()
-        return super().lose_node(node, memory)
+        return super().lose_node(node, memory, for_good)
 
 
 def _begin_agent(host: str, address: Address) -> Step:

@@ -73,6 +73,11 @@ def nvmlDeviceGetFieldValues(device: Path, fields: list[int]) -> list[SimpleName
     return [_action(device)]
 
 
+def nvmlDeviceGetMemoryInfo(device: Path) -> SimpleNamespace:
+    used, free = _of(device, 'memory')
+    return SimpleNamespace(used=used, free=free)
+
+
 def nvmlDeviceGetRemappedRows(device: Path) -> tuple[int, int, int, int]:
     """Corrected, uncorrected, pending; whether a replacement failed."""
     return 0, 1, 0, _of(device, 'no_row_left')

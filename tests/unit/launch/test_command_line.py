@@ -27,17 +27,20 @@ def test_flags(job: Job) -> None:
     program = str(job.program)
     own = '--nodes 2 --workers-per-node 3 --spares 1 --max-restarts 4 --log-dir logs --share-gpu'
     struck = '--kill 0@1 5@2 --kill 1@9 --kill-node 1@3 --stop 2@4'
+    struck += ' --lose-node 0@5 --return-node 0@6 --when-no-spare guests'
     config = parse([*own.split(), *struck.split(), '--', program, '--nodes', '--', 'x'])
     assert (config.program, config.flags) == (program, ('--nodes', '--', 'x'))
     assert (config.nodes, config.workers_per_node, config.world_size) == (2, 3, 6)
     assert (config.spares, config.max_restarts, config.log_dir) == (1, 4, Path('logs'))
-    assert config.share_gpu
+    assert config.share_gpu and config.guests
     assert not parse(['--nodes', '1', '--fork', '--', program]).share_gpu
     assert config.faults == (
         StagedFault(StagedAction.KILL, 0, 1),
         StagedFault(StagedAction.KILL, 5, 2),
         StagedFault(StagedAction.KILL, 1, 9),
         StagedFault(StagedAction.KILL_NODE, 1, 3),
+        StagedFault(StagedAction.LOSE_NODE, 0, 5),
+        StagedFault(StagedAction.RETURN_NODE, 0, 6),
         StagedFault(StagedAction.STOP, 2, 4),
     )
 

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moevement_ext.launch.seating import HeldWindow, Seating
+from moevement_ext.launch.seating import KeptCopy, Seating
 from moevement_ext.replicate.placement import place_replicas
 
 
@@ -30,11 +30,11 @@ def lose(seats: Seating, host: str) -> list[str]:
 
 def exposed(seats: Seating) -> list[int]:
     """Ranks that have a copy, but none on another host."""
-    workers = len(seats.keepers) // len(seats.without_host() + sum(seats.seats.values(), []))
+    workers = len(seats.keepers) // len(seats.hosts)
     return [
         owner
         for owner, ranks in enumerate(seats.keepers)
-        if len(ranks) > 1 and len({seats.host_of(rank // workers) for rank in ranks}) == 1
+        if len(ranks) > 1 and len({seats.hosts[rank // workers] for rank in ranks}) == 1
     ]
 
 
@@ -106,10 +106,10 @@ def test_new_host_relieves_the_fullest() -> None:
 
 def test_seat_moves_only_if_a_window_is_whole_without_it() -> None:
     seats = seating(3)
-    held = [HeldWindow(rank, rank, '3') for rank in range(3)]
+    held = [KeptCopy(rank, rank, '3') for rank in range(3)]
     assert not seats.windows_without(2, held)
-    assert not seats.windows_without(2, [*held, HeldWindow(0, 2, '6')])
-    whole = [*held, HeldWindow(0, 2, '3')]
+    assert not seats.windows_without(2, [*held, KeptCopy(0, 2, '6')])
+    whole = [*held, KeptCopy(0, 2, '3')]
     assert seats.windows_without(2, whole)
     assert not seats.windows_without(0, whole)
 
@@ -123,5 +123,5 @@ def test_no_rank_shares_a_host_with_its_only_copy(
     while len(seats.seats) > 3:
         host = data.draw(st.sampled_from(sorted(seats.seats)))
         lose(seats, host)
-        assert seats.without_host() == []
+        assert seats.empty == []
         assert exposed(seats) == []
