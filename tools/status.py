@@ -16,7 +16,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ from .lab.following import Follower
 from .lab.history import History, Pace, read_history, shares
 from .lab.plots import Doing
 from .lab.tables import table
-from .lab.text import duration, loss
+from .lab.text import clock, duration, loss
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -158,6 +157,8 @@ def _figures(history: History) -> Table:
         table.add_row('effective training time', f'{time.ettr:.1%} of {duration(time.wall)}')
     if not history.finished:  # else nothing is left to protect
         table.add_row('protection', _protection(history))
+    if history.guests:
+        table.add_row('nodes', Text(history.guests, 'yellow'))
     if history.layouts:
         table.add_row('layout', '; before that '.join(history.layouts))
     for title, ranks in (('SILENT ranks', silent(history)), ('MISSING ranks', missing(history))):
@@ -204,7 +205,7 @@ def failure_table(history: History, now: float) -> Table:
     newest = history.episodes[-_RECOVERIES:]
     rows = (
         (
-            datetime.fromtimestamp(one.start).strftime('%m-%d %H:%M:%S'), one.scope,
+            clock(one.start), one.scope,
             ' '.join(map(str, one.replaced)) or '–', str(one.replayed), str(one.verified),
             str(len(one.differing)), duration(max((one.end or now) - one.start, 0.0)),
         )

@@ -33,6 +33,7 @@ from .errors import LabError
 from .evidence import kind_of
 from .following import Follower
 from .plots import Doing, Span
+from .text import clock
 
 PROCESS_START = 'process_start'
 """Phase from the failure until the new process runs the program."""
@@ -187,6 +188,23 @@ class History:
         """Ranks of the present layout with at least one event; an earlier one may have had more."""
         size = self.about.layout.get('ranks') if self.about else None
         return [rank for rank in self.ranks if size is None or rank < size]
+
+    @cached_property
+    def guests(self) -> str:
+        """Number of nodes, and ranks that share another rank's first node; empty if none does."""
+        first: dict[int, Protected] = {}
+        for event in kind_of(self.events, Protected):
+            first.setdefault(event.rank, event)
+        homes = {place.node for place in first.values()}
+        nodes = {place.node for place in self.places.values()}
+        guests = [
+            f'rank {rank} is a guest of {place.node} since {clock(place.time)}'
+            for rank, place in sorted(self.places.items())
+            if place.node in homes - {first[rank].node}
+        ]
+        if not guests or len(nodes) >= len(homes):
+            return ''
+        return '; '.join([f'{len(nodes)} of {len(homes)} nodes', *guests])
 
     @property
     def layouts(self) -> list[str]:

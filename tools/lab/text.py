@@ -3,8 +3,14 @@
 
 import math
 import re
+from datetime import datetime
 
 _UNITS = ('KiB', 'MiB', 'GiB', 'TiB')
+
+
+def clock(time: float) -> str:
+    """Format seconds since the epoch as local time, without the year."""
+    return datetime.fromtimestamp(time).strftime('%m-%d %H:%M:%S')
 
 
 def duration(seconds: float) -> str:

@@ -13,10 +13,11 @@ from rich.console import Console
 
 from moevement_ext.events import (
     Event,
+    Protected,
     RecoveryPhase,
     WindowCommitted,
 )
-from tests.unit.tools.runs import localized_run, write
+from tests.unit.tools.runs import LOST, localized_run, write
 from tests.unit.tools.samples import event
 from tools.lab.following import Follower
 from tools.lab.history import History
@@ -35,6 +36,19 @@ def shown(events: list[Event], now: float) -> str:
     with console.capture() as capture:
         console.print(show(History(events), now))
     return ' '.join(re.sub(r'[│┃━─┏┓┡┩└┘┳┴╇┼]', ' ', capture.get()).split())
+
+
+def on(node: str, one: Event) -> Event:
+    """The same, if it is of the second process of the lost rank, on another node."""
+    moved = isinstance(one, Protected) and (one.rank, one.time > 5.0) == (LOST, True)
+    return msgspec.structs.replace(one, node=node) if moved else one
+
+
+def test_guests_are_shown_with_their_time() -> None:
+    said = 'nodes 3 of 4 nodes; rank 2 is a guest of node0 since '
+    assert re.search(said + r'\d\d-\d\d \d\d:', shown([on('node0', x) for x in until(22.0)], 22.0))
+    for home in ('node2', 'node9'):
+        assert ' is a guest of ' not in shown([on(home, x) for x in until(22.0)], 22.0)
 
 
 def test_lost_rank_is_not_shown_as_training() -> None:
