@@ -14,9 +14,9 @@ from pathlib import Path
 from moevement_ext.events import Event
 from moevement_ext.launch import messages
 from moevement_ext.launch.launch_config import LaunchConfig
-from moevement_ext.launch.launcher_events import GuestsRefused, GuestsSeated, NodeLost, NodeSeated
+from moevement_ext.launch.launcher_events import GuestsSeated, NodeLost, NodeSeated
 from moevement_ext.launch.remote import Children, Commands
-from moevement_ext.launch.seating import KeptCopy, Seating
+from moevement_ext.launch.seating import Seating
 from moevement_ext.memory.reservation import bytes_in, owners_in
 
 _TO_ANSWER_S = 10.0
@@ -69,7 +69,8 @@ class Guests:
 
     def lose(self, host: str, why: str) -> None:
         seats = self.seating.lose(host)
-        self._report(NodeLost(host, seats[0] if seats else None, why, seats[1:]))
+        for seat in seats or (None,):
+            self._report(NodeLost(host, seat, why))
         self._seen[host] = messages.MemorySeen(host, 'it is lost')
         self._look_at = 0.0
         self._refused.clear()
@@ -102,11 +103,7 @@ class Guests:
         if seat is None or self._memory is None or time.monotonic() < self._look_at:
             return False
         self._look_at = time.monotonic() + _LOOK_AGAIN_S
-        held = [
-            KeptCopy(*window)
-            for name in [*self.seating.seats]
-            for window in self._look(name).windows
-        ]
+        held = [one for name in [*self.seating.seats] for one in self._look(name).windows]
         former = self.seating.guests.get(seat)
         if former is None or not self.seating.windows_without(seat, held):
             return False
@@ -129,9 +126,8 @@ class Guests:
         nbytes = {rank: self._bytes[rank] for rank in ranks} if self._bytes else {}
         trouble = self._look(host, nbytes, self._devices(seats[1])).trouble
         self._look_at = time.monotonic() + _LOOK_AGAIN_S
-        if trouble and self._refused.get((seat, host)) is None:
+        if trouble:
             self._refused[seat, host] = trouble
-            self._report(GuestsRefused(host, seat, trouble))
         return not trouble
 
     def _look(

@@ -205,31 +205,16 @@ class GuestsSeated(Event, frozen=True):
         return f'node {self.node} of the job goes on at host {self.host}{risk} | {self.placement}'
 
 
-class GuestsRefused(Event, frozen=True):
-    """A host has no room for the ranks of a seat."""
-
-    host: str
-    node: int
-    """The seat."""
-    reason: str
-
-    def __str__(self) -> str:
-        return f'host {self.host} has no room for node {self.node} of the job: {self.reason}'
-
-
 class NodeLost(Event, frozen=True):
-    """The launcher lost a host, with all processes there."""
+    """The launcher lost a host, with all processes there; one event for each of its seats."""
 
     host: str
     node: int | None
     """The seat of the host, that is, its node number in the job; None: a spare."""
     reason: str
-    guests: list[int] = []
-    """Further seats whose ranks were there."""
 
     def __str__(self) -> str:
         what = 'a spare' if self.node is None else f'node {self.node} of the job'
-        what += ''.join(f' and node {node}' for node in self.guests)
         return f'host {self.host}, {what}, is lost: {self.reason}'
 
 

@@ -8,17 +8,6 @@ state, data and random numbers belong to the rank, so a job with guests computes
 """
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import NamedTuple
-
-
-class KeptCopy(NamedTuple):
-    """A committed window, or the stub of one, in the memory of a host."""
-
-    holder: int
-    """Rank that keeps it."""
-    owner: int
-    """Rank whose state it is."""
-    name: str
 
 
 class Seating:
@@ -93,12 +82,15 @@ class Seating:
             default=None,
         )
 
-    def windows_without(self, seat: int, held: Iterable[KeptCopy]) -> bool:
-        """True if the job has a window without the memory of this seat's ranks."""
+    def windows_without(self, seat: int, held: Iterable[tuple[int, int, str]]) -> bool:
+        """True if the job has a window without the memory of this seat's ranks.
+
+        `held` has holder, owner and name of each committed window, or stub of one.
+        """
         owners: dict[str, set[int]] = {}
-        for window in held:
-            if self._seat_of(window.holder) != seat:
-                owners.setdefault(window.name, set()).add(window.owner)
+        for holder, owner, name in held:
+            if self._seat_of(holder) != seat:
+                owners.setdefault(name, set()).add(owner)
         return any(len(found) == self._count * self._ranks for found in owners.values())
 
     def describe(self) -> str:

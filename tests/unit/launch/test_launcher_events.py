@@ -10,7 +10,6 @@ from moevement_ext.events import Event, decode
 from moevement_ext.launch.launcher_events import (
     FILE,
     FaultStaged,
-    GuestsRefused,
     GuestsSeated,
     JobRecovered,
     Journal,
@@ -27,9 +26,7 @@ EVENTS = [
     WorkerEnded(1, 71, -9),
     SpareEnded(5, 1, was_ready=False),
     NodeLost('b', None, 'its agent is gone'),
-    NodeLost('b', 1, 'its agent is gone', [3]),
     GuestsSeated('b', 3, '3 of 4 nodes; node 3 is a guest of b', 1),
-    GuestsRefused('b', 3, 'it is full'),
     FaultStaged('--kill-node 1@3', '/dev/shm/run/node1'),
     StoreGone(None),
     StoreFound(),

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moevement_ext.launch.seating import KeptCopy, Seating
+from moevement_ext.launch.seating import Seating
 from moevement_ext.replicate.placement import place_replicas
 
 
@@ -106,10 +106,10 @@ def test_new_host_relieves_the_fullest() -> None:
 
 def test_seat_moves_only_if_a_window_is_whole_without_it() -> None:
     seats = seating(3)
-    held = [KeptCopy(rank, rank, '3') for rank in range(3)]
+    held = [(rank, rank, '3') for rank in range(3)]
     assert not seats.windows_without(2, held)
-    assert not seats.windows_without(2, [*held, KeptCopy(0, 2, '6')])
-    whole = [*held, KeptCopy(0, 2, '3')]
+    assert not seats.windows_without(2, [*held, (0, 2, '6')])
+    whole = [*held, (0, 2, '3')]
     assert seats.windows_without(2, whole)
     assert not seats.windows_without(0, whole)
 
