@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Laws of replica placement, of twins and holders together, and survival against enumeration."""
+"""Laws of replica placement, of twins and holders together."""
 
 import json
-import math
 from collections import Counter
 from itertools import combinations
 from pathlib import Path
@@ -19,8 +18,6 @@ from moevement_ext.replicate.placement import (
     place_copies,
     place_replicas,
 )
-from tools.simulate import placement
-from tools.simulate.placement import survival_probability
 
 any_domains = st.lists(st.sampled_from('abcde'), min_size=1, max_size=14)
 equal_domains = st.integers(1, 6).flatmap(
@@ -72,50 +69,6 @@ def test_unequal_domains_are_loaded_as_equally_as_possible(domains, replicas):
 def test_a_single_domain_has_no_holders():
     assert place_replicas(['node0'] * 3, 2) == [(), (), ()]
     assert place_replicas([], 2) == []
-
-
-def test_copies_in_the_own_group_help_to_survive():
-    domains = ['a', 'b', 'c', 'd']
-    nobody = [()] * 4
-    assert survival_probability(domains, nobody, 1) == 0.0
-    groups = [[0, 2], [1, 3]]
-    assert survival_probability(domains, nobody, 1, groups=groups) == 1.0
-    assert survival_probability(domains, nobody, 2, groups=groups) == pytest.approx(4 / 6)
-    holders = place_copies(domains, 2, [0, 1, 0, 1]).holders
-    assert survival_probability(domains, holders, 2, groups=groups) == 1.0
-
-
-@given(any_domains, st.integers(0, 3), st.data())
-def test_survival_matches_plain_enumeration(domains, replicas, data):
-    names = sorted(set(domains))
-    failed = data.draw(st.integers(0, len(names)))
-    holders = place_replicas(domains, replicas)
-    sets = list(combinations(names, failed))
-    survived = sum(
-        all(
-            any(domains[rank] not in lost for rank in (owner, *held_by))
-            for owner, held_by in enumerate(holders)
-        )
-        for lost in sets
-    )
-    assert survival_probability(domains, holders, failed) == survived / len(sets)
-
-
-def test_sampling_agrees_with_enumeration(monkeypatch):
-    domains = [f'node{index // 2}' for index in range(24)]
-    holders = place_replicas(domains, 1)
-    exact = survival_probability(domains, holders, 3)
-    assert exact == pytest.approx(1 - 12 * (10 - 1) / math.comb(12, 3))
-    monkeypatch.setattr(placement, 'ENUMERATION_LIMIT', 10)
-    estimate = survival_probability(domains, holders, 3)
-    assert estimate != exact
-    assert estimate == pytest.approx(exact, abs=0.02)
-    assert estimate == survival_probability(domains, holders, 3)
-
-
-def test_more_failures_than_domains_are_refused():
-    with pytest.raises(ValueError, match='there are 2 nodes'):
-        survival_probability(['a', 'b'], [(1,), (0,)], 3)
 
 
 names = st.sampled_from('abcde')

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Laws of expert placement, maximum rank overlap against every other one; reports of survival."""
+"""Laws of expert placement, maximum rank overlap against every other one; survival."""
 
-import math
 from collections.abc import Sequence
 from itertools import combinations, combinations_with_replacement, product
 
@@ -9,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tools.simulate import placement as placements
 from tools.simulate.placement import (
     allocate_replicas,
     maximum_rank_overlap,
     recovery_probability,
     spread,
-    survival_report,
 )
 
 
@@ -101,26 +100,11 @@ def test_allocation_meets_a_case_done_by_hand() -> None:
     assert allocate_replicas([300, 100, 400, 200], 7, 2, 2) == [4, 2, 6, 2]
 
 
-# ---- copies of states
-
-
-def test_report_has_a_ring_of_nodes_right() -> None:
-    domains = [f'node{rank // 2}' for rank in range(12)]
-    found = survival_report(domains, [1, 2, 3])
-    assert [placed['holders'] for placed in found] == [1, 2, 3]
-    assert [placed['load'] for placed in found] == [(1, 1), (2, 2), (3, 3)]
-    assert found[0]['mean_distance'] is None
-    survival = [[lost['probability'] for lost in placed['survival']] for placed in found]
-    assert survival[0][0] == survival[1][1] == survival[2][2] == 1.0
-    assert survival[0][1] == pytest.approx(1 - 6 / math.comb(6, 2))
-    assert {lost['standard_error'] for lost in found[0]['survival']} == {0.0}
-
-
-def test_groups_and_links_are_reported() -> None:
-    groups = [[0, 2], [1, 3]]
-    _, placed, _ = survival_report(
-        list('abcd'), [2], groups, lambda owner, holder: float(abs(owner - holder))
-    )
-    assert placed['holders'] == 1
-    assert placed['survival'][0]['probability'] == 1.0
-    assert placed['mean_distance'] == pytest.approx(1.5)
+def test_sampling_agrees_with_enumeration(monkeypatch: pytest.MonkeyPatch) -> None:
+    pairs = [(node, (node - 1) % 12) for node in range(12)]  # an expert on two nodes next to it
+    exact = recovery_probability(pairs, 3)
+    monkeypatch.setattr(placements, 'ENUMERATION_LIMIT', 10)
+    estimate = recovery_probability(pairs, 3)
+    assert estimate != exact
+    assert estimate == pytest.approx(exact, abs=0.02)
+    assert estimate == recovery_probability(pairs, 3)
