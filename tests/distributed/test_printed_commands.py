@@ -113,10 +113,6 @@ def _write_inputs(folder: Path) -> None:
     for name in ('A', 'B', 'a.json', 'b.json'):
         digest = {'digest': 'x', 'iteration': 4, 'ranks': {'0': {'parameter/a': 'y'}}}
         (folder / name).write_bytes(msgspec.json.encode(digest))
-    stages = {'format': 'moevement-stages/1', 'micro_batch_s': [[0.1, 0.12]] * 4,
-              'micro_batches': 8, 'layers': [7, 7, 7, 7]}  # fmt: skip
-    for name in ('train.log', 'stages.json'):
-        (folder / name).write_bytes(msgspec.json.encode(stages))
     listed = [{'name': f'e{n}', 'full_bytes': 12, 'weight_bytes': 2} for n in range(3)]
     (folder / 'operators.json').write_bytes(msgspec.json.encode(listed))
     (folder / 'job.json').write_text(_DESCRIPTION)

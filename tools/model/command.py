@@ -70,9 +70,6 @@ def text(value: object) -> str:
     match value:
         case list():
             return ' to '.join(map(text, value))
-        case tuple():
-            nested = any(isinstance(one, tuple) for one in value)
-            return (', ' if nested else ' ').join(map(text, value))
         case dict():
             return ', '.join(f'{name} {text(one)}' for name, one in value.items()) or 'none'
         case float() if abs(value) >= 1000:

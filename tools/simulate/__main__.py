@@ -7,7 +7,6 @@ r"""Computes costs and benefits of fault-tolerance systems, by closed formulas a
         --gpu-hours-per-failure 30000
     moevement simulate sweep --over mtbf --values 300,600,1800,7200 --systems gemini,ours ...
     moevement simulate --system ours --profile runs/events --mtbf 0.5x
-    moevement simulate iteration --profile train.log
     moevement simulate paper
 
 ETTR is the share of wall-clock time in iterations that are kept. Semantics, formulas and systems:
@@ -31,7 +30,7 @@ from . import closed_form, scenario
 from .closed_form import Dense
 from .systems import SYSTEMS, System
 
-SUBCOMMANDS = ('sweep', 'iteration', 'paper')
+SUBCOMMANDS = ('sweep', 'paper')
 
 
 def optimal(system: System) -> tuple[closed_form.Intervals, closed_form.Intervals]:

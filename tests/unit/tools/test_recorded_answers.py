@@ -31,10 +31,6 @@ _JOB = {
     'model': _MODEL, 'layout': {'ranks': 16, 'pipeline': 2, 'expert': 2},
     'batch': {'sequence_length': 256, 'micro_batch_size': 1, 'global_batch_size': 64},
 }  # fmt: skip
-_STAGES = {
-    'format': 'moevement-stages/1', 'micro_batch_s': [[0.1, 0.12]] * 4, 'micro_batches': 8,
-    'layers': [7] * 4, 'collectives': {'dp': {'measured': [[1e6, 0.1], [2e6, 0.15]]}},
-}  # fmt: skip
 _PROFILE = json.loads((ROOT / 'docs/assets/simulate-profile.json').read_text('utf-8'))
 _LISTED = [{'name': f'e{n}', 'full_bytes': 12, 'weight_bytes': 2} for n in range(3)]
 FILES = {
@@ -46,8 +42,6 @@ FILES = {
     'operators.json': _LISTED,
     'negative.json': [{**_LISTED[0], 'full_bytes': -1}],
     'nothing.json': [],
-    'stages.json': _STAGES,
-    'one-size.json': {**_STAGES, 'collectives': {'dp': {'measured': [[1, 2]]}}},
     'slow.json': {**_PROFILE, 'iteration_s': -1.0},
     'twice.json': {**_PROFILE, 'operators': _PROFILE['operators'][:1] * 2},
     'heavy.json': {**_PROFILE, 'operators': [{'name': 'a', 'full_bytes': 1, 'weight_bytes': 2}]},
