@@ -20,11 +20,10 @@ from . import fields
 def add_flags_of(
     parser: argparse.ArgumentParser,
     package: str,
-    file: str = 'flags.toml',
     kinds: Mapping[str, Any] = MappingProxyType({}),
     **words: object,
 ) -> None:
-    """Add the flags of a file, by group and name.
+    """Add the flags of `flags.toml` in a package, by group and name.
 
     Of each: `either`, a word that flags share of which one may be given; `type`, a name of `kinds`
     or of a rule in `fields`; and arguments of `add_argument`.
@@ -32,11 +31,10 @@ def add_flags_of(
     Args:
         parser: gets the flags.
         package: the package with the file.
-        file: its name.
         kinds: further types by name.
         words: fields of the help texts.
     """
-    text = files(package).joinpath(file).read_text('utf-8')
+    text = files(package).joinpath('flags.toml').read_text('utf-8')
     for title, flags in tomllib.loads(text).items():
         group = parser.add_argument_group(title)
         exclusive: dict[str, Any] = defaultdict(group.add_mutually_exclusive_group)

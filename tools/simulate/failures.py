@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times and nodes of failures: Poisson, Weibull, correlated, or from a trace.
+"""Times and nodes of failures: Poisson, Weibull, or from a trace.
 
-A process draws many independent histories at once. A process of independent gaps can draw a given
-number of failures; all can draw up to a horizon.
+Many independent histories are drawn at once: of a process a number of failures, of all those up to
+a horizon.
 
 A trace is a CSV file with the columns time, node, event, as docs/assets/simulate-trace.csv.
 Times are seconds from the start or from a clock, in any order; names of nodes are free; events are
@@ -38,36 +38,18 @@ class FailureTimes(NamedTuple):
 
 
 class Process(msgspec.Struct, frozen=True):
-    """Incidents of mean distance `mtbf_s`, which may include neighbours, and may repeat.
-
-    `mtbf_s` is the distance of all incidents, repetitions included; a simultaneous loss of several
-    nodes is one incident. First incidents have independent Weibull gaps, and all nodes are equally
-    likely to fail.
-    """
+    """Failures with independent Weibull gaps; all nodes are equally likely to fail."""
 
     mtbf_s: float
     shape: float = 1.0
     """1: the Poisson process; below 1 failures bunch, above 1 they are regular."""
-    neighbours: float = 0.0
-    """Mean number of further nodes that fail at the same moment (geometric), next to the first: a
-    rack, a switch."""
-    repeat: float = 0.0
-    """Probability, below 1, that an incident's node fails again."""
-    repeat_after_s: float = 3600.0
-    """Mean seconds until it fails again (exponential)."""
-
-    @property
-    def correlated(self) -> bool:
-        return self.neighbours > 0 or self.repeat > 0
 
     def gaps(self, rng: np.random.Generator, histories: int, count: int) -> np.ndarray:
         check_size(histories * count)
-        first_s = self.mtbf_s / (1 - self.repeat)
         if self.shape == 1:
-            return rng.exponential(first_s, (histories, count))
-        return (
-            first_s / math.gamma(1 + 1 / self.shape) * rng.weibull(self.shape, (histories, count))
-        )
+            return rng.exponential(self.mtbf_s, (histories, count))
+        scale_s = self.mtbf_s / math.gamma(1 + 1 / self.shape)
+        return scale_s * rng.weibull(self.shape, (histories, count))
 
     def first(
         self, rng: np.random.Generator, histories: int, count: int, nodes: int
@@ -78,14 +60,10 @@ class Process(msgspec.Struct, frozen=True):
     def until(
         self, rng: np.random.Generator, histories: int, horizon_s: float, nodes: int
     ) -> FailureTimes:
-        """All failures before `horizon_s`.
-
-        First incidents have the rate (1 - repeat)/M; each causes at most one repetition, which does
-        the same, so there are 1/(1 - repeat) incidents per first incident.
-        """
+        """All failures before `horizon_s`."""
         if math.isinf(self.mtbf_s):
             return FailureTimes(np.empty((histories, 0)), np.empty((histories, 0), dtype=int))
-        mean = horizon_s / (self.mtbf_s / (1 - self.repeat))
+        mean = horizon_s / self.mtbf_s
         count = math.ceil(mean + 6 * math.sqrt(mean / self.shape) + 10)
         times = self.gaps(rng, histories, count).cumsum(axis=1)
         while times[:, -1].min() < horizon_s:
@@ -94,43 +72,7 @@ class Process(msgspec.Struct, frozen=True):
             times = np.concatenate([times, times[:, -1:] + more], axis=1)
         times[times >= horizon_s] = math.inf
         times = times[:, : max(1, int((times < math.inf).sum(axis=1).max()))]
-        first = FailureTimes(times, rng.integers(nodes, size=times.shape))
-        return self._correlated(first, rng, horizon_s, nodes) if self.correlated else first
-
-    def _correlated(
-        self, first: FailureTimes, rng: np.random.Generator, horizon_s: float, nodes: int
-    ) -> FailureTimes:
-        """First incidents with their repetitions, each with its neighbours."""
-        row, column = np.nonzero(first.times < math.inf)
-        incidents = [(row, first.times[row, column], first.nodes[row, column])]
-        while len(incidents[-1][0]) and self.repeat:
-            row, times, lost = incidents[-1]
-            again = rng.random(len(row)) < self.repeat
-            later = times + rng.exponential(self.repeat_after_s, len(times))
-            again &= later < horizon_s
-            incidents.append((row[again], later[again], lost[again]))
-        rows, when, where = (np.concatenate(parts) for parts in zip(*incidents, strict=True))
-        size = np.ones(len(rows), dtype=int)
-        if self.neighbours:
-            size = np.minimum(rng.geometric(1 / (1 + self.neighbours), len(rows)), nodes)
-        index = np.repeat(np.arange(len(rows)), size)
-        offset = np.arange(len(index)) - np.repeat(size.cumsum() - size, size)
-        where = (where[index] + offset) % nodes
-        return _as_matrix(len(first.times), rows[index], when[index], where)
-
-
-def _as_matrix(
-    histories: int, rows: np.ndarray, times: np.ndarray, nodes: np.ndarray
-) -> FailureTimes:
-    """Convert a list of failures (history, seconds, node) to FailureTimes."""
-    check_size(len(rows))
-    order = np.lexsort((times, rows))
-    counts = np.bincount(rows, minlength=histories)
-    column = np.arange(len(rows)) - (counts.cumsum() - counts)[rows[order]]
-    matrix = np.full((histories, max(1, int(counts.max()))), math.inf)
-    which = np.zeros(matrix.shape, dtype=int)
-    matrix[rows[order], column], which[rows[order], column] = times[order], nodes[order]
-    return FailureTimes(matrix, which)
+        return FailureTimes(times, rng.integers(nodes, size=times.shape))
 
 
 def check_size(failures: int) -> None:

@@ -59,8 +59,6 @@ class Estimate(NamedTuple):
     """Mean seconds that a failure waited for a spare."""
     useful_s: np.ndarray
     """Useful seconds of each history."""
-    run: Run
-    """The simulated run, which has further counts for some systems."""
 
 
 def simulate(
@@ -106,8 +104,7 @@ def simulate(
     else:
         run = system(histories, run_rng)
     source = process or Process(run.costs.mtbf_s)
-    unbiased = run.stationary and not job_hours and math.isfinite(source.mtbf_s)
-    if unbiased and isinstance(source, Process) and not source.correlated:
+    if isinstance(source, Process) and not job_hours and math.isfinite(source.mtbf_s):
         failures = FAILURES_PER_HISTORY
         if hours is not None:
             failures = max(1, round(hours * 3600 / source.mtbf_s / histories))
@@ -164,7 +161,6 @@ class _Histories:
             struck_again=self.struck_again / max(1, self.failures),
             waited_s=self.waited_s / max(1, self.failures),
             useful_s=self.useful,
-            run=self.run,
         )
 
     def _fail(self, column: int) -> None:

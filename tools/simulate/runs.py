@@ -63,9 +63,6 @@ class Pipeline(msgspec.Struct, frozen=True):
 class Run:
     """A simulated system: a failure loses the current unit, and costs the restart."""
 
-    stationary = True
-    """True if the costs do not depend on the age of the job."""
-
     def __init__(self, costs: Costs, histories: int) -> None:
         self.costs, self.histories = costs, histories
         kept = costs.period if isinstance(costs, Dense) else 1

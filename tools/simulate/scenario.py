@@ -17,12 +17,12 @@ from ..model.description import GIGA, DescriptionError, read
 from ..model.description import mtbf_s as mtbf_of
 from ..model.fields import FieldError, PositiveOrInfinite, parser_of
 from . import profile as profiles
-from .experts import PartialRun, draw_shares
+from .experts import draw_shares
 from .failures import Failures, Process, Trace, read_trace
 from .monte_carlo import Estimate, Spares, simulate
 from .profile import Profile
 from .runs import Pipeline
-from .systems import PARTIAL_SYSTEMS, Options, System, build
+from .systems import Options, System, build
 
 _Window = Annotated[int, Meta(ge=1, le=10**6, description='give a whole number from 1 to 1000000')]
 _Shape = Annotated[float, Meta(ge=0.1, description='give 0.1 or more')]
@@ -68,15 +68,13 @@ class Scenario(NamedTuple):
         args, spares = self.args, None
         if args.spares is not None:
             spares = Spares(args.spares, args.repair_time)
-        # The length of a job matters if costs change or failures bunch.
-        bunch = not isinstance(self.process, Process) or self.process.correlated
         return simulate(
             system.run or system.costs,
             self.process,
             nodes=self.options.pipeline.nodes if self.options.pipeline else 1,
             spares=spares,
             hours=args.hours,
-            job_hours=args.job_hours if bunch or system.name in PARTIAL_SYSTEMS else None,
+            job_hours=args.job_hours if isinstance(self.process, Trace) else None,
             seed=args.seed,
         )
 
@@ -124,13 +122,7 @@ def _process(args: argparse.Namespace, profile: Profile | None) -> Failures:
         if args.mtbf is not None:
             raise FieldError('mtbf', 'has no effect; --trace fixes the failures')
         return read_trace(args.trace)
-    return Process(
-        _mtbf_s(args, profile),
-        args.weibull_shape,
-        args.neighbours,
-        args.repeat,
-        args.repeat_after,
-    )
+    return Process(_mtbf_s(args, profile), args.weibull_shape)
 
 
 def _mtbf_s(args: argparse.Namespace, profile: Profile | None) -> float:
@@ -191,11 +183,4 @@ def answer(scenario: Scenario, name: str) -> dict[str, object]:
         'simulated_struck_again': found.struck_again,
         'simulated_wait_for_spare_s': found.waited_s,
     }
-    if isinstance(found.run, PartialRun):
-        figures |= {
-            'lost_tokens_share': found.run.plt(),
-            'lost_tokens_share_of_1_in_20': found.run.plt_of_unlucky(),
-            'lost_tokens_per_failure_iterations': found.run.mlt(),
-            'saved_experts_at_end': found.run.saved(),
-        }
     return {key: value for key, value in figures.items() if value is not None}

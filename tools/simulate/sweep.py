@@ -36,8 +36,7 @@ from ..lab.tables import say
 from ..lab.text import tick
 from ..model.command import records
 from . import scenario
-from .experts import PartialRun
-from .systems import PARTIAL_SYSTEMS, SYSTEMS
+from .systems import SYSTEMS
 
 WHOLE = ('gpus', 'window', 'interval')
 _WORDS = tomllib.loads(files(__package__).joinpath('sweep.toml').read_text('utf-8'))
@@ -65,8 +64,6 @@ class Point(NamedTuple):
     window: int
     """Window, or interval of a dense system, in iterations."""
     recovery: float
-    lost: float | None
-    """PLT that 1 job in 20 exceeds; None for systems that lose no tokens."""
 
     def shown(self, what: str) -> float:
         name = {'ettr': 'ettr_exact', 'simulated': 'ettr_simulated'}.get(what, what)
@@ -95,10 +92,9 @@ def sweep(args: argparse.Namespace, values: Sequence[float]) -> tuple[list[Point
 def _point(varied: scenario.Scenario, name: str, value: float) -> Point:
     system = varied.system(name)
     costs, estimate = system.costs, varied.simulate(system)
-    lost = estimate.run.plt_of_unlucky() if isinstance(estimate.run, PartialRun) else None
     return Point(
         name, value, costs.ettr_exact(), estimate.ettr, estimate.ci95,
-        costs.mean_overhead_s / costs.iteration_s, costs.period, costs.expected_recovery_s(), lost,
+        costs.mean_overhead_s / costs.iteration_s, costs.period, costs.expected_recovery_s(),
     )  # fmt: skip
 
 
@@ -155,17 +151,13 @@ def parse_arguments(
     parser.add_argument('--over', choices=tuple(AXIS), required=True, help='flag that is varied')
     parser.add_argument('--values', required=True, help='comma-separated')
     parser.add_argument('--systems', required=True, help='comma-separated')
-    parser.add_argument('--show', choices=tuple(SHOWN), help='(default: ettr; by skew: simulated)')
+    parser.add_argument('--show', choices=tuple(SHOWN), default='ettr', help='(default: ettr)')
     parser.add_argument('--plot', type=Path, metavar='FILE', help='image to write')
     scenario.add_scenario_flags(parser)
     args = parser.parse_args(argv)
-    # The closed formula of a system that loses tokens uses its first K, whatever the skew.
-    args.show = args.show or ('simulated' if args.over == 'skew' else 'ettr')
     args.systems = args.systems.split(',')
     if unknown := [name for name in args.systems if name not in SYSTEMS]:
         parser.error(f'--systems: {unknown[0]!r} is none of {", ".join(SYSTEMS)}')
-    if args.show == 'lost' and not set(args.systems) <= set(PARTIAL_SYSTEMS):
-        parser.error(f'--show lost is for {" and ".join(PARTIAL_SYSTEMS)}; others lose no tokens')
     try:
         kind = int if args.over in WHOLE else float
         return parser, args, [kind(text) for text in args.values.split(',')]

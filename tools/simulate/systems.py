@@ -19,14 +19,11 @@ from moevement_ext.plan.byte_planner import balanced, fewest_slots
 from moevement_ext.plan.strategy.dense import best_interval
 
 from ..model.algorithm1 import plan_as_printed
-from ..model.fields import FieldError
+from ..model.fields import FieldError, require
 from .closed_form import Dense, Sparse
-from .experts import PartialExperts, PartialRun, frozen_shares, spread_over
+from .experts import frozen_shares, lost_by_checkpoint, spread_over
 from .profile import Profile
 from .runs import Pipeline, RunFactory, SparseRun
-
-PARTIAL_SYSTEMS = ('moc', 'moetion')
-"""Systems that lose tokens, which are counted relative to the length of a job."""
 
 
 class Options(Struct, frozen=True):
@@ -55,7 +52,6 @@ class Options(Struct, frozen=True):
     saved_experts: int | None = None
     """Experts of a layer in a checkpoint; with a profile it needs `experts`."""
     selection: str = 'sequential'
-    lost_budget: float | None = None
     job_hours: float | None = None
     copy_s: float | None = None
 
@@ -79,7 +75,7 @@ class System(Struct, frozen=True):
     run: RunFactory | None = None
     """The simulated Run; None: simulate `costs`."""
     found: dict[str, float] = {}
-    """Computed costs for the report: bytes, seconds, experts."""
+    """Computed costs for the report: bytes, seconds, shares."""
 
 
 def build(name: str, options: Options, profile: Profile | None = None) -> System:
@@ -173,52 +169,29 @@ def _shares(options: Options, profile: Profile | None) -> np.ndarray:
     return known if options.experts is None else spread_over(known, options.experts)
 
 
-def _partial(name: str, options: Options, profile: Profile | None) -> System:
+def _moc(name: str, options: Options, profile: Profile | None) -> System:
     """Checkpoints of some experts, of which failures lose tokens."""
     shares = _shares(options, profile)
-    full, partial = (_moc if name == 'moc' else _moetion)(options, profile, shares)
-    missing = 'lost tokens count against the job'
-    job_s = 3600 * options.need('job_hours', options.job_hours, missing)
-    return System(
-        name,
-        partial.costs(full, partial.saved),
-        lambda histories, rng: PartialRun(full, partial, histories, job_s),
-    )
-
-
-def _moc(
-    options: Options, profile: Profile | None, shares: np.ndarray
-) -> tuple[Dense, PartialExperts]:
     saved = options.saved_experts or max(1, len(shares) // 8)
-    partial = PartialExperts(shares, saved, options.selection, options.lost_budget)
+    require(saved <= len(shares), 'saved_experts', saved, f'only {len(shares)} can be saved')
     if profile is None:
-        return _dense(options), partial
-    hidden_s = min(profile.hidden_s, profile.own_s)
-    load_s = profile.load_s if profile.disk_bytes_per_s is None else profile.written_s
-    restart_s = profile.restart_s + load_s + _lag_s(hidden_s / profile.hidden_s, profile)
-    full = _dense(options, 1, stall_s=profile.own_s - hidden_s, restart_s=restart_s)
-    hidden_s = hidden_s if options.stall_s is None else 0.0
-    part = profile.expert_bytes / profile.state_bytes
-    return full, replace(partial, expert_bytes=part, hidden_s=hidden_s)
-
-
-def _moetion(
-    options: Options, profile: Profile | None, shares: np.ndarray
-) -> tuple[Dense, PartialExperts]:
-    experts, saved, options = len(shares), options.saved_experts, replace(options, interval=1)
-    if profile is None:
-        saved = options.need('saved_experts', saved, 'give it, or a profile to price it from')
-        return _dense(options), PartialExperts(shares, saved, 'load-aware')
-    if saved is None:
-        budget = profile.hidden_s * profile.memory_bytes_per_s
-        room = budget - (profile.state_bytes - profile.expert_bytes)
-        saved = min(experts, max(1, int(room / max(1, profile.expert_bytes) * experts)))
-    partial = PartialExperts(shares, saved, 'load-aware')
-    copied = profile.state_bytes - profile.expert_bytes * (1 - saved / experts)
-    exposed_s = max(0.0, copied / profile.memory_bytes_per_s - profile.hidden_s)
-    overhead_s = exposed_s / partial.size(saved)  # for all experts; a part costs its share
-    restart_s = profile.restart_s + profile.load_s + profile.iteration_s
-    return _dense(options, overhead_s=overhead_s, restart_s=restart_s), partial
+        full, hidden_s, part = _dense(options), 0.0, 1.0
+    else:
+        hidden_s = min(profile.hidden_s, profile.own_s)
+        load_s = profile.load_s if profile.disk_bytes_per_s is None else profile.written_s
+        restart_s = profile.restart_s + load_s + _lag_s(hidden_s / profile.hidden_s, profile)
+        full = _dense(options, 1, stall_s=profile.own_s - hidden_s, restart_s=restart_s)
+        hidden_s = hidden_s if options.stall_s is None else 0.0
+        part = profile.expert_bytes / profile.state_bytes
+    size = 1 - part * (1 - saved / len(shares))
+    stall_s = max(0.0, (full.stall_s + hidden_s) * size - hidden_s)
+    lost = float(lost_by_checkpoint(shares, saved, options.selection).mean()) * full.period
+    found = {
+        'lost_tokens_per_failure_iterations': lost,
+        'lost_tokens_share': lost * full.iteration_s / full.mtbf_s,
+    }
+    costs = replace(full, overhead_s=full.overhead_s * size, stall_s=stall_s)
+    return System(name, costs, found=found)
 
 
 def _slot_bytes(name: str, options: Options, profile: Profile) -> np.ndarray:
@@ -308,8 +281,7 @@ _BUILDERS: dict[str, Callable[[str, Options, Profile | None], System]] = {
     'dense': _whole,
     'checkfreq': _whole,
     'gemini': _whole,
-    'moc': _partial,
-    'moetion': _partial,
+    'moc': _moc,
     'moevement': _sparse,
     'ours': _sparse,
     'copy': _copy,

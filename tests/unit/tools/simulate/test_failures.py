@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Failure processes: rates, order, correlation; traces from files."""
+"""Failure processes: rates and order; traces from files."""
 
 import math
 from pathlib import Path
@@ -18,8 +18,6 @@ RNG = np.random.default_rng
         Process(100.0),
         Process(100.0, 0.6),
         Process(100.0, 2.5),
-        Process(100.0),
-        Process(100.0, repeat=0.5, repeat_after_s=20.0),
     ],
     ids=str,
 )
@@ -31,23 +29,6 @@ def test_failures_have_their_rate_order_and_range(process: Process) -> None:
     finite = drawn.times[drawn.times < math.inf]
     assert 0 <= finite.min() and finite.max() < 50_000
     assert set(np.unique(drawn.nodes)) == set(range(7))
-
-
-def test_neighbours_fail_at_the_same_moment() -> None:
-    drawn = Process(100.0, neighbours=1.0).until(RNG(3), 20, 20_000.0, 50)
-    same = (drawn.times[:, 1:] == drawn.times[:, :-1]) & (drawn.times[:, 1:] < math.inf)
-    follows = (np.diff(drawn.nodes, axis=1) % 50 == 1)[same]
-    assert follows.all() and len(follows) == pytest.approx(20 * 200, rel=0.1)
-
-
-def test_repeat_offenders_fail_again_soon() -> None:
-    def soon(repeat: float) -> float:
-        process = Process(1000.0, repeat=repeat, repeat_after_s=50.0)
-        drawn = process.until(RNG(4), 1, 1e6, 1000)
-        gaps = np.diff(drawn.times[0])
-        return float((np.diff(drawn.nodes[0])[gaps < 200] == 0).mean())
-
-    assert soon(0.0) < 0.02 < 0.5 < soon(0.5)
 
 
 def write(tmp_path: Path, text: str) -> Path:
