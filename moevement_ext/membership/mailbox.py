@@ -33,8 +33,6 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:  # agents, which use no store, need no torch
     from torch.distributed import Store
 
-from moevement_ext.store.answers import peek
-
 VARIABLE = 'MOEVEMENT_LAUNCH'
 """Environment variable of workers with the name of the launch. A launcher that reads nothing from
 the store, such as torchrun, does not set it."""
@@ -182,7 +180,7 @@ def write_memory(store: Store, directory: Path) -> None:
 
 
 def read_memory(store: Store) -> Path | None:
-    found = peek(store, _MEMORY)
+    found = _peek(store, _MEMORY)
     return None if found is None else Path(os.fsdecode(found))
 
 
@@ -263,7 +261,13 @@ def _own(store: Store) -> Store:
 
 def _told(store: Store, key: str) -> str:
     """A value, empty if there is none; no process waits for any of these keys."""
-    return (peek(store, key) or b'').decode()
+    return (_peek(store, key) or b'').decode()
+
+
+def _peek(store: Store, key: str) -> bytes | None:
+    from moevement_ext.store.answers import peek  # imports torch
+
+    return peek(store, key)
 
 
 def _number(store: Store, key: str) -> int | None:
