@@ -128,6 +128,8 @@ def _at_least(flag: str, value: float, least: int) -> None:
 
 
 STORE_FLAG = '--sparse-ckpt-store'
+STORE_BACKEND = 'sparse-ckpt-store'
+"""Rendezvous backend of torchrun's agents that use the store of that flag."""
 
 
 def flag_value(flags: Sequence[str], name: str = STORE_FLAG) -> str | None:

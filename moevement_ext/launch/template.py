@@ -4,6 +4,7 @@
 import contextlib
 import ctypes
 import gc
+import io
 import json
 import os
 import signal
@@ -155,6 +156,18 @@ class Template:
 _ahead: list[Template] = []
 
 
+def not_importable(program: str) -> str | None:
+    """Why a program cannot be imported before a worker is wanted; None if it can."""
+    declared = False
+    try:
+        declared = spare.split(program) is not None
+    except ValueError as error:
+        return str(error)
+    except (OSError, SyntaxError):  # the worker says why
+        pass
+    return None if declared else f'{program} does not declare {spare.DECLARATION} (see docs/api.md)'
+
+
 def fork_ahead(
     program: str, flags: Sequence[str], environment: Mapping[str, str], log: BinaryIO | None = None
 ) -> None:
@@ -179,6 +192,9 @@ def fork_ahead(
     outputs = (_STDOUT, _STDERR) if log is None else (log.fileno(),) * 2
     order = {'argv': [program, *flags], 'env': dict(environment)}
     spare.take_over(order, [os.dup(output) for output in outputs])
+    if 'PYTHONUNBUFFERED' in environment:
+        unbuffered = open(_STDOUT, 'wb', 0, closefd=False)
+        sys.stdout = io.TextIOWrapper(unbuffered, write_through=True)
     with orphans.mark_forks():
         for name in [name for name in sys.modules if name.partition('.')[0] == _PACKAGE]:
             del sys.modules[name]  # the program's own may be of another checkout

@@ -9,151 +9,26 @@ program; see `torchrun_workers`. With `--sparse-ckpt-store` the rendezvous is st
 through that store. In torchrun the agent of the first node serves the store, so that this agent's
 death ends the job; here no agent serves it. A restarted agent takes the place of the lost agent;
 when the store is lost, the agents wait for another store at the same address.
-
-Checked against torch 2.15.
 """
 
+import os
 import re
-import secrets
-import signal
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
-from datetime import timedelta
-
-from torch.distributed import PrefixStore, Store
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.errors import record
-from torch.distributed.elastic.rendezvous import (
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousParameters,
-    RendezvousStoreInfo,
-    rendezvous_handler_registry,
-)
-from torch.distributed.launcher import api
-from torch.distributed.run import determine_local_world_size, get_args_parser, run
 
 from moevement_ext.config import ConfigurationError
-from moevement_ext.errors import EXIT_OTHER_BITS, EXIT_USER_ERROR, UserError
-from moevement_ext.launch.launch_config import STORE_FLAG, flag_value, split_address
-from moevement_ext.launch.torchrun_workers import fork_workers
-from moevement_ext.memory.window.settings import digest_of
-from moevement_ext.store.server import connect
+from moevement_ext.launch.launch_config import (
+    STORE_BACKEND,
+    STORE_FLAG,
+    flag_value,
+    split_address,
+)
+from moevement_ext.launch.template import fork_ahead, not_importable
 from moevement_ext.system import leaving
 from moevement_ext.system.process_setup import ask_again_soon
 
-_BACKEND = 'sparse-ckpt-store'
-_TO_MEET_S = 600
-
-
-class OutsideStore(RendezvousHandler):
-    """Rendezvous handler of an agent: torch's static rendezvous, but never the store's server.
-
-    `rank` is that of this node among `nodes`, `run_id` is `--rdzv-id`; `timeout` limits the
-    rendezvous of all agents and answers of the store.
-    """
-
-    def __init__(
-        self, host: str, port: int, rank: int, nodes: int, run_id: str, timeout: timedelta
-    ) -> None:
-        self._host, self._port = host, port
-        self._rank = rank
-        self._nodes = nodes
-        self._run_id = run_id
-        self._timeout = timeout
-        # An agent with another command is of another job, and takes no place of this one's.
-        self._key = f'agent/{rank}/{digest_of(sys.argv)}'
-        self._token = secrets.token_hex(8)
-        self._began = False
-
-    @classmethod
-    def create(cls, params: RendezvousParameters) -> 'OutsideStore':
-        host, port = split_address(params.endpoint)
-        rank, seconds = params.get_as_int('rank'), params.get_as_int('timeout', _TO_MEET_S)
-        assert rank is not None and seconds is not None
-        timeout = timedelta(seconds=seconds)
-        return cls(host, port, rank, params.max_nodes, params.run_id, timeout)
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        """Connect to the store, again before each start of workers, as the store may be new.
-
-        Keys of agents with another number of nodes are not read. Raises `ConfigurationError` if
-        another agent has taken this one's place since its first call.
-        """
-        server = connect(self._host, self._port, self._timeout)
-        store = PrefixStore(f'agents/{self._run_id}/{self._nodes}', server)
-        self._take_place(store)
-        at = RendezvousStoreInfo(self._host, self._port)
-        return RendezvousInfo(store, self._rank, self._nodes, at)
-
-    def _take_place(self, store: Store) -> None:
-        """Claim this node rank for the newest agent; workers of two would fence each other out."""
-        if not self._began:
-            self._began = True
-            store.set(self._key, self._token)
-        elif store.compare_set(self._key, '', self._token).decode() != self._token:
-            raise ConfigurationError(
-                f'--node-rank {self._rank}: another agent was started with it, and this one ends. '
-                'Start one agent for each node rank.'
-            )
-
-    @property
-    def use_agent_store(self) -> bool:
-        return True
-
-    def get_backend(self) -> str:
-        return _BACKEND
-
-    def num_nodes_waiting(self) -> int:
-        """Return 0, as a new agent takes the place of a lost one."""
-        return 0
-
-    def get_run_id(self) -> str:
-        return self._run_id
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        """Does nothing."""
-
-    def shutdown(self) -> bool:
-        """Does nothing: the store outlives the agents."""
-        return True
-
-
-class _RestartingAgent(LocalElasticAgent):
-    """Torch's agent, except that a user error, or other bits, end the job without a restart.
-
-    On any signal to end, the agent sends its workers their exit signal.
-    """
-
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        if isinstance(sys.exception(), SignalException):  # otherwise the workers restart
-            death_sig = leaving.listened_for(self._worker_group.spec.args)
-        super()._shutdown(death_sig, timeout)
-
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        """Check the workers; torch calls this every `--monitor-interval` seconds.
-
-        Raises `UserError` if a worker ended because of a user error before any restart. A
-        user error exists from the start; after a restart the same exit status may have
-        another cause, such as too little memory on one node.
-        """
-        result: RunResult = super()._monitor_workers(worker_group)
-        if any(failure.exitcode == EXIT_OTHER_BITS for failure in result.failures.values()):
-            sys.exit(EXIT_OTHER_BITS)  # its log says why
-        if self._remaining_restarts == worker_group.spec.max_restarts:
-            for rank, failure in result.failures.items():
-                if failure.exitcode == EXIT_USER_ERROR:
-                    raise UserError(
-                        f'rank {rank} (pid {failure.pid}) ended with exit status '
-                        f'{EXIT_USER_ERROR}: it refuses what it was started with.'
-                    )
-        return result
+_THREADS = 'OMP_NUM_THREADS'
 
 
 def parse(argv: Sequence[str]) -> Namespace:
@@ -161,6 +36,8 @@ def parse(argv: Sequence[str]) -> Namespace:
 
     Raises `ConfigurationError` if torchrun has another rendezvous then.
     """
+    from torch.distributed.run import get_args_parser
+
     parser = get_args_parser()
     parser.prog = 'moevement torchrun'
     args: Namespace = parser.parse_args(list(argv))
@@ -174,8 +51,8 @@ def parse(argv: Sequence[str]) -> Namespace:
             '--rdzv-backend and --rdzv-endpoint.'
         )
     split_address(store)
-    _check_numbers(args)
-    args.rdzv_backend, args.rdzv_endpoint = _BACKEND, store
+    _check_nodes(args.nnodes)
+    args.rdzv_backend, args.rdzv_endpoint = STORE_BACKEND, store
     rank = f'rank={args.node_rank}'
     args.rdzv_conf = f'{args.rdzv_conf},{rank}' if args.rdzv_conf else rank
     args.node_rank = 0  # torchrun warns that it ignores it
@@ -191,29 +68,48 @@ def _listen_for_exit_signals(args: Namespace) -> None:
     )
 
 
-def _check_numbers(args: Namespace) -> None:
-    """Check the numbers that torchrun checks later, with a traceback."""
-    nodes, processes = args.nnodes, args.nproc_per_node
+def _check_nodes(nodes: str) -> None:
+    """Check the number that torchrun checks later, with a traceback."""
     if not re.fullmatch(r'([1-9]\d*)(:\1)?', nodes):
         raise ConfigurationError(f'--nnodes {nodes} must be the number of nodes, 1 or more.')
+
+
+def _processes(wanted: str) -> int:
+    """Number of processes on this node; raises `ConfigurationError`, like torchrun later."""
+    from torch.distributed.run import determine_local_world_size
+
     try:
-        determine_local_world_size(processes)
+        return int(determine_local_world_size(wanted))
     except ValueError as error:
         raise ConfigurationError(
-            f'--nproc-per-node {processes} must be the number of processes on this node, or gpu, '
+            f'--nproc-per-node {wanted} must be the number of processes on this node, or gpu, '
             f'if it has some ({error}).'
         ) from error
 
 
-@record
 def main(argv: Sequence[str] | None = None) -> None:
     ask_again_soon()
+    counted = _THREADS in os.environ
+    os.environ.setdefault(_THREADS, '1')  # before torch, which counts its threads
     with leaving.in_one_line():
         args = parse(sys.argv[1:] if argv is None else argv)
-        rendezvous_handler_registry.register(_BACKEND, OutsideStore.create)
-        api.LocalElasticAgent = _RestartingAgent  # type: ignore[attr-defined]
-        fork_workers()
-        run(args)
+        several = _processes(args.nproc_per_node) > 1
+    if not (counted or several):
+        del os.environ[_THREADS]  # torchrun lets a single worker use all cores
+    elif argv is None:
+        _fork_template(args)
+    from moevement_ext.launch.torchrun_agent import run_agent
+
+    run_agent(args)
+
+
+def _fork_template(args: Namespace) -> None:
+    """Start the process that forks the workers by a fork of this one, which has imported torch."""
+    program = args.training_script
+    wrapped = args.module or args.no_python or args.run_path or args.numa_binding
+    if not wrapped and not_importable(program) is None:
+        unbuffered = {**os.environ, 'PYTHONUNBUFFERED': '1'}
+        fork_ahead(program, args.training_script_args, unbuffered)
 
 
 if __name__ == '__main__':

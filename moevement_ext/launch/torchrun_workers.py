@@ -23,8 +23,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 
 from moevement_ext.launch.child import Child
 from moevement_ext.launch.output import say_of_launcher
-from moevement_ext.launch.spare import DECLARATION, split
-from moevement_ext.launch.template import Template, TemplateLost
+from moevement_ext.launch.template import Template, TemplateLost, not_importable
 
 _STDOUT, _STDERR = 1, 2
 _UNBUFFERED, _MODULE = '-u', '-m'
@@ -60,7 +59,7 @@ class _Source:
         if self._never or tuple(command[:2]) != (sys.executable, _UNBUFFERED):
             return None
         program, *flags = command[2:]
-        why = 'name its file, not its module' if program == _MODULE else _not_importable(program)
+        why = 'name its file, not its module' if program == _MODULE else not_importable(program)
         if why is not None:
             self._give_up(why)
             return None
@@ -85,18 +84,6 @@ class _Source:
     def _give_up(self, why: str) -> None:
         self._never = True
         say_of_launcher(f'each worker starts as a new interpreter: {why}')
-
-
-def _not_importable(program: str) -> str | None:
-    """Why a program cannot be imported before a worker is wanted; None if it can."""
-    declared = False
-    try:
-        declared = split(program) is not None
-    except ValueError as error:
-        return str(error)
-    except (OSError, SyntaxError):  # the worker says why
-        pass
-    return None if declared else f'{program} does not declare {DECLARATION} (see docs/api.md)'
 
 
 class _Handler(SubprocessHandler):

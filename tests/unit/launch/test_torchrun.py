@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from moevement_ext.config import ConfigurationError
-from moevement_ext.launch.torchrun import OutsideStore
+from moevement_ext.launch.torchrun_agent import OutsideStore
 from tests.unit.store.processes import WAIT_S, Server
 
 pytestmark = pytest.mark.timed

@@ -28,9 +28,9 @@ def main():
     if attempt == '1':
         sys.exit(0)
     if rank == '1':
-        for process in psutil.Process().parent().children():
-            if {kills_template} and any('spare.py' in word for word in process.cmdline()):
-                process.kill()
+        if {kills_template}:
+            started = psutil.Process().parent().children()
+            min(started, key=psutil.Process.create_time).kill()
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(1000)
 
