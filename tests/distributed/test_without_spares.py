@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from moevement_ext.errors import EXIT_WHOLE_JOB
-from moevement_ext.events import Event, Recovered, decode
+from moevement_ext.events import Event, Protected, Recovered, decode
 from moevement_ext.launch.launcher_events import (
     FILE,
     GuestsSeated,
@@ -94,6 +94,8 @@ def test_ranks_of_a_lost_node_are_guests_until_it_returns(
     assert done.places == [(3, 'node1'), (3, 'node3')]
     assert done.starts == {0: 1, 1: 1, 2: 1, 3: 3}
     assert [event.exposed for event in kind_of(done.events, GuestsSeated)] == [0]
+    nodes = [event.node for event in done.job.events_of(Protected, 3)]
+    assert nodes == ['node3', 'node1', 'node3']
 
 
 def test_nodes_are_lost_until_one_is_left(cluster: Make, reference: Reference) -> None:
