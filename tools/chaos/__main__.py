@@ -21,8 +21,6 @@ iterations that were interrupted before they were committed: no rank had them. A
 a worker without a fault fails or is evicted, unless its end makes the launcher restart the whole
 job.
 
-The table counts faults by the phase in which they landed, according to the events of the hit worker
-(or of the other workers, if the hit worker had not noticed the failure yet or was starting).
 jobs/campaign.jsonl in the output folder has the results.
 
 With `--elastic` each fault kills all processes of one job, which starts again in another layout, of
@@ -54,7 +52,7 @@ from ..lab.tables import say
 from .campaign import Campaign
 from .configuration import HANG_TIMEOUT_S
 from .elastic import ElasticCampaign, draw_lives
-from .results import NAME, Begun, Results, landing_table
+from .results import NAME, Begun, Results
 
 _MOST_SHOWN = 8
 _ALWAYS = (Kind.KILL, Kind.STOP, Kind.NODE, Kind.DOUBLE)
@@ -72,8 +70,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add('--hang-timeout', type=count, default=HANG_TIMEOUT_S, metavar='SECONDS',
         help='time without a heartbeat after which a worker is replaced; on a busy machine a '
         'starting worker may need longer (default: %(default)s)')  # fmt: skip
-    add('--max-stall', type=float, metavar='SECONDS', help='fail if a recovery takes longer, '
-        'not counting hang detection and the start of processes')  # fmt: skip
     add('--output', type=Path, default=Path('runs/chaos'), help='folder for data and logs')
     add_share_gpu(parser)
     add('--stand-ins', action='store_true', help='with --configurations: draw state of 16 and 8 '
@@ -96,9 +92,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def verdict(args: argparse.Namespace, results: Results) -> int:
     if results.failed:
         return 2
-    stalled = args.max_stall is not None and results.longest_stall_s > args.max_stall
     few = len(results.faults) < args.faults
-    return 1 if few or stalled or not results.sound else 0
+    return 1 if few or not results.sound else 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -119,13 +114,11 @@ def _run(args: argparse.Namespace, output: Path, data: Path, console: Console) -
     results = Results(output / NAME)
     results.add(Begun(args.arguments, args.seed))
     Campaign(output, data, args, results, console).run()
-    console.print(landing_table(cell for fault in results.faults for cell in fault.cells))
     injected = len(results.faults)
     wrong = [f'job {job.number} failed: {job.failed}' for job in results.failed]
     wrong += [f'{injected} of {args.faults} faults were injected'] * (injected < args.faults)
     for line in wrong:
         say(console, f'chaos: {line}', style='bold red')
-    say(console, f'chaos: longest stall {results.longest_stall_s:.1f} s')
     print(results.summary(), flush=True)
     return verdict(args, results)
 

@@ -8,15 +8,12 @@ import time
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import NamedTuple
 
 from rich.console import Console
 
 from ..lab.digests import StateDigest, difference_table, differences, read_digest
 from ..lab.errors import LabError
 from ..lab.job import DIGEST, Job, Kind, memory_directory, train
-from ..lab.local_cluster import log_file
-from ..lab.run_log import read_log
 from ..lab.tables import say
 from .configuration import (
     BF16,
@@ -35,14 +32,6 @@ _MOST_REFUSALS = 5
 _MAX_RESTARTS = 1000
 # Limit of jobs as a multiple of the jobs that the faults need: a job may fail, or end too soon.
 _MORE_JOBS = 3
-
-
-class _Plain(NamedTuple):
-    """A run of plain Megatron without faults."""
-
-    digest: StateDigest
-    pause_s: float
-    """Longest time from one iteration to the next."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +80,7 @@ class Campaign:
 
         def hurt(job: Job) -> None:
             try:
-                FaultInjector(job, last, configuration, report, plain.pause_s).inject_all(faults)
+                FaultInjector(job, last, report).inject_all(faults)
             finally:
                 lost.extend(map(str, job.unexpected))
 
@@ -104,7 +93,7 @@ class Campaign:
             launch = configuration.launch(folder, flags, _MAX_RESTARTS)
             try:
                 found = train(launch, hurt, configuration.launcher, memory / RUN_ID)
-                identical = self._compare(plain.digest, found.state, number)
+                identical = self._compare(plain, found.state, number)
             except LabError as error:
                 failed = str(error)
                 say(self.console, f'job {number}: FAILED: {error}\n{error.tail}')
@@ -122,8 +111,8 @@ class Campaign:
         say(self.console, f'job {number}: final state {"DIFFERENT" if different else "equal"}')
         return not different
 
-    def _reference(self, number: int, drawn: int) -> tuple[Configuration, _Plain]:
-        """Draw a configuration that plain Megatron accepts; returns it and its run."""
+    def _reference(self, number: int, drawn: int) -> tuple[Configuration, StateDigest]:
+        """Draw a configuration that plain Megatron accepts; returns it and its final state."""
         while True:
             attempt = self.results.refusals(drawn)
             configuration = self.draw(number, drawn, attempt)
@@ -148,7 +137,7 @@ class Campaign:
             drawn = Configuration(parse_layout('pp2-ep2'), BF16, ('dropout',), window, nodes=4)
         return drawn._replace(share_gpu=args.share_gpu, hang_timeout_s=args.hang_timeout)
 
-    def _plain(self, number: int, attempt: int, configuration: Configuration) -> _Plain:
+    def _plain(self, number: int, attempt: int, configuration: Configuration) -> StateDigest:
         """Run plain Megatron to its end, once per configuration."""
         iterations = self._iterations(configuration)
         # The folder's name includes the flags: only states of equal flags are compared.
@@ -158,8 +147,7 @@ class Campaign:
             self._anew(folder.name)
             flags = configuration.training_flags(self.data, iterations, folder)
             train(configuration.launch(folder, flags))
-        log = read_log(log_file(folder, configuration.layout.ranks - 1))
-        return _Plain(read_digest(folder / DIGEST), max(log.wall_seconds(warm_up=1)))
+        return read_digest(folder / DIGEST)
 
     def _iterations(self, configuration: Configuration) -> int:
         """Iterations of each job: enough for all faults, and as many as the reference."""

@@ -149,10 +149,6 @@ class Configuration(NamedTuple):
         agents = self.launcher is Launcher.TORCHRUN
         return [kind for kind in Kind if agents or kind is not Kind.AGENT]
 
-    def detection_s(self, kind: Kind) -> float:
-        """Seconds until a fault of this kind is noticed."""
-        return {Kind.STOP: self.hang_timeout_s, Kind.STUCK: self._stuck_timeout_s}.get(kind, 0)
-
     @property
     def _stuck_timeout_s(self) -> int:
         saves = not set(_SAVES).isdisjoint(self.features)

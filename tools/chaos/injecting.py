@@ -7,20 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ..lab.errors import LabError
-from ..lab.evidence import (
-    Tier,
-    done_again_s,
-    launch_s,
-    lost_iterations,
-    persisted,
-    recovery,
-    start_up_s,
-)
+from ..lab.evidence import lost_iterations, persisted, recovery
 from ..lab.job import Injection, Job, Kind
 from ..lab.run_log import Iteration
-from .configuration import Configuration
 from .drawing import Fault
-from .results import Cell, FaultRecord, landed
+from .results import FaultRecord
 
 LAST_ITERATIONS = 6
 """Last iterations of a job, without faults: a finished worker cannot help another to recover."""
@@ -35,12 +26,8 @@ class FaultInjector:
     job: Job
     last: int
     """Number of its last iteration."""
-    configuration: Configuration
     report: Callable[[FaultRecord, str], None]
     """Called with the record of each fault, and a line for people."""
-    pause_s: float
-    """Longest time from one iteration to the next without faults, which may include an evaluation
-    and a dense save."""
     _back_at: float = 0.0
     _from: int = 0
     _known: set[int] = field(default_factory=set)
@@ -48,7 +35,6 @@ class FaultInjector:
     def inject_all(self, faults: Sequence[Fault]) -> None:
         """Inject until the job is nearly over, then let it end."""
         waiting: Fault | None = None
-        # The first iteration shows how long a start takes, which the limit of a stall depends on.
         self._wait_for('protection', lambda: self._protected() and self._at() > 0)
         for number, fault in enumerate(faults):
             if not self._is_time(fault, faults_left=len(faults) - number):
@@ -78,28 +64,22 @@ class FaultInjector:
 
     def _one(self, fault: Fault) -> None:
         iteration = self._at()
-        first, *more = injections = self._inject(fault)
-        last = injections[-1]
+        struck_at = self._inject(fault).time
         found = self._wait_for(
             f'recovery after {fault}',
-            lambda: recovery(self.job.events(), self.job.pids(), last.time, self._iterations()),
+            lambda: recovery(self.job.events(), self.job.pids(), struck_at, self._iterations()),
         )
         if not found:
             raise LabError(f'the job ended, but did not report a recovery after: {fault}')
         self._back_at, self._from = found.at, found.target
-        events, seconds = self.job.events(), found.at - last.time
+        events, seconds = self.job.events(), found.at - struck_at
         record = FaultRecord(
             fault=str(fault),
-            cells=[
-                Cell(landed(events, since, one.time, one.pid), one.kind)
-                for since, one in [(None, first), *((first.time, one) for one in more)]
-            ],
             iteration=iteration,
             tier=found.tier,
             replayed=found.replayed,
             lost=lost_iterations(found, self._iterations(), events),
             seconds=round(seconds, 3),
-            stall_s=round(max(0.0, seconds - self._expected_s(last, found.tier)), 3),
         )
         new = {death.pid: death for death in self.job.unexpected if death.pid not in self._known}
         self._known.update(new)
@@ -110,24 +90,13 @@ class FaultInjector:
             f'{record.lost} lost{"".join(f"; {death}" for death in new.values())}',
         )
 
-    def _expected_s(self, last: Injection, tier: Tier) -> float:
-        """Seconds of a recovery without a stall.
-
-        Detection, start of processes, and repeated evaluations and dense saves, as far as these
-        last no longer than without faults.
-        """
-        events, detection_s = self.job.events(), self.configuration.detection_s(last.kind)
-        if tier is not Tier.LOCALIZED:
-            return detection_s + launch_s(events, self._iterations())
-        again_s = min(done_again_s(events, last.time), self.pause_s)
-        return detection_s + start_up_s(events, last.time) + again_s
-
-    def _inject(self, fault: Fault) -> list[Injection]:
+    def _inject(self, fault: Fault) -> Injection:
+        """Inject a fault; returns the last injection."""
         if fault.kind is Kind.DOUBLE and fault.apart_s:
-            first = self.job.hurt(Kind.KILL, fault.victims[:1])
+            self.job.hurt(Kind.KILL, fault.victims[:1])
             time.sleep(fault.apart_s)
-            return [first, self.job.hurt(Kind.DOUBLE, fault.victims[1:])]
-        return [self.job.hurt(fault.kind, fault.victims)]
+            return self.job.hurt(Kind.DOUBLE, fault.victims[1:])
+        return self.job.hurt(fault.kind, fault.victims)
 
     def _protected(self) -> bool:
         return persisted(self.job.events(), self.job.pids(), self._back_at)

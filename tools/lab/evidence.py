@@ -11,7 +11,6 @@ from moevement_ext.events import (
     NextTier,
     Protected,
     Recovered,
-    RecoveryPhase,
     RecoveryStarted,
     WindowPersisted,
     WorkerStarted,
@@ -21,7 +20,6 @@ from .run_log import Iteration
 
 _ATTEMPT = (WorkerStarted, FailureDetected, RecoveryStarted, NextTier, Recovered)
 _WHOLE_JOB = 'the whole job'
-_POST_STEP = 'post-step'
 
 
 def kind_of[E: Event](events: Iterable[Event], kind: type[E]) -> list[E]:
@@ -104,31 +102,6 @@ def _recovered(
         target = starts[-1] + last.replayed
     assert isinstance(target, int)  # a localized recovery always sets it
     return Recovery(tier, last.time, target, max(event.replayed for event in back), died)
-
-
-def start_up_s(events: Iterable[Event], since: float) -> float:
-    """Seconds until the program ran, on the slowest process created since a time."""
-    started = (event for event in kind_of(events, WorkerStarted) if event.time > since)
-    new = (event for event in started if event.time - event.start_up_s > since)  # no hot spare
-    return max((event.start_up_s for event in new), default=0.0)
-
-
-def done_again_s(events: Iterable[Event], since: float) -> float:
-    """Seconds of the interrupted evaluations and dense saves, on the slowest rank."""
-    began: dict[int, float] = {}
-    longest = 0.0
-    for event in (event for event in events if event.time > since):
-        if isinstance(event, RecoveryPhase) and event.phase == _POST_STEP:
-            began[event.pid] = event.time
-        elif isinstance(event, Recovered) and event.pid in began:
-            longest = max(longest, event.time - began.pop(event.pid))
-    return longest
-
-
-def launch_s(events: Iterable[Event], iterations: Sequence[Iteration]) -> float:
-    """Seconds from the creation of a job's first process to its first iteration."""
-    created = min(event.time - event.start_up_s for event in kind_of(events, WorkerStarted))
-    return iterations[0].time - created
 
 
 def persisted(events: Iterable[Event], pids: Sequence[int], since: float) -> bool:

@@ -12,7 +12,6 @@ from moevement_ext.events import (
     NextTier,
     Protected,
     Recovered,
-    RecoveryPhase,
     RecoveryStarted,
     WindowPersisted,
     WorkerStarted,
@@ -21,7 +20,6 @@ from tests.unit.tools.samples import happened
 from tools.lab.evidence import (
     Recovery,
     Tier,
-    done_again_s,
     lost_iterations,
     recovers_locally,
     recovery,
@@ -108,14 +106,3 @@ class TestLostIterations:
         first = happened(WindowPersisted, 0, 97.0, start=0)
         assert lost_iterations(back, trained, [first]) == 0
         assert lost_iterations(back._replace(target=0), trained, [first]) == 8, 'from the start'
-
-
-def test_interrupted_evaluation_is_repeated_until_the_rank_has_recovered() -> None:
-    def again(rank: int, began: float, back: float) -> list[Event]:
-        phase = happened(RecoveryPhase, rank, began, phase='post-step')
-        return [phase, localized(rank, back)]
-
-    before = again(0, 90.0, 99.0)
-    assert done_again_s([*before, *again(0, 101.0, 104.0)], FAULT_AT) == 3.0
-    assert done_again_s([*again(0, 101.0, 104.0), *again(1, 101.5, 108.0)], FAULT_AT) == 6.5
-    assert done_again_s([*before, *again(0, 101.0, 104.0)[:1]], FAULT_AT) == 0.0
