@@ -190,7 +190,7 @@ def check_tools(events: Path) -> None:
     assert [place.stage for _, place in sorted(history.places.items())] == [0, 1]
     time = shares(history)
     assert time is not None and 0 < time.ettr < 1
-    assert f'{time.ettr:.1%}' in render(history, 'run', None)
+    assert f'{time.ettr:.1%}' in render(history, 'run')
     profile = derive(events, {'network_bytes_per_s': 1e9})  # one node holds no replicas
     assert profile.pipeline.stages == 2 and profile.iteration_s > 0
     assert profile.mtbf_s == history.mtbf_s is not None

@@ -7,10 +7,6 @@
 Inputs are the iteration times, the windows, the intervals and the overheads in seconds. A global
 rollback loses half an interval, MoEvement 3/2 of a window (paper, appendix C), MoC one iteration.
 
-Two constants that the paper does not give are fitted per setting and dense system: the additional
-slowdown of each iteration and the restart after each failure, one pair for all MTBFs of a row and
-never per cell. They minimise the sum of squared differences of the first-order ETTR.
-
 `paper.toml` has the numbers that the paper prints, and claims of its text and figures with what
 follows from its inputs. docs/paper.md summarises which numbers follow and which do not.
 
@@ -19,7 +15,7 @@ Exit status: 0 if the computation ran; a difference from the paper is not an err
 
 import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
 from importlib.resources import files
 from itertools import groupby
@@ -27,7 +23,6 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 import msgspec
-import numpy as np
 from rich.console import Console
 
 from moevement_ext.plan.strategy.dense import young_s
@@ -35,7 +30,7 @@ from moevement_ext.plan.strategy.dense import young_s
 from ..lab.arguments import Parser
 from ..lab.figures import print_json
 from ..lab.tables import say, table
-from .closed_form import Dense, Sparse, first_order
+from .closed_form import Dense, Sparse
 
 CHECKFREQ, GEMINI, MOC, MOEVEMENT = 'CheckFreq', 'Gemini', 'MoC', 'MoEvement'
 DENSE = (CHECKFREQ, GEMINI)
@@ -142,13 +137,10 @@ ETTR_TOLERANCE = 0.015
 """1.5 points: the largest difference that the paper reports for its own simulator (Table 4)."""
 # Relative; seconds of recovery and intervals scale with their inputs.
 _SCALED, _MEMORY = 0.1, 0.02
-EXTRA_S, RESTART_S = np.arange(0.0, 0.5, 0.002), np.arange(0.0, 800.0, 2.0)
 DENSE_BYTES, WEIGHT_BYTES = 12, 2
 """fp32 master weight and two moments; bf16 compute weight."""
 GENERATIONS = 2
 """One kept window, one under way."""
-FITTED_GEMINI_BYTES = 26
-"""Bytes per parameter, fitted to all rows of Gemini; 2 more than two generations."""
 
 
 class Cell(msgspec.Struct, frozen=True):
@@ -166,23 +158,6 @@ class Cell(msgspec.Struct, frozen=True):
     """Computed from the paper's own inputs, without a fit."""
     exact: float = math.nan
     """Result of the exact renewal form instead of the first-order form."""
-    fitted: float = math.nan
-    """Result with the constants fitted to this setting and system (see `Constants`)."""
-
-
-class Constants(msgspec.Struct, frozen=True):
-    """Constants fitted to one row of ETTRs."""
-
-    table: str
-    setting: str
-    system: str
-    extra_s: float
-    """Seconds added to each iteration, beyond the published overhead."""
-    restart_s: float
-    """Seconds lost per failure, beyond the repeated work."""
-    cells: int
-    within: int
-    """Number of cells within ETTR_TOLERANCE."""
 
 
 _PIPE_WIDTH = 120
@@ -196,45 +171,27 @@ def judge(ours: float, theirs: float, tolerance: float) -> Verdict:
     return Verdict.FOLLOWS if within else Verdict.DIFFERS
 
 
-def fit(row: Row, conditions: Sequence[Condition]) -> Constants:
-    """Fit constants to the readable cells of a row of a dense system, on a grid of 2 ms by 2 s."""
-    known = [(one.setting.iteration_s, one.interval, one.overhead_s, one.mtbf_s, one.ettr)
-             for one in conditions if not math.isnan(one.ettr)]  # fmt: skip
-    iteration_s, interval, overhead_s, mtbf_s, theirs = np.array(known).T
-    recovery_s = interval * iteration_s / 2 + RESTART_S[:, None]
-    ettr = first_order(iteration_s, overhead_s + EXTRA_S[:, None, None], recovery_s, mtbf_s)
-    off = np.abs(ettr - theirs)
-    extra, restart = np.unravel_index((off**2).sum(axis=-1).argmin(), off.shape[:2])
-    pair = round(float(EXTRA_S[extra]), 3), float(RESTART_S[restart])
-    return Constants(*row, *pair, len(known), int((off[extra, restart] <= ETTR_TOLERANCE).sum()))
-
-
-def priced(condition: Condition, fitted: Constants | None = None) -> Dense | Sparse:
-    """The system under a condition of the paper, with the fitted constants if given."""
+def priced(condition: Condition) -> Dense | Sparse:
+    """The system under a condition of the paper, from its inputs."""
     setting, overhead_s, mtbf_s = condition.setting, condition.overhead_s, condition.mtbf_s
     if condition.system == MOEVEMENT:
         return Sparse(setting.iteration_s, setting.window, overhead_s, mtbf_s=mtbf_s)
-    extra_s, restart_s = (fitted.extra_s, fitted.restart_s) if fitted else (0.0, 0.0)
-    interval = int(condition.interval)
-    return Dense(setting.iteration_s, interval, overhead_s + extra_s, restart_s, mtbf_s)
+    return Dense(setting.iteration_s, int(condition.interval), overhead_s, mtbf_s=mtbf_s)
 
 
-def all_cells(fits: Mapping[Row, Constants]) -> Iterator[Cell]:
+def all_cells() -> Iterator[Cell]:
     """Readable cells of Tables 3 and 7."""
     for row, conditions in ROWS.items():
         for quantity, printed in conditions[0].setting.systems[row[2]].items():
             for theirs, one in zip(printed, conditions, strict=False):
                 if not math.isnan(theirs):
                     mtbf = one.mtbf if len(printed) > 1 else ''
-                    yield _cell((*row, quantity, mtbf), theirs, one, fits.get(row))
+                    yield _cell((*row, quantity, mtbf), theirs, one)
 
 
-def _cell(
-    names: tuple[str, str, str, str, str], theirs: float, one: Condition, fitted: Constants | None
-) -> Cell:
+def _cell(names: tuple[str, str, str, str, str], theirs: float, one: Condition) -> Cell:
     iteration_s, system, quantity = one.setting.iteration_s, one.system, names[3]
-    costs, with_fit = priced(one), priced(one, fitted) if fitted else None
-    exact = refit = math.nan
+    costs, exact = priced(one), math.nan
     tolerance = _SCALED * theirs
     if quantity == 'interval' and system == GEMINI:
         # The optimum for its costs against Young's, sqrt(2 c M) / T iterations (Young 1974), a
@@ -245,13 +202,9 @@ def _cell(
         tolerance = 0.5 + 100 * 0.005 / iteration_s  # both numbers are rounded
     elif quantity == 'recovery_s':
         ours = one.failures * (iteration_s if system == MOC else costs.expected_recovery_s())
-        if with_fit:
-            refit = one.failures * with_fit.expected_recovery_s()
     elif quantity == 'ettr':
         ours, tolerance = costs.ettr_first_order(), ETTR_TOLERANCE
         exact = costs.ettr_exact()
-        if with_fit:
-            refit = with_fit.ettr_first_order()
     else:
         # CheckFreq's interval needs a disk bandwidth that is not given; 1 is a definition.
         missing = quantity == 'interval' and system == CHECKFREQ
@@ -259,7 +212,7 @@ def _cell(
     # The iteration times are derived from MoC's overhead.
     derived = quantity == 'overhead_percent' and system == MOC
     verdict = Verdict.INPUT if derived else judge(ours, theirs, tolerance)
-    return Cell(*names, theirs, verdict, ours, exact, refit)
+    return Cell(*names, theirs, verdict, ours, exact)
 
 
 def table6_cells() -> Iterator[Cell]:
@@ -269,9 +222,9 @@ def table6_cells() -> Iterator[Cell]:
         # Every operator in full once, and weights until then, in half of the slots on average.
         window_bytes = GENERATIONS * (DENSE_BYTES + WEIGHT_BYTES * (row['window'] - 1) / 2)
         names = 'Table 6', row['name']
-        ours, fitted = GENERATIONS * DENSE_BYTES * params, FITTED_GEMINI_BYTES * params
+        ours = GENERATIONS * DENSE_BYTES * params
         verdict = judge(ours, gemini_gb, _MEMORY * gemini_gb)
-        yield Cell(*names, GEMINI, 'host_gb', '', gemini_gb, verdict, ours, fitted=fitted)
+        yield Cell(*names, GEMINI, 'host_gb', '', gemini_gb, verdict, ours)
         yield Cell(*names, MOEVEMENT, 'logs_gb', '', row['logs_gb'], Verdict.NO_INPUTS)
         for quantity, ours, tolerance in (
             ('windows_gb', window_bytes * params, _MEMORY * windows_gb),
@@ -291,8 +244,6 @@ class Report(msgspec.Struct, frozen=True):
     iteration_s: dict[str, dict[str, float]]
     """Iteration times by table and setting, which the paper does not print."""
     cells: list[Cell]
-    constants: list[Constants]
-    """All fitted constants, per setting and system."""
     claims: list[Claim]
     notes: list[tuple[str, str, str]]
     """Table, cell, and the unreadable or corrected value."""
@@ -300,14 +251,13 @@ class Report(msgspec.Struct, frozen=True):
 
 def recompute() -> Report:
     """Recompute every readable cell of Tables 3, 6 and 7, and the claims of text and figures."""
-    fits = {row: fit(row, found) for row, found in ROWS.items() if row[2] in DENSE}
     times = {
         name: {setting.name: setting.iteration_s for setting in table.settings}
         for name, table in TABLES.items()
     }
     notes = [(name, *note) for name, table in TABLES.items() for note in table.notes]
-    cells = [*all_cells(fits), *table6_cells()]
-    return Report(times, cells, [*fits.values()], [Claim(*one) for one in PAPER.claims], notes)
+    cells = [*all_cells(), *table6_cells()]
+    return Report(times, cells, [Claim(*one) for one in PAPER.claims], notes)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -323,7 +273,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def print_report(report: Report, console: Console) -> None:
-    """Print tables of computed and printed numbers, claims, constants, notes and counts."""
+    """Print tables of computed and printed numbers, claims, notes and counts."""
 
     def show(
         title: str, columns: str, rows: Iterable[Sequence[str]], judged: Sequence = ()
@@ -339,9 +289,9 @@ def print_report(report: Report, console: Console) -> None:
         cells, form = list(found), f'.{digits}f'
         show(
             f'{name}: {title}',
-            '!setting|!system|!MTBF|>!paper|>!ours|>!differs by|!follows|>!exact|>!fitted',
+            '!setting|!system|!MTBF|>!paper|>!ours|>!differs by|!follows|>!exact',
             ((one.setting, one.system, one.mtbf or 'all', *_compared(one, form, f'+{form}'),
-              _number(one.exact, form), _number(one.fitted, form)) for one in cells),
+              _number(one.exact, form)) for one in cells),
             cells,
         )  # fmt: skip
     show(
@@ -351,11 +301,6 @@ def print_report(report: Report, console: Console) -> None:
          for one in report.claims),
         report.claims,
     )  # fmt: skip
-    show(
-        'Fitted to the ETTRs of a setting and system, one pair for all MTBFs',
-        '!table|!setting|!system|>s more per iteration|>s per restart|>cells|>within 1.5 points',
-        (tuple(map(str, msgspec.structs.astuple(one))) for one in report.constants),
-    )
     say(console, 'Iteration times, never printed: seconds over percent of the overhead of MoC.')
     for name, times in report.iteration_s.items():
         values = ', '.join(f'{setting} {seconds:.2f} s' for setting, seconds in times.items())
@@ -374,11 +319,8 @@ def summary(report: Report) -> str:
             for system in (*DENSE, MOC, MOEVEMENT)
         )
 
-    within = sum(one.within for one in report.constants)
-    cells = sum(one.cells for one in report.constants)
     return (
-        f'ETTRs within 1.5 points with nothing fitted: {follow("ettr")}; with two constants fitted '
-        f'per row: dense systems {within} of {cells}. Recoveries within 10 %: '
+        f'ETTRs within 1.5 points with nothing fitted: {follow("ettr")}. Recoveries within 10 %: '
         f'{follow("recovery_s")}. Figures and text: {_following(report.claims)}.'
     )
 

@@ -42,7 +42,7 @@ def screen(events: list[Event], now: float) -> str:
 
 
 def page(events: list[Event]) -> str:
-    html = render(History(events), 'run', None)
+    html = render(History(events), 'run')
     text = re.sub(r'<style>.*?</style>|<svg.*?</svg>', '', html, flags=re.S)
     return re.sub(r'\s*\n\s*', '\n', re.sub(r'<[^>]+>', ' ', text)).strip() + '\n'
 

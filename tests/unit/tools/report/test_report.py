@@ -6,13 +6,11 @@ from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
-import msgspec
 import pytest
 
 from moevement_ext.events import FailureDetected, WorkerStarted
 from tests.unit.tools.runs import localized_run, write
 from tools.lab.history import Episode, History
-from tools.plan import __main__ as plan
 from tools.report.__main__ import main
 from tools.report.charts import pace_chart
 from tools.report.page import _headline
@@ -49,31 +47,10 @@ def test_no_line_is_drawn_through_an_outage() -> None:
     assert [text for _, text in chart.ticks] == ['0', '500 ms', '1 s']
 
 
-def test_forecast_is_compared_with_the_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    flags = '--model deepseek-moe --cluster a100 --iteration-time 2 --mtbf 600 --json'.split()
-    assert plan.main(flags) == 0
-    said = capsys.readouterr().out
-    (tmp_path / 'plan.json').write_text(said)
-    planned = msgspec.json.decode(said)
-    write(tmp_path / 'events', localized_run())
-    html = report(tmp_path, '--plan', str(tmp_path / 'plan.json'))
-    text = ' '.join(re.sub('<[^>]*>', ' ', html).split())
-    assert 'iteration 2.0 s 900 ms' in text
-    assert 'time between failures 10 min 00 s 24.0 s' in text
-    assert f'ETTR at the planned failure rate {planned["ettr_first_order"]:.4f}' in text
-    busy = planned['iteration_s'] / (planned['iteration_s'] + planned['overhead_s'])
-    here = busy / (1 + planned['expected_recovery_s'] / 24)
-    assert f'ETTR at the failure rate of the run {here:.4f} 0.6231' in text
-
-
 @pytest.mark.parametrize(
     ('flags', 'message'),
     [
         (['nowhere', '-o', 'x'], 'nowhere: no such folder; give that of --sparse-ckpt-events'),
-        (['events', '-o', 'x', '--plan', 'nowhere'], r'--plan nowhere: No such file'),
-        (['events', '-o', 'x', '--plan', 'events/rank0.jsonl'], 'moevement plan --json` printed'),
         (['events', '-o', 'events'], r'--output events: Is a directory'),
     ],
 )
