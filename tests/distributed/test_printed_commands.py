@@ -113,8 +113,6 @@ def _write_inputs(folder: Path) -> None:
     for name in ('A', 'B', 'a.json', 'b.json'):
         digest = {'digest': 'x', 'iteration': 4, 'ranks': {'0': {'parameter/a': 'y'}}}
         (folder / name).write_bytes(msgspec.json.encode(digest))
-    listed = [{'name': f'e{n}', 'full_bytes': 12, 'weight_bytes': 2} for n in range(3)]
-    (folder / 'operators.json').write_bytes(msgspec.json.encode(listed))
     (folder / 'job.json').write_text(_DESCRIPTION)
     for name in ('plain.log', 'sparse.log'):
         lines = [iteration_line(n, n) + slot_line(100) for n in range(1, 5)]

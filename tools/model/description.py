@@ -3,12 +3,9 @@
 
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
-import numpy as np
-
-from moevement_ext.plan.byte_planner import OperatorTable
 
 from .fields import Positive, Whole
 from .layout import Batch, Layout, Precision
@@ -19,17 +16,6 @@ GIGA = 10**9
 
 class DescriptionError(ValueError):
     """A file is unusable; the message names the file, the field and the rule."""
-
-
-_Bytes = Annotated[int, msgspec.Meta(le=2**50)]  # sums of them stay within 64 bits
-
-
-class ListedOperator(msgspec.Struct, forbid_unknown_fields=True):
-    """One operator of a list in a file, on one rank."""
-
-    name: str
-    full_bytes: _Bytes
-    weight_bytes: _Bytes
 
 
 class Training(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -54,21 +40,6 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     host_memory_bytes: Positive
     peak_flops: Positive
     """Dense bf16 operations per second of a GPU; to derive iteration times from MFU."""
-
-
-def read_operators(path: Path) -> OperatorTable:
-    """Operators of a JSON list of `{"name", "full_bytes", "weight_bytes"}`, in its order.
-
-    Raises:
-        DescriptionError: the list is invalid; the message names entry and field.
-    """
-    listed = read(path, list[ListedOperator])
-    sizes = np.array([(one.full_bytes, one.weight_bytes) for one in listed], dtype=np.int64)
-    sizes = sizes.reshape(-1, 2)
-    try:
-        return OperatorTable([one.name for one in listed], sizes[:, :1], sizes[:, 1:])
-    except ValueError as error:
-        raise DescriptionError(f'{path}: {error}') from None
 
 
 def known_or_read[Description](

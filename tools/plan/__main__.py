@@ -5,10 +5,9 @@ r"""Plans sparse checkpointing for a model on a cluster: its costs and its benef
     moevement plan --model job.json --cluster a100 --iteration-time 2.9 --mtbf 3600 --json
     moevement plan --cluster h100 --gpus 64 --mfu 0.3 -- \
         --num-layers 32 --hidden-size 4096 ...
-    moevement plan --operators operators.json --budget-bytes 4e9 --json
 
-After `--` follow flags of Megatron and of sparse checkpointing, as for training. With --operators
-the tool only divides a list of operators into slots. See docs/planning.md.
+After `--` follow flags of Megatron and of sparse checkpointing, as for training. See
+docs/planning.md.
 
 Exit status: 0 there is a plan, 2 there is none; stderr has the reason.
 """
@@ -22,13 +21,10 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from moevement_ext.config import ConfigurationError
-from moevement_ext.memory.file_system import gib
-from moevement_ext.plan.byte_planner import InfeasiblePlan, bytes_over_budget, fewest_slots
+from moevement_ext.plan.byte_planner import InfeasiblePlan
 
 from ..lab.arguments import Parser, above_0, split_at_end
 from ..lab.figures import print_json
-from ..lab.tables import table
-from ..model.algorithm1 import plan_as_printed
 from ..model.command import add_flags_of
 from ..model.description import (
     CLUSTERS,
@@ -39,15 +35,12 @@ from ..model.description import (
     Training,
     known_or_read,
     mtbf_s,
-    read_operators,
 )
 from ..model.fields import FieldError, parser_of
 from ..model.layout import PRECISIONS, Format, Precision
 from .flags import MegatronFlags, flag, parse_megatron_flags
 from .planning import FailureRate, Job, ProtectionSettings, iteration_seconds, plan_job
 from .report import as_json, infeasible, print_plan
-
-PRINTED = 'paper'
 
 
 def job_from(args: argparse.Namespace, megatron: MegatronFlags) -> Job:
@@ -97,36 +90,13 @@ def parse_arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Meg
     assert __package__
     add_flags_of(parser, __package__, kinds=kinds, **words)
     args = parser.parse_args(own)
-    if args.operators and args.budget_bytes is None:
-        parser.error('--budget-bytes is missing: --operators needs the bytes a slot may hold')
-    if not args.operators:
-        if args.iteration_time is None and args.mfu is None:
-            parser.error('give --iteration-time or --mfu (or --operators with --budget-bytes)')
-        if args.algorithm == PRINTED:
-            parser.error('--algorithm is for --operators; a whole plan shows both')
+    if args.iteration_time is None and args.mfu is None:
+        parser.error('give --iteration-time or --mfu')
     return args, parse_megatron_flags(flags)
 
 
 def _gpu_hours(text: str) -> float:
     return GPU_HOURS_PER_FAILURE.get(text) or above_0(text)
-
-
-def _run_operators(args: argparse.Namespace, console: Console, problems: Console) -> None:
-    operators = read_operators(args.operators)
-    planner = plan_as_printed if args.algorithm == PRINTED else fewest_slots
-    plan = planner(operators, args.budget_bytes)
-    over = bytes_over_budget(plan, operators, args.budget_bytes)
-    if over:
-        text = f'plan: the largest slot exceeds the budget by {over} bytes'
-        problems.print(text, markup=False, highlight=False, soft_wrap=True)
-    sizes = plan.slot_bytes(operators)[:, 0].tolist()  # on the only rank
-    if args.json:
-        print_json({'window': plan.window, 'slots': plan.slots, 'slot_bytes': sizes})
-        return
-    slots = enumerate(zip(plan.slots, sizes, strict=True))
-    rows = [(str(index), gib(size), ' '.join(names)) for index, (names, size) in slots]
-    columns = 'slot', 'bytes', 'captured in full'
-    console.print(table(columns, rows, title=f'Window of {plan.window}'))
 
 
 def _run_job(args: argparse.Namespace, megatron: MegatronFlags, console: Console) -> None:
@@ -143,10 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, megatron = parse_arguments(argv)
     console, problems = Console(), Console(stderr=True)
     try:
-        if args.operators:
-            _run_operators(args, console, problems)
-        else:
-            _run_job(args, megatron, console)
+        _run_job(args, megatron, console)
         return 0
     except InfeasiblePlan as error:
         reason = '; '.join([str(error), *getattr(error, '__notes__', ())])

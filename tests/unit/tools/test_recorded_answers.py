@@ -32,16 +32,12 @@ _JOB = {
     'batch': {'sequence_length': 256, 'micro_batch_size': 1, 'global_batch_size': 64},
 }  # fmt: skip
 _PROFILE = json.loads((ROOT / 'docs/assets/simulate-profile.json').read_text('utf-8'))
-_LISTED = [{'name': f'e{n}', 'full_bytes': 12, 'weight_bytes': 2} for n in range(3)]
 FILES = {
     'job.json': _JOB,
     'no-layers.json': {**_JOB, 'model': {**_MODEL, 'layers': 0}},
     'unknown-field.json': {**_JOB, 'model': {**_MODEL, 'nope': 0}},
     'three-stages.json': {**_JOB, 'layout': {'ranks': 16, 'pipeline': 3}},
     'no-gpus.json': {'name': 'c', 'gpus_per_node': 0},
-    'operators.json': _LISTED,
-    'negative.json': [{**_LISTED[0], 'full_bytes': -1}],
-    'nothing.json': [],
     'slow.json': {**_PROFILE, 'iteration_s': -1.0},
     'twice.json': {**_PROFILE, 'operators': _PROFILE['operators'][:1] * 2},
     'heavy.json': {**_PROFILE, 'operators': [{'name': 'a', 'full_bytes': 1, 'weight_bytes': 2}]},

@@ -137,7 +137,7 @@ def test_layer_frequency_is_parsed(text, layers):
 
 def test_planning_needs_neither_torch_nor_megatron():
     code = (
-        'import sys, tools.plan.__main__, tools.simulate.__main__, tools.simulate.iteration; '
+        'import sys, tools.plan.__main__, tools.simulate.__main__, tools.simulate.scenario; '
         'assert not {"torch", "megatron"} & {name.split(".")[0] for name in sys.modules}'
     )
     done = subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True)
