@@ -322,7 +322,7 @@ class WholeJobMode:
             'replaying': seconds['convert'] + seconds['catch_up'],
         }
 
-        def summary(cause: str, since: float | None, spares: str) -> Summary:
+        def summary(cause: str, since: float | None) -> Summary:
             # The clock may have been set back.
             away_s = max(time.time() - (began if since is None else since), 0.0)
             return Summary(
@@ -334,7 +334,6 @@ class WholeJobMode:
                 seconds={'starting processes': max(away_s - sum(here.values()), 0.0), **here},
                 source=f'window {restart.conversion.window.start} from {restart.conversion.tier}',
                 verified=verified,
-                spares=spares,
             )
 
         outage.of_the_whole_job(restart.predecessor.first_death, summary)

@@ -249,9 +249,8 @@ class JobRecovered(Event, frozen=True):
 
     def __str__(self) -> str:
         line = self.line.strip().removeprefix('sparse ckpt | ').removesuffix(' |')
-        kept = [field for field in line.split(' | ') if not field.startswith('spares left: ')]
         # Without the report's time of day: the launcher prints its own.
-        return ' | '.join([*kept[1:], f'spares left: {self.spares}'])
+        return f'{line.partition(" | ")[2]} | spares left: {self.spares}'
 
     @property
     def nothing_lost(self) -> bool:

@@ -32,7 +32,6 @@ from moevement_ext.membership.mailbox import (
     read_survivors,
     write_cause,
     write_death,
-    write_spares,
 )
 
 _NOT_ITS_FAULT = (EXIT_WHOLE_JOB, -signal.SIGKILL, -signal.SIGTERM)
@@ -193,7 +192,7 @@ class Outcome:
         self._spares = spares
         self._began = time.monotonic()
         self._failures = self._recoveries = 0
-        self._published_spares = self._reported = ''
+        self._reported = ''
         self._waits = False
 
     def lost(self, store: Store, end: BadEnd) -> None:
@@ -208,22 +207,17 @@ class Outcome:
         write_cause(store, restarts, cause.worker.rank, how)
         self._failures += 1
         self._waits = True
-        self._published_spares = ''
 
     def poll(self, store: Store) -> None:
         """Read a pending recovery's outcome, ten times a second; `DistError`: no store."""
         if not self._waits:
             return
-        spares = self._spares()
-        if spares != self._published_spares:
-            write_spares(store, spares)
-            self._published_spares = spares
         line = read_recovery(store)
         if line and line != self._reported:
             self._reported = line
             self._waits = False
             self._recoveries += 1
-            self._report(JobRecovered(line, spares))
+            self._report(JobRecovered(line, self._spares()))
 
     def ended(self, code: int) -> None:
         seconds = time.monotonic() - self._began

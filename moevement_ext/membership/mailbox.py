@@ -16,9 +16,8 @@ ranks without which the job cannot go on), `recovered` (one line about the newes
 these requests: the launcher reads it several times a second, and the keys of its ranks only when it
 has changed).
 
-Written by the launcher: `ended/<process>` (time and cause of the death of this process), `cause`
-(the same for the death that restarted all workers, with the number of that restart), `spares` (the
-remaining spares).
+Written by the launcher: `ended/<process>` (time and cause of the death of this process),
+`cause/<restarts>` (the same for the death that restarted all workers for this time).
 """
 
 from __future__ import annotations
@@ -29,6 +28,8 @@ import secrets
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
 
 if TYPE_CHECKING:  # agents, which use no store, need no torch
     from torch.distributed import Store
@@ -70,7 +71,7 @@ def evict(store: Store, rank: int, process: int, launch: str | None = None) -> N
     `store` belongs to the job; `launch` is the launch of that process, None for the present one.
     """
     store = of_launch(store, own_launch() if launch is None else launch)
-    store.set(_evict_key(rank), str(process))
+    store.set(f'evict/{rank}', str(process))
     store.add(_EVICTIONS, 1)
 
 
@@ -84,19 +85,13 @@ def evictions(store: Store) -> int:
 
 def take_eviction(store: Store, rank: int) -> int | None:
     """Remove and return the number of the process to kill, if any. Called by the launcher."""
-    process = _number(store, _evict_key(rank))
+    process = _number(store, f'evict/{rank}')
     if process is not None:
-        store.delete_key(_evict_key(rank))
+        store.delete_key(f'evict/{rank}')
     return process
 
 
-def _evict_key(rank: int) -> str:
-    return f'evict/{rank}'
-
-
 _RECOVERED = 'recovered'
-_CAUSE = 'cause'
-_SPARES = 'spares'
 
 
 class End(NamedTuple):
@@ -111,34 +106,37 @@ class End(NamedTuple):
     """Empty if unknown."""
 
 
+_END = msgspec.json.Decoder(End)
+
+
 def write_death(store: Store, process: int, rank: int, how: str) -> None:
     """Record a death that the launcher saw; the rank or the whole job is about to restart."""
-    store.set(_ended(process), _encoded(rank, how))
+    _set_end(store, f'ended/{process}', rank, how)
 
 
 def read_death(store: Store, process: int) -> End | None:
     """How this process died; None if the launcher has not recorded it."""
-    return _decoded(_told(store, _ended(process)))
+    return _end(store, f'ended/{process}')
 
 
 def write_cause(store: Store, restarts: int, rank: int, how: str) -> None:
     """Record that this death causes the restart of all workers, number `restarts`."""
-    store.set(_CAUSE, f'{restarts} {_encoded(rank, how)}')
+    _set_end(store, f'cause/{restarts}', rank, how)
 
 
 def read_cause(store: Store, restarts: int) -> End | None:
     """The death that caused restart number `restarts` of all workers; None if unknown."""
-    number, _, end = _told(store, _CAUSE).partition(' ')
-    return _decoded(end) if number == str(restarts) else None
+    return _end(store, f'cause/{restarts}')
 
 
-def write_spares(store: Store, left: str) -> None:
-    """Record, in words, the spares that can replace the next lost worker or node."""
-    store.set(_SPARES, left)
+def _set_end(store: Store, key: str, rank: int, how: str) -> None:
+    end = End(rank, how, time.time())
+    store.set(key, msgspec.json.encode(end))  # type: ignore[arg-type]
 
 
-def read_spares(store: Store) -> str:
-    return _told(store, _SPARES)
+def _end(store: Store, key: str) -> End | None:
+    found = _peek(store, key)
+    return None if found is None else _END.decode(found)
 
 
 def write_recovery(store: Store, line: str) -> None:
@@ -149,21 +147,6 @@ def write_recovery(store: Store, line: str) -> None:
 def read_recovery(store: Store) -> str:
     """Outcome of the newest recovery; empty if there was none."""
     return _told(store, _RECOVERED)
-
-
-def _encoded(rank: int, how: str) -> str:
-    return f'{time.time():.3f} {rank} {how}'
-
-
-def _decoded(end: str) -> End | None:
-    if not end:
-        return None
-    at, rank, how = end.split(' ', 2)
-    return End(int(rank), how, float(at))
-
-
-def _ended(process: int) -> str:
-    return f'ended/{process}'
 
 
 _MEMORY = 'memory'
@@ -236,22 +219,22 @@ def read_survivors(store: Store) -> bool:
 
 
 def write_joining(store: Store, rank: int) -> None:
-    _own(store).set(_joining(rank), str(own_process()))
+    _own(store).set(f'joining/{rank}', str(own_process()))
 
 
 def read_joining(store: Store, rank: int) -> int | None:
     """Return the number of the newest process of `rank` that joined the others, or None."""
-    return _number(store, _joining(rank))
+    return _number(store, f'joining/{rank}')
 
 
 def write_finished(store: Store, rank: int, code: int) -> None:
     """Report that this process is done and will end with exit status `code`."""
-    _own(store).set(_finished(rank), f'{own_process()} {code}')
+    _own(store).set(f'finished/{rank}', f'{own_process()} {code}')
 
 
 def read_finished(store: Store, rank: int, process: int) -> int | None:
     """Return the exit status that this process of `rank` announced, or None."""
-    teller, _, code = _told(store, _finished(rank)).partition(' ')
+    teller, _, code = _told(store, f'finished/{rank}').partition(' ')
     return int(code) if teller == str(process) else None  # else an earlier process announced it
 
 
@@ -272,11 +255,3 @@ def _peek(store: Store, key: str) -> bytes | None:
 
 def _number(store: Store, key: str) -> int | None:
     return int(told) if (told := _told(store, key)) else None
-
-
-def _joining(rank: int) -> str:
-    return f'joining/{rank}'
-
-
-def _finished(rank: int) -> str:
-    return f'finished/{rank}'

@@ -9,7 +9,7 @@ import re
 import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -19,7 +19,6 @@ from moevement_ext.config import LAYOUT_SUFFIX
 from moevement_ext.logger import logger_of
 from moevement_ext.memory.holder_lock import wait_until_free
 from moevement_ext.memory.node_store import NodeStore
-from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.format import Expected, damaged
 from moevement_ext.memory.window.name import (
     TRIES,
@@ -33,7 +32,7 @@ from moevement_ext.memory.window.name import (
 from moevement_ext.memory.window.reader import WindowReader
 from moevement_ext.memory.window.refusal import RefusedWindow, UnreadableWindow, joined, not_read
 from moevement_ext.memory.window.slot import Record, SlotHeader
-from moevement_ext.memory.window.twin import TwinWindow, twin_windows
+from moevement_ext.memory.window.twin import Opener, TwinWindow, openers
 
 logger = logger_of(__name__)
 
@@ -218,8 +217,8 @@ class Shelf:
     def _stored(
         self, store: NodeStore, run: str
     ) -> Iterator[tuple[StoredWindow, bool, Callable[[Path], Copy]]]:
-        yield from ((stored, False, _mapped) for stored in store.scan())
-        yield from ((stored, False, copy_at_twin) for stored in twin_windows(store.scan_stubs()))
+        for stored, opened in openers(store):
+            yield stored, False, partial(copy_in_memory, opened=opened)
         for name in () if self._disk is None else names_in(self._disk / run):
             match = _RANK.fullmatch(name)
             if match is not None and self._disk is not None:
@@ -229,27 +228,10 @@ class Shelf:
                 )
 
 
-def _mapped(path: Path) -> Copy:
-    file = WindowFile.open(path)
-
-    def data(slot: int, record: Record) -> memoryview:
-        return memoryview(file.payload(slot))[record.offset : record.offset + record.nbytes]
-
-    return Copy(path, file.verify_identity(Expected()), data, mapped=True)
-
-
-def copy_at_twin(path: Path) -> Copy:
-    """Open the stub at `path` with its base; errors as of `TwinWindow.open`."""
-    twin = TwinWindow.open(path)
-
-    @lru_cache(maxsize=1)  # records are read slot by slot
-    def payload(slot: int) -> memoryview:
-        return memoryview(b''.join(twin.payload(slot)))
-
-    def data(slot: int, record: Record) -> memoryview:
-        return payload(slot)[record.offset : record.offset + record.nbytes]
-
-    return Copy(path, twin.verify_identity(Expected()), data, mapped=True)
+def copy_in_memory(path: Path, opened: Opener = TwinWindow.open) -> Copy:
+    """Map a window, by default a stub and its base; errors as of `opened`."""
+    window = opened(path)
+    return Copy(path, window.verify_identity(Expected()), window.record, mapped=True)
 
 
 def copy_in_file(path: Path) -> Copy:

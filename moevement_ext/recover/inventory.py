@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds the window of a restart: the newest that all ranks can still obtain."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
@@ -34,7 +34,7 @@ from moevement_ext.memory.window.refusal import (
     not_read,
 )
 from moevement_ext.memory.window.settings import digest_of, encode
-from moevement_ext.memory.window.twin import TwinWindow, twin_windows
+from moevement_ext.memory.window.twin import TwinWindow, openers
 from moevement_ext.recover.absence import DISK, MEMORY, Traces, of_other_names
 from moevement_ext.replicate.secret import marks_here
 
@@ -96,10 +96,8 @@ class _Found:
 
     def in_memory(self, store: NodeStore) -> Self:
         """Examine the committed windows of all ranks on this node."""
-        for stored in self._listed(store.scan):
-            self._look(stored, WindowFile.open)
-        for stored in self._listed(lambda: twin_windows(store.scan_stubs())):
-            self._look(stored, TwinWindow.open)
+        for stored, opened in self._listed(lambda: openers(store)):
+            self._look(stored, opened)
         return self._told()
 
     def on_disk(self, directory: Path) -> Self:
@@ -109,12 +107,11 @@ class _Found:
                 self._look(stored, lambda path: opened.enter_context(WindowReader(path)))
         return self._told()
 
-    def _listed(self, found: Callable[[], list[StoredWindow]]) -> list[StoredWindow]:
+    def _listed[Found](self, found: Callable[[], Iterable[Found]]) -> Iterator[Found]:
         try:
-            return found()
+            yield from found()
         except UnreadableWindow as refusal:
             self.unread |= not_read(refusal)
-            return []
 
     def _look(
         self, stored: StoredWindow, opened: Callable[[Path], WindowFile | WindowReader | TwinWindow]

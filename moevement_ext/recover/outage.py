@@ -8,7 +8,7 @@ recovery of the whole job the last rank reports, as upstream does. The line, in 
 sparse ckpt | 2026-01-31 04:32:52 | RECOVERED at iteration 37 | rank 1 on node0 was killed by
 SIGKILL at 04:32:41 | lost iterations: 0 | computed again: 6 | away: 11.2 s (starting processes
 7.9, replaying 2.8, connecting 0.3, the rest 0.2) | goes on from: window 31, checksums right |
-verified: ... | spares left: 0 |
+verified: ... |
 """
 
 import os
@@ -61,8 +61,6 @@ class Summary:
     """State that the job continues from."""
     verified: Verified | None
     """None if nothing was computed again."""
-    spares: str = ''
-    """Remaining spares, in words; empty if the launcher has not reported them."""
 
     @property
     def is_exact(self) -> bool:
@@ -88,8 +86,6 @@ class Summary:
             fields.append(str(self.verified))
             if self.verified.tokens_lost is not None:
                 fields.append(f'tokens lost: {self.verified.tokens_lost:.0f}')
-        if self.spares:
-            fields.append(f'spares left: {self.spares}')
         return ' sparse ckpt | ' + ' | '.join(fields) + ' |'
 
 
@@ -278,30 +274,28 @@ class Outage:
             seconds=seconds,
             source=_source(verdict),
             verified=verified,
-            spares='' if launcher is None else mailbox.read_spares(launcher),
         )
 
 
 def of_the_whole_job(
-    first_death: Death | None, summary: Callable[[str, float | None, str], Summary]
+    first_death: Death | None, summary: Callable[[str, float | None], Summary]
 ) -> None:
     """Report the outcome of a recovery of the whole job, on one rank.
 
     `first_death` is the first that the previous attempt's watchdogs recorded. `summary` makes
-    the summary from cause, time of the failure, and remaining spares.
+    the summary from cause and time of the failure.
     """
 
     def make() -> Summary:
         launcher = _launcher()
         restarts = int(os.environ.get('TORCHELASTIC_RESTART_COUNT', '0'))
         told = None if launcher is None else mailbox.read_cause(launcher, restarts)
-        spares = '' if launcher is None else mailbox.read_spares(launcher)
         if told is None and first_death is not None:
             how = f'(pid {first_death.pid}) was the first to end,'
             told = End(first_death.rank, how, first_death.time)
         if told is None:
-            return summary('the job was launched again', None, spares)
-        return summary(deaths([told]), _if_past(told.at), spares)
+            return summary('the job was launched again', None)
+        return summary(deaths([told]), _if_past(told.at))
 
     found = _never_fails(make)
     if found is not None:

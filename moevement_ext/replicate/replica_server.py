@@ -11,9 +11,9 @@ import os
 import socket
 import socketserver
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 
@@ -25,10 +25,9 @@ from moevement_ext.memory.shelf import Shelf
 from moevement_ext.memory.upstream_log.record import LogGap
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.format import Expected
-from moevement_ext.memory.window.name import StoredWindow
 from moevement_ext.memory.window.refusal import RefusedWindow, UnreadableWindow, joined
 from moevement_ext.memory.window.slot import SlotHeader, encode_frame
-from moevement_ext.memory.window.twin import TwinWindow, base_path, twin_windows
+from moevement_ext.memory.window.twin import TwinWindow, files_of, openers
 from moevement_ext.replicate import protocol
 from moevement_ext.replicate.connection import Connection, Strangers
 from moevement_ext.replicate.inbox import Inbox
@@ -45,22 +44,6 @@ _GREETING_S = 5.0
 _MAX_CONNECTIONS = 512
 # Longest wait for a record that is not in the log yet, before the client must ask again.
 _LOG_WAIT_S = 0.5
-
-
-class _Served(NamedTuple):
-    """A window to send."""
-
-    files: dict[Path, int | None]
-    """Files of the window, with their inodes."""
-    slots: dict[int, tuple[list[memoryview], memoryview]]
-    """Payload pieces and frame, by slot."""
-
-    @property
-    def nbytes(self) -> int:
-        return sum(sum(map(len, pieces)) + len(frame) for pieces, frame in self.slots.values())
-
-
-_Opened = Callable[[Path, Expected], _Served]
 
 
 class ReplicaServer:
@@ -240,14 +223,16 @@ class ReplicaServer:
         The file is never locked: a rename precedes the first overwritten byte, so a check
         after the transfer shows whether all sent bytes were immutable.
         """
-        found = self._open_whole(request)
-        connection.set_deadline(self._timeout_s, found.nbytes)
-        connection.send(protocol.WindowHead(len(found.slots), found.nbytes))
-        for slot, (pieces, frame) in found.slots.items():
-            connection.send(protocol.SlotHead(slot, sum(map(len, pieces)), len(frame)))
-            for piece in (frame, *pieces):
+        window, inodes, headers = self._open_whole(request)
+        slots = {header.slot: [*window.pieces(header.slot)] for header in headers}
+        nbytes = sum(len(piece) for pieces in slots.values() for piece in pieces)
+        connection.set_deadline(self._timeout_s, nbytes)
+        connection.send(protocol.WindowHead(len(slots), nbytes))
+        for slot, (frame, *payload) in slots.items():
+            connection.send(protocol.SlotHead(slot, sum(map(len, payload)), len(frame)))
+            for piece in (frame, *payload):
                 connection.send_bytes(piece)
-        recycled = [path for path, inode in found.files.items() if _inode(path) != inode]
+        recycled = [path for path, inode in inodes.items() if _inode(path) != inode]
         if recycled:
             connection.send(protocol.Refused(f'{recycled[0]} was recycled while it was sent'))
         else:
@@ -268,18 +253,19 @@ class ReplicaServer:
             connection.send_bytes(frame)
         connection.send(protocol.Ack())
 
-    def _open_whole(self, request: protocol.FetchWindow) -> _Served:
-        """The first undamaged copy of any holder on this node."""
+    def _open_whole(
+        self, request: protocol.FetchWindow
+    ) -> tuple[WindowFile | TwinWindow, dict[Path, int | None], list[SlotHeader]]:
+        """The first undamaged copy of any holder on this node, with the inodes of its files."""
         expected = Expected(owner=request.owner, name=request.window)
         refusals: list[RefusedWindow] = []
-        copies: list[tuple[StoredWindow, _Opened]]
-        copies = [(found, _open_file) for found in self._store.scan()]
-        copies += [(found, _open_twin) for found in twin_windows(self._store.scan_stubs())]
-        for found, opened in copies:
+        for found, opened in openers(self._store):
             if (found.owner, found.name) != (request.owner, request.window):
                 continue
+            inodes = {path: _inode(path) for path in files_of(found.path)}
             try:
-                return opened(found.path, expected)
+                window = opened(found.path)
+                return window, inodes, window.verify(expected)
             except RefusedWindow as refusal:
                 refusals.append(refusal)
         missing = f'window {request.window} of rank {request.owner} is not on this node'
@@ -308,21 +294,6 @@ def _send_ranges(
     connection.send(protocol.RangesHead(nbytes, digest.intdigest()))
     for piece in pieces:
         connection.send_bytes(piece)
-
-
-def _open_file(path: Path, expected: Expected) -> _Served:
-    files = {path: _inode(path)}
-    file = WindowFile.open(path)
-    file.verify(expected)
-    blobs = {slot: file.slot_blob(slot) for slot in file.slots()}
-    return _Served(files, {slot: ([blob.payload], blob.frame) for slot, blob in blobs.items()})
-
-
-def _open_twin(path: Path, expected: Expected) -> _Served:
-    files = {it: _inode(it) for it in (path, base_path(path))}
-    twin = TwinWindow.open(path)
-    slots = [header.slot for header in twin.verify(expected)]
-    return _Served(files, {slot: ([*twin.payload(slot)], twin.frame(slot)) for slot in slots})
 
 
 def _inode(path: Path) -> int | None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from moevement_ext.config import EXPORT, OFF
 from moevement_ext.errors import UserError
 from moevement_ext.memory.node_store import STUB
-from moevement_ext.memory.shelf import Copy, base_of, copy_at_twin, copy_in_file, read_any
+from moevement_ext.memory.shelf import Copy, base_of, copy_in_file, copy_in_memory, read_any
 from moevement_ext.memory.window.refusal import RefusedWindow
 from moevement_ext.memory.window.twin import base_path
 
@@ -200,4 +200,4 @@ def _opened(path: Path) -> Copy:
         return copy_in_file(path)
     if not base_path(path).exists():
         raise RefusedWindow(f'{path}: the window that it belongs to is not there')
-    return copy_at_twin(path)
+    return copy_in_memory(path)

@@ -9,7 +9,7 @@ damage raises a `RefusedWindow` (invariant I7).
 import enum
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -371,6 +371,14 @@ class WindowFile:
         """View of the payload of a sealed slot, shape [payload bytes], not verified."""
         entry = self._sealed(slot)
         return self.array[entry.payload_offset : entry.payload_offset + entry.payload_bytes]
+
+    def record(self, slot: int, record: Record) -> memoryview:
+        """Bytes of a record of a sealed slot, not verified."""
+        return memoryview(self.payload(slot))[record.offset : record.offset + record.nbytes]
+
+    def pieces(self, slot: int) -> Iterator[memoryview]:
+        """Frame and payload of a sealed slot."""
+        yield from reversed(self.slot_blob(slot))
 
     def slot_blob(self, slot: int) -> SlotBlob:
         """Payload and frame of a sealed slot for replication, without copying."""

@@ -9,11 +9,12 @@ the same name, the *base*. A stub is committed only if the checksums of these by
 and base together are bit for bit the window that the owner captured.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import msgspec
 
+from moevement_ext.memory.node_store import STUB, NodeStore
 from moevement_ext.memory.window.file import SlotBlob, WindowFile
 from moevement_ext.memory.window.format import Expected, check_whole, window_capacity
 from moevement_ext.memory.window.name import StoredWindow, names_in
@@ -111,8 +112,9 @@ class TwinWindow:
         self._base.verify_payloads(self._base.headers())
         return headers
 
-    def payload(self, slot: int) -> Iterator[memoryview]:
-        """The payload of a slot in pieces, views of both files."""
+    def pieces(self, slot: int) -> Iterator[memoryview]:
+        """Frame and payload of a slot, the payload in views of both files."""
+        yield memoryview(self._stubs[slot].context)
         base, stub = (memoryview(file.payload(slot)) for file in (self._base, self._stub))
         places = {_identity(record): record for record in self._headers[slot].records}
         sent = 0
@@ -123,8 +125,12 @@ class TwinWindow:
             sent = record.offset + record.nbytes
         yield base[sent:]
 
-    def frame(self, slot: int) -> memoryview:
-        return memoryview(self._stubs[slot].context)
+    def record(self, slot: int, record: Record) -> memoryview:
+        """Bytes of a record of the owner's slot, not verified."""
+        for kept in self._stubs[slot].records:
+            if _identity(kept) == _identity(record):
+                return self._stub.record(slot, kept)
+        return self._base.record(slot, record)
 
 
 def base_path(stub: Path) -> Path:
@@ -133,9 +139,23 @@ def base_path(stub: Path) -> Path:
     return holder / holder.name / stub.name
 
 
-def twin_windows(found: list[StoredWindow]) -> list[StoredWindow]:
-    """Return the stubs whose base exists; errors as of `names_in`."""
-    return [it for it in found if it.path.name in names_in(base_path(it.path).parent)]
+def files_of(path: Path) -> list[Path]:
+    """The files with the bytes of the window, or of the stub, at `path`."""
+    return [path, base_path(path)] if path.parent.name.startswith(STUB) else [path]
+
+
+Opener = Callable[[Path], WindowFile | TwinWindow]
+
+
+def openers(store: NodeStore) -> Iterator[tuple[StoredWindow, Opener]]:
+    """The windows in memory of this node, also stubs with a base, each with what opens it.
+
+    Errors as of `NodeStore.scan`.
+    """
+    yield from ((stored, WindowFile.open) for stored in store.scan())
+    for stub in store.scan_stubs():
+        if stub.path.name in names_in(base_path(stub.path).parent):
+            yield stub, TwinWindow.open
 
 
 def _stub_header(header: SlotHeader, records: list[Record], frame: bytes) -> SlotHeader:

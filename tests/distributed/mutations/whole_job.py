@@ -112,10 +112,10 @@ def dense_load_without_renewal() -> None:
 def part_of_the_twin() -> None:
     """A window that comes from a twin has random numbers and buffers of the twin, not its own."""
 
-    def frame(self, slot):
+    def pieces(self, slot):
         owner = self._headers[slot].owner
         header = msgspec.structs.replace(self._base.header(slot), owner=owner)
-        return memoryview(slot_module.encode_frame(header))
+        yield memoryview(slot_module.encode_frame(header))
+        yield memoryview(self._base.payload(slot))
 
-    twin.TwinWindow.frame = frame
-    twin.TwinWindow.payload = lambda self, slot: iter([memoryview(self._base.payload(slot))])
+    twin.TwinWindow.pieces = pieces

@@ -67,7 +67,6 @@ def recover(launcher: Store, rank: int, verdict: Localized = LOST_STAGE) -> Outa
 
 def test_first_survivor_reports_once(launcher: Store, capsys: pytest.CaptureFixture[str]) -> None:
     mailbox.write_death(launcher, 12, 2, 'was killed by SIGKILL')
-    mailbox.write_spares(launcher, '1 hot')
     outages = [recover(launcher, rank) for rank in range(3)]
     assert capsys.readouterr().out == ''  # no rank reports before all have recovered
     for outage in outages * 2:
@@ -79,7 +78,7 @@ def test_first_survivor_reports_once(launcher: Store, capsys: pytest.CaptureFixt
     away = re.search(r'away: ([\d.]+) s \(starting processes 1\.2, .*the rest ', line)
     assert away is not None and float(away[1]) >= 1.5
     assert 'window 3 and the logs on stage 1, their own state on the others' in line
-    assert '| verified: 11 operators at iteration 7, differing: 0 | spares left: 1 hot |' in line
+    assert '| verified: 11 operators at iteration 7, differing: 0 |' in line
     assert mailbox.read_recovery(launcher) == line
 
 
@@ -94,9 +93,9 @@ def test_a_lost_store_does_not_end_training(
 
 
 def whole_job(first: Death | None, capsys: pytest.CaptureFixture[str]) -> str:
-    def make(cause: str, since: float | None, spares: str) -> Summary:
+    def make(cause: str, since: float | None) -> Summary:
         away = None if since is None else time.time() - since
-        return Summary(8, cause, 0, 5, away, {}, 'window 3', Verified(0, -1, ()), spares)
+        return Summary(8, cause, 0, 5, away, {}, 'window 3', Verified(0, -1, ()))
 
     of_the_whole_job(first, make)
     return capsys.readouterr().out
@@ -159,7 +158,6 @@ def summary(**changed: object) -> Summary:
         'seconds': SECONDS,
         'source': 'window 31',
         'verified': Verified(13, 36, ()),
-        'spares': '0 hot',
     }
     return Summary(**(values | changed))  # type: ignore[arg-type]
 
@@ -169,7 +167,7 @@ def test_one_line_answers_an_operators_questions() -> None:
         ' sparse ckpt | 2026-01-31 04:32:52 | RECOVERED at iteration 37 | rank 1 on node1 was '
         'killed by SIGKILL at 04:32:40 | lost iterations: 0 | computed again: 6 | away: 11.2 s '
         '(noticing it 0.1, starting processes 7.9, the rest 3.2) | goes on from: window 31 | '
-        'verified: 13 operators at iteration 36, differing: 0 | spares left: 0 hot |'
+        'verified: 13 operators at iteration 36, differing: 0 |'
     )
 
 

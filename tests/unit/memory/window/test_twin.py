@@ -102,7 +102,8 @@ def in_another_order(header: SlotHeader) -> SlotHeader:
 def test_stub_and_base_are_the_window(stub: WindowFile, tmp_path: Path) -> None:
     twin = TwinWindow(stub, base_of(tmp_path / 'base', lambda header: header))
     for header in twin.verify(Expected(RUN, TOPOLOGY, 0, named(0))):
-        payload = np.frombuffer(b''.join(twin.payload(header.slot)), np.uint8)
+        _, *pieces = twin.pieces(header.slot)
+        payload = np.frombuffer(b''.join(pieces), np.uint8)
         owned = make_header(header.slot)
         assert tensors_of(payload, header) == tensors_of(content(owned), owned)
 
