@@ -73,6 +73,23 @@ LONGEST_WINDOW = 10_000
 """Upper limit of a window, in iterations; no window file has this many slots."""
 
 
+# Fields with numbers, whether a number is right, and the rule in words.
+_RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ('window', lambda length: length >= 1, 'at least 1'),
+    ('window', lambda length: length <= LONGEST_WINDOW, f'at most {LONGEST_WINDOW}'),
+    ('interval', lambda iterations: iterations >= 1, 'at least 1'),
+    ('experts', lambda count: count >= 1, 'at least 1'),
+    ('replicas', lambda count: count >= 0, 'at least 0'),
+    ('mtbf', lambda s: 0 < s < math.inf, 'a number of seconds above 0'),
+    ('log_lag', lambda lag: 0 <= lag < math.inf, 'a number of iterations, 0 or more'),
+    ('hang_timeout', lambda s: s >= 2, 'at least 2'),
+    ('host_memory_gb', lambda size: size > 0, 'above 0'),
+    ('metrics', lambda port: 0 < port < 65536, 'a TCP port, 1 to 65535'),
+    ('disk_every', lambda iterations: iterations >= 1, 'at least 1'),
+    ('disk_gb_per_s', lambda rate: rate > 0, 'above 0'),
+)
+
+
 class ConfigurationError(UserError):
     """A setting breaks a rule; the message names the flag and what to do."""
 
@@ -246,26 +263,19 @@ class SparseCheckpointConfig:
         for name, choices in CHOICES.items():
             unsettled = [choice for choice in choices if choice != AUTO]
             _one_of(_flag(name), getattr(self, name), *unsettled)
+        for name, right, rule in _RULES:
+            value = getattr(self, name)
+            self._require(value is None or isinstance(value, str) or right(value), name, rule)
         if isinstance(self.window, str):
             self._require(self.window == AUTO, 'window', 'a whole number or "auto"')
-        else:
-            _check_window('--sparse-ckpt-window', self.window)
-        _at_least('--sparse-ckpt-replicas', self.replicas, 0)
-        lag_is_right = 0 <= self.log_lag < math.inf
-        self._require(lag_is_right, 'log_lag', 'a number of iterations, 0 or more')
-        _at_least('--sparse-ckpt-hang-timeout', self.hang_timeout, 2)
         self._require(
             self.stuck_timeout == 0 or self.stuck_timeout >= self.hang_timeout,
             'stuck_timeout',
             f'0 (never) or at least --sparse-ckpt-hang-timeout ({self.hang_timeout:g})',
         )
         self._check_elastic()
-        memory_is_right = self.host_memory_gb is None or self.host_memory_gb > 0
-        self._require(memory_is_right, 'host_memory_gb', 'above 0')
-        port_is_right = self.metrics is None or 0 < self.metrics < 65536
-        self._require(port_is_right, 'metrics', 'a TCP port, 1 to 65535')
         self._require(os.path.isabs(self.dir), 'dir', 'an absolute path, in a tmpfs')
-        self._check_disk()
+        self._require(self.disk is None or os.path.isabs(self.disk), 'disk', 'an absolute path')
         self._check_network()
         if self.store is not None:
             _ = self.store_address
@@ -306,15 +316,11 @@ class SparseCheckpointConfig:
         rules = INTERVAL_RULES if self.strategy == GEMINI else ()
         if isinstance(self.interval, str):
             _one_of('--sparse-ckpt-interval', self.interval, 'a whole number', AUTO, *rules)
-        else:
-            _at_least('--sparse-ckpt-interval', self.interval, 1)
         if (self.interval in INTERVAL_RULES) != (self.mtbf is not None):
             raise ConfigurationError(
                 '--sparse-ckpt-mtbf must be given with --sparse-ckpt-interval '
                 f'{", ".join(INTERVAL_RULES)}, and only with them.'
             )
-        mtbf_is_right = self.mtbf is None or 0 < self.mtbf < math.inf
-        self._require(mtbf_is_right, 'mtbf', 'a number of seconds above 0')
         if self.strategy == CHECKFREQ and self.disk is None:
             raise ConfigurationError(
                 f'--sparse-ckpt-disk must be given with {flag}, which recovers from disk only.'
@@ -323,8 +329,6 @@ class SparseCheckpointConfig:
     def _check_experts(self, flag: str) -> None:
         if isinstance(self.experts, str):
             _one_of('--sparse-ckpt-experts', self.experts, 'a whole number', DYNAMIC)
-        else:
-            _at_least('--sparse-ckpt-experts', self.experts, 1)
         if self.lossy and self.verify == STOP:
             raise ConfigurationError(
                 f'--sparse-ckpt-verify {STOP} must be {REPORT} or {OFF} with {flag}, whose '
@@ -347,11 +351,6 @@ class SparseCheckpointConfig:
                 raise ConfigurationError(
                     f'--sparse-ckpt-elastic-{flag} needs --sparse-ckpt-elastic {RESTART}.'
                 )
-
-    def _check_disk(self) -> None:
-        self._require(self.disk is None or os.path.isabs(self.disk), 'disk', 'an absolute path')
-        _at_least('--sparse-ckpt-disk-every', self.disk_every, 1)
-        self._require(self.disk_gb_per_s > 0, 'disk_gb_per_s', 'above 0')
 
     def _check_network(self) -> None:
         rate = self.network_gb_per_s
@@ -417,21 +416,10 @@ def _flag(name: str) -> str:
     return f'--sparse-ckpt-{name.replace("_", "-")}'
 
 
-def _check_window(flag: str, window: int) -> None:
-    _at_least(flag, window, 1)
-    if window > LONGEST_WINDOW:
-        raise ConfigurationError(f'{flag} {window} must be at most {LONGEST_WINDOW}.')
-
-
 def _one_of(flag: str, value: str, *choices: str) -> None:
     if value not in choices:
         *others, last = choices
         raise ConfigurationError(f'{flag} {value!r} must be {", ".join(others)} or {last}.')
-
-
-def _at_least(flag: str, value: float, least: float) -> None:
-    if not value >= least:  # nan is refused too
-        raise ConfigurationError(f'{flag} {value:g} must be at least {least:g}.')
 
 
 def slurm_run_id() -> str | None:
