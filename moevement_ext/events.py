@@ -146,6 +146,8 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
 
     name: ClassVar[str]
     """The class name in snake case, as files have it: a renamed class is another event."""
+    kinds: ClassVar[dict[str, type['Event']]] = {}
+    """All classes of events by name."""
 
     time: float = 0.0
     """Seconds since the epoch."""
@@ -157,6 +159,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
 
     def __init_subclass__(cls) -> None:
         cls.name = re.sub('(?<!^)(?=[A-Z])', '_', cls.__name__).lower()
+        cls.kinds[cls.name] = cls
 
     def own_fields(self) -> dict[str, Any]:
         """The fields of this event class, without the fields of every line."""
@@ -433,10 +436,9 @@ def decode(lines: bytes) -> Iterator[Event]:
     An event name is known once the module of its class is imported. Raises
     `msgspec.ValidationError` if a line is not a JSON object, or lacks a field of its class.
     """
-    kinds = {kind.name: kind for kind in Event.__subclasses__()}
     for line in lines.splitlines(keepends=True):
         if line.endswith(b'\n'):
-            kind = kinds.get(_NAME.decode(line).event)
+            kind = Event.kinds.get(_NAME.decode(line).event)
             if kind is not None:
                 yield msgspec.json.decode(line, type=kind)
 

@@ -4,6 +4,7 @@
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import ClassVar
 
 from moevement_ext.config import ConfigurationError
 from moevement_ext.events import Event, EventFile, encode
@@ -26,11 +27,19 @@ def name_of(rank: int, pid: int) -> str:
     return f'rank {rank} (pid {pid})' if pid else f'rank {rank} (not started yet)'
 
 
-class WorkerLaunched(Event, frozen=True):
-    """A worker process started, for the first time or again."""
-
+class _WorkerEvent(Event, frozen=True):
     rank: int
     pid: int
+    what: ClassVar[str] = ''
+    """What happened to the process, in words."""
+
+    def __str__(self) -> str:
+        return f'{name_of(self.rank, self.pid)} {self.what}'
+
+
+class WorkerLaunched(_WorkerEvent, frozen=True):
+    """A worker process started, for the first time or again."""
+
     restarts: int
     """Number of restarts of this rank."""
     was_spare: bool
@@ -41,11 +50,9 @@ class WorkerLaunched(Event, frozen=True):
         return f'rank {self.rank}: {how}, pid {self.pid}, restart {self.restarts}'
 
 
-class WorkerEnded(Event, frozen=True):
+class WorkerEnded(_WorkerEvent, frozen=True):
     """A worker process ended."""
 
-    rank: int
-    pid: int
     code: int
     """Exit status, or the negative number of the signal that killed it."""
 
@@ -53,34 +60,22 @@ class WorkerEnded(Event, frozen=True):
         return f'{name_of(self.rank, self.pid)} {describe_exit(self.code)}'
 
 
-class WorkerStopped(Event, frozen=True):
+class WorkerStopped(_WorkerEvent, frozen=True):
     """The launcher killed a worker in order to restart all workers together."""
 
-    rank: int
-    pid: int
-
-    def __str__(self) -> str:
-        return f'{name_of(self.rank, self.pid)} is stopped'
+    what = 'is stopped'
 
 
-class WorkerLate(Event, frozen=True):
+class WorkerLate(_WorkerEvent, frozen=True):
     """The launcher killed a replacement that did not join the waiting workers in time."""
 
-    rank: int
-    pid: int
-
-    def __str__(self) -> str:
-        return f'rank {self.rank} (pid {self.pid}) did not join the other ranks in time: killed'
+    what = 'did not join the other ranks in time: killed'
 
 
-class WorkerUnkillable(Event, frozen=True):
+class WorkerUnkillable(_WorkerEvent, frozen=True):
     """A killed worker does not die; the launcher ends without waiting for it."""
 
-    rank: int
-    pid: int
-
-    def __str__(self) -> str:
-        return f'rank {self.rank} (pid {self.pid}) does not die of SIGKILL; it is left behind'
+    what = 'does not die of SIGKILL; it is left behind'
 
 
 class AllStartAgain(Event, frozen=True):
@@ -92,14 +87,10 @@ class AllStartAgain(Event, frozen=True):
         return f'all workers start again, since {self.reason}'
 
 
-class WorkerEvicted(Event, frozen=True):
+class WorkerEvicted(_WorkerEvent, frozen=True):
     """The launcher killed a worker that the other ranks reported as hung."""
 
-    rank: int
-    pid: int
-
-    def __str__(self) -> str:
-        return f'rank {self.rank} (pid {self.pid}) was found hung by the others: killed'
+    what = 'was found hung by the others: killed'
 
 
 class StoreGone(Event, frozen=True):

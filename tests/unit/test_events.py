@@ -110,8 +110,12 @@ def test_lines_of_each_kind_keep_their_format(
     assert (tmp_path / 'rank3.jsonl').read_text() == EACH_KIND.read_text()
 
 
+def subclasses_of(kind: type[events.Event]) -> list[type[events.Event]]:
+    return [one for own in kind.__subclasses__() for one in (own, *subclasses_of(own))]
+
+
 def test_every_name_has_one_kind() -> None:
-    kinds = events.Event.__subclasses__()
+    kinds = subclasses_of(events.Event)
     of_ranks = [kind.name for kind in kinds if kind.__module__ == events.__name__]
     assert sorted(of_ranks) == NAMES
     assert len({kind.name for kind in kinds}) == len(kinds)
