@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 import numpy as np
 
-from moevement_ext.events import TokensLost, WindowOnDisk, WindowPersisted
+from moevement_ext.events import TokensLost
 
 from ..bench.comeback import PHASES, Comeback, comeback, kept, stage_iterations
 from ..lab.errors import LabError
@@ -47,8 +47,6 @@ class RowRun(msgspec.Struct, frozen=True, kw_only=True):
     """Median over the faults."""
     phases: dict[str, float]
     """Seconds; medians over the faults."""
-    engine: dict[str, float]
-    """Phases of the replay: seconds; medians over the faults."""
     again: float
     """Stage-iterations computed again, per fault."""
     lost_tokens: float | None
@@ -62,8 +60,6 @@ class RowRun(msgspec.Struct, frozen=True, kw_only=True):
     """Time of the kept iterations at the pace of plain Megatron, divided by the whole time."""
     ettr_warm: float
     """The same without the seconds until new processes ran the program."""
-    unprotected: int
-    """Faults before the first checkpoint was complete."""
     curves: Curves
 
 
@@ -90,7 +86,6 @@ def figures(row: Row, lived: Lived, plain: Lived, course: Course) -> RowRun:
         stall_ms=waited_ms(row.keeps, lived, course),
         recovery_s=statistics.median(one.seconds for one in back),
         phases=phases,
-        engine=medians([one.engine for one in back]),
         again=stage_iterations(log, lived.trained.events, STAGES, RANKS // STAGES) / len(back),
         lost_tokens=lost_tokens(lived) if row.lossy else None,
         loss=log.iterations[-1].loss - reference.iterations[-1].loss,
@@ -98,7 +93,6 @@ def figures(row: Row, lived: Lived, plain: Lived, course: Course) -> RowRun:
         bits=named if different else 'equal',
         ettr=ettr(log, iteration_s),
         ettr_warm=ettr(log, iteration_s, sum(one.phases[PHASES[0]] for one in back)),
-        unprotected=unprotected(row.keeps, lived, course.interval),
         curves=curves(lived),
     )
 
@@ -197,23 +191,6 @@ def period(keeps: Keeps, lived: Lived, interval: int) -> int | None:
         return interval
     slots = lived.trained.log.captured
     return statistics.median_low(one.interval or one.window for one in slots) if slots else None
-
-
-def unprotected(keeps: Keeps, lived: Lived, interval: int) -> int:
-    """Number of faults before the first checkpoint was complete."""
-    if keeps is Keeps.NOTHING:
-        return 0
-    if keeps is Keeps.DISK:
-        # The iteration after a synchronous save is logged once the save is complete.
-        log = lived.trained.log.iterations
-        ready = min((item.time for item in log if item.number > interval), default=0.0)
-    else:
-        # A checkpoint that is copied to disk counts once all ranks have it there.
-        events = lived.trained.events
-        on_disk = [event.time for event in kind_of(events, WindowOnDisk)]
-        persisted = [event.time for event in kind_of(events, WindowPersisted)]
-        ready = min(on_disk or persisted, default=float('inf'))
-    return sum(at < ready for at in lived.faults)
 
 
 def lost_tokens(lived: Lived) -> float | None:

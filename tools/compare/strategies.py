@@ -188,8 +188,6 @@ class CompareBench(Bench):
                     f'{way.title}: its interval exceeds the {measured} measured iterations, which '
                     'have little of the cost of its checkpoints; take more --iterations.'
                 )
-            if count := sum(one[name].unprotected for one in report.rounds if name in one):
-                yield f'{way.title}: {count} faults before its first checkpoint was complete.'
             if name in report.different:
                 kinds = ', '.join(self._different(name, report.rounds))
                 yield f'{way.title}: the final state differs in {kinds}.'

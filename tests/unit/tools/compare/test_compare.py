@@ -3,11 +3,9 @@
 
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from megatron.moevement.arguments import config_from_args
-from moevement_ext.events import WindowPersisted
 from tests.unit.tools.samples import HARDWARE, logged
 from tools.compare import measuring
 from tools.compare.rows import ROWS, Keeps, chosen
@@ -104,16 +102,6 @@ def test_save_costs_the_additional_time_of_its_iteration() -> None:
     assert measuring.waited_ms(Keeps.MEMORY, captured, COURSE) == 1.0, 'of twelve iterations'
 
 
-def test_faults_before_the_first_checkpoint_are_counted() -> None:
-    assert measuring.unprotected(Keeps.NOTHING, RESTARTED, 3) == 0
-    assert measuring.unprotected(Keeps.DISK, RESTARTED, 3) == 0, 'iteration 4 was logged before'
-    assert measuring.unprotected(Keeps.DISK, RESTARTED, 5) == 1
-    assert measuring.unprotected(Keeps.MEMORY, RESTARTED, 3) == 1
-    window = msgspec.structs.replace(WindowPersisted(start=1, plan=''), time=5.0)
-    protected = RESTARTED._replace(trained=Trained(ROLLED_BACK, SAME, [window]))
-    assert measuring.unprotected(Keeps.MEMORY, protected, 3) == 0
-
-
 def capturing(*slots: Captured) -> Lived:
     """Ten iterations of a second after a warm-up of two."""
     log = since(RunLog(PLAIN.attempts, list(slots)), 3)
@@ -145,7 +133,6 @@ def test_only_a_broken_promise_fails() -> None:
         assert found.different == broken
     assert found.notes[-1] == 'MoEvement, localized: the final state differs in parameter, rank.'
     assert found.ways['torch-dist-sync'].title == 'torch_dist, synchronous *'
-    assert 'MoEvement, localized: 1 faults before its first checkpoint' in ' '.join(found.notes)
 
 
 def test_rows_are_chosen_by_name() -> None:
