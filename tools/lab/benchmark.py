@@ -15,11 +15,6 @@ from .figures import write_json
 from .models import prepare_text
 
 
-def add_output_flags(parser: argparse.ArgumentParser, folder: str = 'runs/bench') -> None:
-    parser.add_argument('--output', type=Path, default=Path(folder), help='folder for logs')
-    parser.add_argument('--json', type=Path, metavar='FILE', help='write the report here')
-
-
 def prepare(args: argparse.Namespace, name: str) -> tuple[Path, Path]:
     """Return an empty folder below `--output`, and the prefix of the text to train on."""
     output: Path = args.output.resolve()
