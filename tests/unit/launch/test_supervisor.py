@@ -10,6 +10,7 @@ import pytest
 
 from moevement_ext.errors import EXIT_WHOLE_JOB
 from moevement_ext.events import Event
+from moevement_ext.launch import machine
 from moevement_ext.launch.launcher_events import (
     AllStartAgain,
     MemoryKept,
@@ -72,9 +73,17 @@ def test_death_is_announced_before_the_rank_is_replaced(job: Job) -> None:
 
 
 @pytest.mark.parametrize('spares', [0, 1])
-def test_death_is_announced_before_the_memory_is_freed(spares: int, job: Job) -> None:
-    """A thread that stops in its exit keeps the memory, as the kernel does for seconds."""
+def test_death_is_announced_before_the_memory_is_freed(
+    spares: int, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread that stops in its exit keeps the memory, as the kernel does for seconds.
+
+    Nor does the launcher look whether the dead worker is blocked in the kernel, as it is.
+    """
     thread, seen = job.folder / 'thread', []
+    looked = set[int]()
+    monkeypatch.setattr(machine, '_BETWEEN_LOOKS_S', 0.0)
+    monkeypatch.setattr(machine, '_waits_in_kernel', looked.add)
 
     def kill() -> None:
         while not thread.exists():
@@ -86,7 +95,9 @@ def test_death_is_announced_before_the_memory_is_freed(spares: int, job: Job) ->
         while not is_over(launcher.store, 0) and time.monotonic() < until:
             time.sleep(0.01)
         found = how_broken(launcher.store, 0).reason
-        time.sleep(0.5)  # a replacement would start now
+        looked.clear()
+        time.sleep(1.5)  # a replacement would start now
+        seen.append(looked == {job.started(0)[0].pid})
         seen.extend([found == f'rank 1 (pid {pid}) was killed by SIGKILL', readable(alive, 0.0)])
         seen.append(len(job.started(1)))
         os.close(alive)
@@ -98,7 +109,7 @@ def test_death_is_announced_before_the_memory_is_freed(spares: int, job: Job) ->
     with unkillable() as hold:
         threading.Thread(target=kill, daemon=True).start()
         assert launcher.run() == 0
-    assert seen == [True, False, 1]
+    assert seen == [True, True, False, 1]
     assert ended(job) == {0: [0], 1: [-signal.SIGKILL, 0]}
 
 
