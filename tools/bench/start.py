@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures how soon a job of two workers trains, and what its start takes.
+"""Measures how soon a job trains, and what its start takes.
 
     moevement bench start --rounds 5 --json start.json
 
@@ -11,6 +11,7 @@ the command to the first logged iteration. The last line has the ratios of the l
 Exit status: 0 done, 2 a run failed.
 """
 
+import argparse
 import re
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from collections.abc import Iterator, Mapping
 import msgspec
 import psutil
 
+from ..lab.arguments import at_least
 from ..lab.cpu_clock import memory_bytes, spent
 from ..lab.errors import LabError
 from ..lab.job import memory_directory
@@ -28,16 +30,16 @@ from ..lab.models import sparse_flags
 from . import model
 from .frame import Bench, Figure, Report
 
-_WORKERS = 2
 _ITERATIONS = 1000  # the job is killed after the first iteration
 _FIRST = re.compile(r'\biteration +1/')
 _POLL_S = 0.05
 PLAIN, TORCHRUN, SPARE = 'plain', 'torchrun', 'launch'
-_TORCHRUN = ('--standalone', '--nproc-per-node', str(_WORKERS))
+_TORCHRUN = '--standalone --nproc-per-node'
+# The module with its flags, up to the number of workers.
 _LAUNCHERS = {
-    PLAIN: ('torch.distributed.run', *_TORCHRUN),
-    TORCHRUN: ('moevement_ext.launch.torchrun', *_TORCHRUN),
-    SPARE: ('moevement_ext.launch.command_line', '--nodes', str(_WORKERS), '--'),
+    PLAIN: f'torch.distributed.run {_TORCHRUN}',
+    TORCHRUN: f'moevement_ext.launch.torchrun {_TORCHRUN}',
+    SPARE: 'moevement_ext.launch.command_line --nodes',
 }
 
 
@@ -52,11 +54,13 @@ class Start(msgspec.Struct, frozen=True):
 def start(way: str, launch: Launch) -> Start:
     """Start a job, and kill it after its first iteration; raises `LabError` if there is none."""
     launch.folder.mkdir()
+    command = [sys.executable, '-m', *_LAUNCHERS[way].split(), str(launch.nodes)]
+    command += ['--'] if way == SPARE else []
     output, began = launch.folder / 'output.log', time.monotonic()
     with output.open('wb') as log:
         launcher = psutil.Popen(
-            [sys.executable, '-m', *_LAUNCHERS[way], *launch.program()],
-            env=launch.environment(), stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+            [*command, *launch.program()], env=launch.environment(),
+            stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
     try:
         while not _FIRST.search(text := output.read_text(errors='replace')):
@@ -84,6 +88,11 @@ class StartBench(Bench):
         'memory_ratio': Figure('MB / plain', of=lambda one, plain: one.memory / plain.memory),
     }
 
+    @classmethod
+    def add_flags(cls, parser: argparse.ArgumentParser) -> None:
+        about = 'of the job, on one node (default: 2)'
+        parser.add_argument('--workers', type=at_least(1), default=2, metavar='N', help=about)
+
     def titles(self) -> Mapping[str, str]:
         return {
             PLAIN: 'plain, torchrun',
@@ -92,10 +101,11 @@ class StartBench(Bench):
         }
 
     def run(self, way: str, number: int) -> Start:
+        workers = self.args.workers
         with memory_directory() as memory:
-            flags = model.staged_flags(self.data, _WORKERS, _ITERATIONS)
+            flags = model.staged_flags(self.data, workers, _ITERATIONS)
             own = sparse_flags(memory, model.RUN_ID, 1) if way != PLAIN else []
-            return start(way, Launch(self.output / f'{number}-{way}', [*flags, *own], _WORKERS, 1))
+            return start(way, Launch(self.output / f'{number}-{way}', [*flags, *own], workers, 1))
 
     def notes(self, report: Report) -> Iterator[str]:
         found = report.ways[SPARE].figures
