@@ -98,6 +98,8 @@ def test_a_failed_capture_drops_only_its_window(
     training: Training, caplog: pytest.LogCaptureFixture
 ) -> None:
     training.fail_copy_of(2 * W + 1)
+    training.run_until(3 * W)
+    assert training.agreed.given_up == (2 * W,), 'else its parts block files of other ranks'
     training.run_until(4 * W)
     assert training.committed() == [3, 9], 'the file of the dropped window was reused'
     assert training.agreed.given_up == (), 'forgotten, as a later one is persisted'
