@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.harness.commands import run_to_end
+from tools.lab import models
 
 HANG_TIMEOUT_S = 15
 SOUND = 'lost_iterations=0 bit_identical=true survivors_lost=0'
@@ -16,6 +17,8 @@ EVERYTHING_ON = 35136
 """Draws PP 2 x EP 2 with every feature that the test names, and four second kills in recoveries."""
 NARROW = 1688
 """Draws C4, C2 and C5 for the first three configurations, without evaluations."""
+MODEL = """--num-layers 2 --untie-embeddings-and-output-weights --micro-batch-size 1
+ --global-batch-size 4 --lr 1e-3 --min-lr 1e-4 --lr-warmup-iters 2"""
 RANDOM = {
     'one layout': '--faults 8 --faults-per-job 8',
     # Layout, precision, features, window, replicas, tiers and launcher; kinds and moments.
@@ -55,6 +58,19 @@ def test_faults_of_fixed_seeds_are_survived(flags: str, seed: int, tmp_path: Pat
     """Narrow state, and faults during recoveries with all features on."""
     last_line = struck(tmp_path, flags, seed)
     assert last_line.endswith(SOUND), last_line
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(900)
+def test_drill_of_a_model_passes(tmp_path: Path) -> None:
+    model = models.ToyModel(hidden=32, heads=2, sequence=32, experts=4)
+    training = f'{MODEL} --bf16 --pipeline-model-parallel-size 2'.split()
+    flags = model.training_flags(training, models.prepare_text(tmp_path / 'data', 1), 16)
+    command = [sys.executable, *'-m tools.drill --nodes 2 --first 6 --second 12'.split()]
+    command += ['--iterations', '16', '--output', str(tmp_path / 'out'), '--', *flags]
+    done = run_to_end(command, timeout_s=850)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert done.stdout.splitlines()[-1].startswith('drill passed, all bits are equal: ')
 
 
 def struck(output: Path, flags: str, seed: int) -> str:

@@ -1,14 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every command that documents and `--help` print is one that its program takes.
-
-`tests/distributed/test_printed_commands.py` runs those of its table.
-"""
+"""Every command that documents and `--help` print is one that its program takes."""
 
 import re
 
 import pytest
 
-from tests.distributed.test_printed_commands import RUNS
 from tests.support.each import each
 from tests.support.printed_commands import parse, printed
 
@@ -49,7 +45,3 @@ def test_unknown_flag_is_detected(command: str) -> None:
     with pytest.raises(SystemExit) as refused:
         parse(command)
     assert refused.value.code == 2
-
-
-def test_no_row_of_the_table_is_left_over() -> None:
-    assert not [row for row in RUNS if not any(re.match(row, one) for one in COMMANDS)]

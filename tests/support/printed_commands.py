@@ -10,10 +10,11 @@ import shlex
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 from torch.distributed.run import get_args_parser
 
@@ -186,30 +187,13 @@ def _parser_of_trainer() -> argparse.ArgumentParser:
 
 def _stopped(main: Any, arguments: Sequence[str], elided: bool) -> None:
     """Call a program, and stop it once its outermost parser has taken its flags."""
-    try:
-        with _stopping(elided):
-            before, sys.argv = sys.argv, ['program', *arguments]
-            try:
-                main()
-            finally:
-                sys.argv = before
-    except _Accepted:
-        return
-    raise AssertionError('it ended, and has parsed nothing')
-
-
-@contextmanager
-def _stopping(elided: bool) -> Iterator[None]:
-    parser = argparse.ArgumentParser
-    originals = parser.parse_args, parser.parse_known_args
     depth = 0
 
-    def calling(original: Any) -> Any:
+    def stopping(original: Any) -> Any:
         def call(self: argparse.ArgumentParser, *given: Any, **more: Any) -> Any:
             nonlocal depth
-            if elided:  # what stands for others may be what is required
-                for action in self._actions:
-                    action.required = False
+            for action in self._actions:
+                action.required &= not elided  # `...` may stand for what is required
             depth += 1
             try:
                 result = original(self, *given, **more)
@@ -221,8 +205,12 @@ def _stopping(elided: bool) -> Iterator[None]:
 
         return call
 
-    parser.parse_args, parser.parse_known_args = map(calling, originals)  # type: ignore
-    try:
-        yield
-    finally:
-        parser.parse_args, parser.parse_known_args = originals  # type: ignore
+    parser, names = argparse.ArgumentParser, ('parse_args', 'parse_known_args')
+    instead = {name: stopping(getattr(parser, name)) for name in names}
+    with (
+        patch.multiple(parser, **instead),
+        patch.object(sys, 'argv', ['program', *arguments]),
+        suppress(_Accepted),
+    ):
+        main()
+        raise AssertionError('it ended, and has parsed nothing')
