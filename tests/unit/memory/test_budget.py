@@ -24,31 +24,6 @@ UNKNOWN = Path('/nowhere/self')
 """Of a machine whose memory is not known; that of a tmpfs is larger than the machine's."""
 
 
-def two_ranks() -> HostMemoryPlan:
-    return HostMemoryPlan(
-        {
-            0: RankMemory(own_windows=3 * GIB, replicas=6 * GIB, ledger=1000),
-            1: RankMemory(own_windows=2 * GIB, replicas=5 * GIB, ledger=1000),
-        }
-    )
-
-
-def test_plan_sums_by_node_and_kind() -> None:
-    plan = two_ranks()
-    assert plan.node_total == 16 * GIB + 2000
-    assert plan.by_kind() == {
-        'own_windows': 5 * GIB,
-        'replicas': 11 * GIB,
-        'ledger': 2000,
-        'log_ring': 0,
-        'beside': 0,
-    }
-    assert plan.describe() == (
-        'host memory 16.00 GiB on this node (own windows 5.00 GiB, replicas 11.00 GiB, '
-        'ledger 2000 bytes, log ring 0 bytes, beside 0 bytes); 2 ranks, largest 9.00 GiB'
-    )
-
-
 @pytest.mark.parametrize('nbytes', [1, 2**20, 12 * 2**30 - 1])
 def test_advised_flag_value_is_sufficient(shm: Path, nbytes: int) -> None:
     plan = HostMemoryPlan({0: RankMemory(own_windows=nbytes, replicas=0, ledger=0)})
@@ -142,16 +117,6 @@ def test_files_of_another_size_are_not_adopted(
     HostMemoryPlan({0: RankMemory(free, in_pages(capacity()), 0)}, [capacity()]).check(
         None, store.path
     )
-
-
-def test_files_of_ranks_of_other_nodes_are_not_adopted(shm: Path) -> None:
-    store = NodeStore(shm, 'run1', 'node0')
-    OwnerWindows(store, 5, 5, 64 * capacity())
-    store.close()
-    free = shutil.disk_usage(shm).free
-    rank = RankMemory(own_windows=free + 2**20, replicas=0, ledger=0)
-    with pytest.raises(HostMemoryError, match=r'\(0 bytes already reserved there\)'):
-        HostMemoryPlan({0: rank}).check(None, store.path)
 
 
 @pytest.mark.parametrize(

@@ -74,14 +74,6 @@ def test_file_that_is_renamed_meanwhile_is_left_out(root: Path) -> None:
     store.close()
 
 
-def test_set_up_finds_all_files_reserved(root: Path, files: list[_KeptFile]) -> None:
-    EarlyReservation(on(root, 'spare'), 2, files).wait()
-    before = whole(on(root, 'spare'))
-    assert len(before) == len(files) == 5
-    set_up(on(root, 'spare'))
-    assert sorted(whole(on(root, 'spare')).values()) == sorted(before.values())
-
-
 def test_reservation_has_the_pages_of_the_lost_process(root: Path) -> None:
     EarlyReservation(on(root, 'spare'), 2, [_KeptFile('2', NBYTES, NBYTES // 4)]).wait()
     [file] = on(root, 'spare').owner_path(2, 2).iterdir()

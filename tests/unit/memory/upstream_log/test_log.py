@@ -126,18 +126,6 @@ def test_going_back_without_rewind_is_an_error(log: UpstreamLog) -> None:
 # ---- dropping and rewinding
 
 
-def test_dropped_iterations_make_room(shm: Path, reports: Reports) -> None:
-    with opened(shm / 'log', reports, regions=2) as log:
-        for iteration in range(20):
-            log.append(iteration, DOWN, region(iteration))
-            assert value(log, iteration, DOWN, 0) == iteration
-            log.drop_until(iteration - 1)
-            assert log.first_iteration == max(iteration, 0)
-        with pytest.raises(LogGap, match='iteration 18 is gone, the log begins with 19'):
-            log.read(LogKey(18, DOWN, 0), DEADLINE_S)
-    assert reports.count() == 0
-
-
 def test_rewind_before_forgotten_iterations(shm: Path, reports: Reports) -> None:
     with opened(shm / 'log', reports, regions=2) as log:
         for iteration in range(5):
@@ -258,19 +246,6 @@ def test_close_wakes_readers_and_ends_the_thread(log: UpstreamLog) -> None:
     assert threading.active_count() == threads - 1
 
 
-@pytest.mark.parametrize('size', [10, 100_000])
-def test_leftover_file_is_overwritten(shm: Path, reports: Reports, size: int) -> None:
-    path = shm / 'log'
-    path.touch(mode=0o600)
-    path.write_bytes(b'x' * size)
-    with opened(path, reports) as log:
-        assert path.stat().st_size == 64 * REGION
-        assert path.stat().st_blocks * 512 >= 64 * REGION
-        assert log.first_iteration is None
-        log.append(1, DOWN, region(1))
-        assert value(log, 1, DOWN, 0) == 1
-
-
 # ---- any sequence of operations
 
 steps = st.lists(
@@ -376,15 +351,6 @@ def test_timed_out_wait_is_repeated_only_after_a_drop(shm: Path, reports: Report
         log.append(5, DOWN, region(5))
         log.append(6, DOWN, region(6))
         assert 'waits' in reports.next()
-
-
-def test_append_does_not_wait_for_a_tensor_that_never_fits(shm: Path, reports: Reports) -> None:
-    with opened(shm / 'log', reports, regions=4, max_wait_s=1000) as log:
-        log.append(2, DOWN, region(2))
-        log.append(3, DOWN, region(3).repeat(5))
-        assert log.first_iteration == 4
-        assert 'forgotten' in reports.next()
-        assert reports.count() == 0, 'no report of a wait'
 
 
 @pytest.mark.parametrize('sizes', [[5], [1, 2, 2], [4, 1]])

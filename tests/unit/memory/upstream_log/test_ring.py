@@ -15,29 +15,6 @@ def test_regions_are_aligned_and_never_empty() -> None:
     assert [region_bytes(n) for n in (0, 1, 64, 65)] == [64, 64, 64, 128]
 
 
-def test_wrap_leaves_the_tail_unused() -> None:
-    ring = Ring(4 * ALIGNMENT)
-    assert [ring.allocate(ALIGNMENT) for _ in range(3)] == [0, 64, 128]
-    assert ring.allocate(2 * ALIGNMENT) is None
-    ring.free_oldest()
-    ring.free_oldest()
-    assert ring.allocate(2 * ALIGNMENT) == 0, 'contiguous, so not at 192'
-    assert ring.allocate(1) is None, 'the tail is not used before the ring came around'
-    ring.free_oldest()
-    assert ring.allocate(1) == 128
-
-
-def test_freeing_the_newest_undoes_a_wrap() -> None:
-    ring = Ring(4 * ALIGNMENT)
-    for _ in range(3):
-        ring.allocate(ALIGNMENT)
-    ring.free_oldest()
-    ring.free_oldest()
-    ring.allocate(2 * ALIGNMENT)
-    ring.free_newest()
-    assert [ring.allocate(ALIGNMENT) for _ in range(4)] == [192, 0, 64, None]
-
-
 def test_ring_shrinks_once_its_tail_is_free() -> None:
     ring = Ring(8 * ALIGNMENT)
     for _ in range(5):

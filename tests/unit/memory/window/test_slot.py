@@ -51,8 +51,6 @@ def test_bound_holds_for_any_iteration_and_checksum(iteration: int, checksum: in
 
 # Context
 
-NAMES = st.lists(st.text(max_size=20), max_size=5)
-
 
 def test_a_history_includes_its_windows_and_what_led_to_its_base() -> None:
     first = History(drawn_history())
@@ -135,10 +133,6 @@ def test_bounded_settings_fit_and_stay_distinguishable(files: int, length: int) 
     assert len(settings.encode(one)) <= settings.MAX_BYTES
     assert settings.decode(settings.encode(one)) == one
     assert len(differences(one, other).decisive) == 1
-
-
-def test_long_lists_of_differences_are_shortened() -> None:
-    assert settings.told([f'{n}' for n in range(8)]) == '0; 1; 2; 3; 4; 5; and 2 more'
 
 
 def _parts(of: RunSettings) -> dict:
