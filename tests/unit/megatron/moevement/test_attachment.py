@@ -72,16 +72,6 @@ def test_loop_that_ends_early_resumes_from_its_windows(directory: Path) -> None:
     assert windows(directory) == []
 
 
-def set_up_with_other_data(directory: Path) -> int:
-    with attached(directory, settings={'data': 'other'}) as own:
-        return own.job.iteration
-
-
-def test_windows_of_other_settings_are_not_used(directory: Path) -> None:
-    run(left_early, directory)
-    assert run(set_up_with_other_data, directory) == 0
-
-
 def saves_a_checkpoint(directory: Path) -> None:
     """Run another job, which keeps no windows."""
     with attached(directory, iterations=5) as own:
@@ -229,48 +219,6 @@ def test_cuda_graphs_in_a_custom_loop_are_refused(directory: Path) -> None:
     sparse = SparseCheckpointConfig(dir=str(directory))
     with pytest.raises(ConfigurationError, match="set cuda_graph_impl='none'"):
         attachment.attach(sparse, model, *others, plan).__enter__()
-
-
-def continues_after_a_failed_step(directory: Path) -> None:
-    with attached(directory) as own:
-        failed = []
-
-        def train_step(data: object, **schedule: object) -> float | None:
-            if own.job.iteration == 2 and not failed:
-                failed.append(next(data))
-                raise ValueError('a bad batch')
-            return own.train_step(data, **schedule)
-
-        def loop() -> None:
-            while own.job.iteration < own.plan.train_iters:
-                try:
-                    own.job.step(train_step)
-                except Exception as error:
-                    print(f'skipped: {error}')
-
-        own.job.train(loop, batches)
-
-
-def ends_after_a_failed_step(directory: Path) -> None:
-    with attached(directory) as own:
-
-        def train_step(data: object, **schedule: object) -> None:
-            raise ValueError('a bad batch')
-
-        def loop() -> None:
-            try:
-                own.job.step(train_step)
-            except ValueError:
-                return
-
-        own.job.train(loop, batches)
-
-
-@pytest.mark.parametrize('scenario', [continues_after_a_failed_step, ends_after_a_failed_step])
-def test_swallowed_error_of_a_step_is_raised_again(scenario: object, directory: Path) -> None:
-    """Otherwise a survivor would retry for ever and never reach the rendezvous."""
-    with pytest.raises(Raised, match='ValueError: a bad batch'):
-        run(scenario, directory)
 
 
 def releases_a_failed_step(directory: Path) -> bool:

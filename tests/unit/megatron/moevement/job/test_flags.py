@@ -2,9 +2,7 @@
 """Each rule gets flags from upstream's parser and names flag and remedy; the page lists them."""
 
 import importlib.metadata
-import re
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import megatron.core
@@ -28,7 +26,6 @@ from tests.unit.megatron.moevement.job import test_identity
 from tests.unit.megatron.moevement.job.test_identity import _parser
 from tools import compatibility
 
-ROOT = Path(__file__).resolve().parents[5]
 EVALUATIONS = '--eval-interval 4 --eval-iters 1'
 PRECISION_AWARE = '--use-precision-aware-optimizer'
 SCALES_LOST = '--use-precision-aware-optimizer --fp8-recipe tensorwise --save dense'
@@ -300,31 +297,6 @@ def test_scales_that_upstream_may_not_update_cause_a_warning(
     settings = parsed(*f'{DELAYED_WEIGHTS} --main-params-dtype fp16'.split())
     settings['data_parallel_size'] = ranks
     assert ('leaves the scale' in str(hazard(settings))) is warned
-
-
-def test_value_is_shown_as_the_user_wrote_it() -> None:
-    with pytest.raises(ConfigurationError, match=r'^[^:]*--optimizer sgd: use --optimizer adam,'):
-        refuse_unsupported(parsed('--optimizer', 'sgd'))
-    settings = parsed(
-        '--distributed-backend', 'gloo', '--moe-input-jitter-eps', '0.1', *EVALUATIONS.split()
-    )
-    reason = not_localized(settings)
-    assert reason is not None and reason.startswith('--moe-input-jitter-eps 0.1 with evaluations:')
-
-
-def test_custom_loop_may_lack_settings() -> None:
-    refuse_unsupported({'optimizer': 'adam'})
-    assert not_localized({'distributed_backend': 'nccl'}) is None
-
-
-def test_start_page_quotes_the_log_line() -> None:
-    page = (ROOT / 'docs' / 'start.md').read_text('utf-8')
-    (quoted,) = re.findall(r'((?: {4}.*\n)+)', page[page.index('the log says so at the start:') :])[
-        :1
-    ]
-    said = not_localized(parsed('--async-save', '--disable-gloo-process-groups'))
-    start = 'sparse checkpointing: recovery restarts the whole job: '
-    assert ' '.join(quoted.split()) == f'{start}{said}'
 
 
 LONGEST_PAGE = 135

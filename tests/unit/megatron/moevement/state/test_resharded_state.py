@@ -9,9 +9,9 @@ import pytest
 
 from megatron.moevement.state.global_scalars import GlobalScalars, Reduced
 from megatron.moevement.state.iteration_state import IterationState, RngState, ScalerState
-from megatron.moevement.state.resharded_state import Streams, resharded, streams_of, told_streams
+from megatron.moevement.state.resharded_state import Streams, resharded, streams_of
 from moevement_ext.memory.window.refusal import RefusedWindow
-from moevement_ext.memory.window.settings import Layout, Seat
+from moevement_ext.memory.window.settings import Seat
 
 EXPERTS = 'experts'
 
@@ -45,21 +45,10 @@ def state(mark: str, **changes: Any) -> IterationState:
 NEW = state('new', iteration=0, consumed_train_samples=0, groups=[], group_steps=[])
 
 
-def test_counters_and_positions_are_kept() -> None:
-    found = resharded({0: state('a'), 3: state('b')}, Streams(0, 3), EXPERTS, NEW, Reduced())
-    assert (found.iteration, found.consumed_train_samples, found.scheduler_steps) == (8, 32, 32)
-
-
 def test_owners_at_different_samples_are_refused() -> None:
     states = {0: state('a'), 1: state('b', consumed_train_samples=36)}
     with pytest.raises(RefusedWindow, match='rank 1 is at iteration 8 and sample 36, rank 0'):
         resharded(states, Streams(0, 0), EXPERTS, NEW, Reduced())
-
-
-def test_each_stream_continues_from_its_owner() -> None:
-    found = resharded({0: state('a'), 3: state('b')}, Streams(0, 3), EXPERTS, NEW, Reduced()).rng
-    assert found.torch == b'a'
-    assert found.tracker == {EXPERTS: b'experts of b', 'model': b'model of a'}
 
 
 def test_stream_without_an_owner_is_seeded() -> None:
@@ -93,14 +82,6 @@ def test_streams_belong_to_stages_and_to_shards_of_experts(own: Seat, streams: S
 
 def test_data_parallel_ranks_may_have_separate_streams() -> None:
     assert streams_of(Seat(data=2), SEATS, each_data_rank=True) == Streams(None, 0)
-
-
-def test_log_names_the_seeded_streams() -> None:
-    was = Layout(4, pipeline=2, expert=1)
-    assert told_streams(was, Layout(2)) == 'random numbers: all streams go on'
-    assert 'stages 2 to 3, expert shards 1 to 1 are seeded' in told_streams(
-        was, Layout(8, pipeline=4, expert=2)
-    )
 
 
 def test_groups_are_matched_by_their_distinguishing_settings() -> None:
