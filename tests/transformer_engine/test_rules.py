@@ -210,65 +210,7 @@ def test_linear_layer_handles_an_empty_queue() -> None:
 # ---- random numbers
 
 
-def test_tracker_has_generators_for_states() -> None:
-    from megatron.core.extensions.transformer_engine import TECudaRNGStatesTracker
-    from megatron.core.tensor_parallel import random
-    from transformer_engine.pytorch.distributed import graph_safe_rng_available
-
-    from tests.stand_ins.random_states import GeneratorsTracker
-
-    tracker = TECudaRNGStatesTracker()
-    assert graph_safe_rng_available() and random.is_graph_safe_cuda_rng_tracker(tracker)
-    for name in ('add', 'get_states', 'set_states', 'fork'):
-        real, stand_in = (getattr(type(one), name) for one in (tracker, GeneratorsTracker()))
-        assert rules.arguments(real).keys() == rules.arguments(stand_in).keys(), name
-    assert tracker.get_states() == {}
-
-
 # ---- fp8
-
-
-def _of_tensorwise() -> torch.Tensor:
-    from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
-
-    return Float8Tensor(
-        shape=(128, 256),
-        dtype=torch.bfloat16,
-        data=torch.zeros(128, 256, dtype=torch.uint8),
-        fp8_scale_inv=torch.ones(1),
-        fp8_dtype=te.constants.DType.kFloat8E4M3,
-    )
-
-
-def _of_blockwise() -> torch.Tensor:
-    from transformer_engine.pytorch.tensor.float8_blockwise_tensor import (
-        Float8BlockwiseQTensor,
-    )
-
-    return Float8BlockwiseQTensor(
-        shape=(128, 256),
-        dtype=torch.bfloat16,
-        rowwise_data=torch.zeros(128, 256, dtype=torch.uint8),
-        rowwise_scale_inv=torch.ones(1, 2),
-        columnwise_data=None,
-        columnwise_scale_inv=None,
-        fp8_dtype=te.constants.DType.kFloat8E4M3,
-        quantizer=None,
-        is_2D_scaled=True,
-    )
-
-
-@pytest.mark.parametrize(
-    ('name', 'make'), [('tensorwise', _of_tensorwise), ('blockwise', _of_blockwise)]
-)
-def test_bits_of_weights_in_fp8_are_where_the_product_looks(name: str, make: Any) -> None:
-    from tests.stand_ins.fp8_weights import KINDS
-
-    weight, kind = make(), KINDS[name]
-    assert type(weight).__name__ == kind.__name__
-    assert all(hasattr(weight, attribute) for attribute in kind.NAMES)
-    assert low_precision.raw(weight) is getattr(weight, kind.NAMES[0])
-    assert low_precision.weight_scale(weight) is getattr(weight, kind.NAMES[1])
 
 
 @pytest.fixture
@@ -323,10 +265,3 @@ def test_delayed_scaling_is_found_and_updated_by_the_same_rules(
         for direction, state in stand_in.items():
             for name in ('scale', 'amax_history'):
                 assert torch.equal(found[f'0.{direction}.{name}'].cpu(), getattr(state, name))
-
-
-def test_recipes_have_the_names_that_upstream_expects() -> None:
-    from transformer_engine.common import recipe as recipes
-
-    for name in ('DelayedScaling', 'Float8CurrentScaling', 'Float8BlockScaling'):
-        assert hasattr(recipes, name)

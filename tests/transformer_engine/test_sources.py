@@ -19,7 +19,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron.moevement.seams.patches import TAKING
 from megatron.moevement.state import broken_iteration, low_precision
 
 SCALED, BLOCKS = zip(low_precision._BYTES, low_precision._SCALES, strict=True)
@@ -73,11 +72,6 @@ def declared(node: ast.AST) -> set[str]:
     return {name.id for name in found if isinstance(name, ast.Name)}
 
 
-def strings(node: ast.AST) -> set[str]:
-    constants = (found for found in ast.walk(node) if isinstance(found, ast.Constant))
-    return {found.value for found in constants if isinstance(found.value, str)}
-
-
 ADAM = 'optimizers/fused_adam.py', 'FusedAdam'
 LAYER = 'module/base.py', 'TransformerEngineBaseModule'
 HOOK = 'wgrad_accumulation_and_reduce_hook'
@@ -97,12 +91,6 @@ def test_methods_that_are_overridden_or_called_take_the_same(
     kind: tuple[str, str], method: str, expected: str
 ) -> None:
     assert parameters(class_of(*kind), method) == expected.split()
-
-
-def test_adam_accepts_the_arguments_of_wrapped_upstream() -> None:
-    taken = set(parameters(class_of(*ADAM), '__init__'))
-    assert set(TAKING['megatron.core.optimizer:Adam']) <= taken
-    assert {'master_param', 'exp_avg', 'exp_avg_sq'} <= strings(class_of(*ADAM))
 
 
 @pytest.mark.parametrize(
@@ -146,26 +134,6 @@ def test_layers_of_several_products_have_as_many_scales(file: str, name: str) ->
         if keyword.arg == 'num_gemms' and isinstance(keyword.value, ast.Constant)
     }
     assert low_precision._PRODUCTS[name] in given and max(given) == low_precision._PRODUCTS[name]
-
-
-def test_delayed_scaling_keeps_these_tensors_by_direction() -> None:
-    state = class_of('quantization.py', 'DelayedScalingRecipeState')
-    assert {*low_precision._TENSORS} <= {*attributes_set(state), *declared(state)}
-    assert {*low_precision._DIRECTIONS} <= strings(tree('quantization.py'))
-
-
-def test_experts_of_a_grouped_layer_have_numbered_parameters() -> None:
-    """And the first weight alone is asked whether gradients are wanted (`frozen.py`)."""
-    layer = (root() / 'module' / 'grouped_linear.py').read_text('utf-8')
-    named = {
-        part.value
-        for node in ast.walk(ast.parse(layer))
-        if isinstance(node, ast.JoinedStr)
-        for part in node.values[:1]
-        if isinstance(part, ast.Constant)
-    }
-    assert {'weight', 'bias'} <= named
-    assert 'weights[0].requires_grad' in layer
 
 
 def test_queues_that_an_interrupted_iteration_leaves_are_there() -> None:

@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The stand-ins have the rules of Transformer Engine that the adapter relies on."""
 
-import inspect
-
 import pytest
 import torch
 
 from tests.stand_ins import rules
 from tests.stand_ins.fused_adam import FusedAdam, OlderFusedAdam, join, split
 from tests.stand_ins.grouped_linear import GroupedLinear
-from tests.stand_ins.random_states import GeneratorsTracker
 from tests.stand_ins.rules import BF16, FP8, FP16, FP32
 
 
@@ -25,20 +22,6 @@ def test_adam_counts_steps_by_group_and_skips_parameters_without_gradient(
     assert facts.without_gradient == [1.0] * 4 + [0.0] * 8
     assert facts.in_place
     assert facts.replaced_by_load
-
-
-def test_states_of_random_numbers_are_generators_that_live_on() -> None:
-    facts = rules.facts_of_tracker(GeneratorsTracker(), 'cpu')
-    assert facts == rules.TrackerFacts(is_generator=True, lives_on=True, comes_back=True)
-
-
-def test_state_of_adam_is_not_made_without_saying_in_which_form() -> None:
-    empty = inspect.Parameter.empty
-    assert rules.arguments(FusedAdam.initialize_state)['store_param_remainders'] is empty
-    assert rules.masters_of_adam(FusedAdam, 'cpu') == {
-        torch.bfloat16: torch.int16,
-        torch.float32: torch.float32,
-    }
 
 
 @pytest.mark.parametrize('wants', [True, False])
@@ -88,20 +71,3 @@ def test_remainders_hold_every_bit_of_a_master() -> None:
         finite = master.isfinite() & weight.isfinite()
         away = (weight.float() - master).abs() <= (master.bfloat16().float() - master).abs()
         assert away[finite].all(), 'the weight is the master, rounded to the nearest'
-
-
-@pytest.mark.parametrize(
-    ('wanted', 'computed'),
-    [
-        ((True, True, True), [True] * 4),
-        ((True, False, True), [True, True, False, True]),
-        ((False, True, True), [True, False, False, False]),
-        ((False, False, False), [True, False, False, False]),
-    ],
-)
-def test_first_weight_of_a_grouped_layer_decides_for_all(
-    wanted: tuple[bool, ...], computed: list[bool]
-) -> None:
-    layer = GroupedLinear(3, 16, 32, init_method=torch.nn.init.zeros_, params_dtype=torch.float32)
-    found = rules.gradients_of_grouped(layer, wanted)
-    assert [gradient is not None for gradient in found] == computed
