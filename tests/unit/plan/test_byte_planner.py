@@ -15,7 +15,6 @@ from moevement_ext.plan.byte_planner import (
     balanced,
     bytes_over_budget,
     fewest_slots,
-    hideable_budget,
     window_bytes_bound,
 )
 
@@ -122,14 +121,6 @@ def test_window_bytes_bound_is_reached_by_the_last_operator():
     assert plan.slot_bytes(operators).sum() == window_bytes_bound(operators, 3) == 16
 
 
-def test_infeasible_plan_names_operator_rank_bytes_and_budget():
-    operators = table(('small', (3, 3), (1, 1)), ('head', (4, 9), (1, 1)))
-    with pytest.raises(InfeasiblePlan, match=r"'head'.* 9 bytes on rank 1.* 8 bytes") as error:
-        fewest_slots(operators, 8)
-    assert (error.value.operator, error.value.rank) == ('head', 1)
-    assert (error.value.needed, error.value.budget) == (9, 8)
-
-
 @pytest.mark.parametrize('budget, window', [(3667, 5), (2500, 9)])
 def test_equal_operators_follow_the_closed_form(budget, window):
     """W = ceil(ln(b / (b - F)) / ln(A / (A - F))) for A = 12, F = 2 bytes per parameter."""
@@ -159,30 +150,3 @@ def test_operator_sizes_are_checked():
     with pytest.raises(ValueError, match='exactly the operators'):
         balanced(one_size(1), 1).slot_bytes(NONE)
     assert issubclass(InfeasiblePlan, ValueError)
-
-
-def test_plans_and_budgets_are_checked():
-    a = one_size(1)
-    with pytest.raises(ValueError, match='at least one slot'):
-        WindowPlan(())
-    with pytest.raises(ValueError, match=r"more than once.*\['a'\]"):
-        WindowPlan((('a',), ('a',)))
-    with pytest.raises(ValueError, match='window is 0'):
-        balanced(a, 0)
-    with pytest.raises(ValueError, match='window is 0'):
-        window_bytes_bound(a, 0)
-    with pytest.raises(ValueError, match='at least 1 byte'):
-        fewest_slots(a, 0)
-
-
-@pytest.mark.parametrize(
-    'arguments, message',
-    [
-        ((0, 1.0), 'copy rate'),
-        ((1e9, 0.0), 'iteration time'),
-        ((1e9, 1.0, 1.5), 'hidden_fraction'),
-    ],
-)
-def test_hideable_budget_refuses_impossible_measurements(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        hideable_budget(*arguments)

@@ -73,13 +73,6 @@ def test_few_members_of_a_stage_publish_counts() -> None:
 NAMES = [f'op{index}' for index in range(8)]
 
 
-def test_popular_experts_and_then_other_operators_come_last():
-    names = ['embedding', 'expert0', 'router', 'expert1', 'expert2']
-    popularity = {'expert0': 0.5, 'expert1': 0.2, 'expert2': 0.3}
-    expected = ['expert1', 'expert2', 'expert0', 'embedding', 'router']
-    assert order_by_popularity(names, popularity) == expected
-
-
 @given(
     st.permutations(NAMES),
     st.dictionaries(st.sampled_from([*NAMES, 'elsewhere']), st.integers(0, 3).map(float)),
