@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The probe of the capture path, without a GPU."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.gpu.jobs import copy_probe
 from tests.gpu.jobs.copy_probe import Sizes, Stage, Window, busy
 from tools.lab.errors import LabError
 
@@ -25,19 +23,6 @@ def window_of(stage: Stage, shm: Path, share: float = 100.0) -> Window:
     nbytes = sum(tensor.numel() * tensor.itemsize for tensor in stage.tensors)
     plan = stage.plan(share * nbytes, 1.0, None)
     return Window(shm / 'w', stage.operators, plan)
-
-
-def test_everything_is_measured_and_written(shm: Path, tmp_path: Path) -> None:
-    target = tmp_path / 'figures.json'
-    assert copy_probe.main([str(shm), 'cpu', str(target)]) == 0
-    found = json.loads(target.read_text())
-    assert found['identical'] and found['window'] == copy_probe.ON_CPU.window
-    for rate in ('pinned_gb_s', 'registered_gb_s', 'busy_gb_s', 'busy_over_limit'):
-        assert 0 < found[rate] < float('inf'), rate
-    small = found['small_copy']
-    assert small['alone']['calls'] == copy_probe.ON_CPU.small_calls
-    assert small['beside']['calls'] >= found['window']
-    assert not list(shm.iterdir())
 
 
 def test_several_slots_hide_a_copy_and_hold_their_iterations(stage: Stage, shm: Path) -> None:
