@@ -7,7 +7,6 @@ one dense checkpoint to the next.
 
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -160,39 +159,6 @@ def test_requeued_job_continues_on_fewer_nodes_and_on_more(
     assert 3 <= shrunk.dense_at < 8 <= grown.dense_at
     assert left_over(job) == []
     assert_equal(read_digest(job), through_small(cluster, tmp_path, shrunk, grown))
-
-
-def test_local_launcher_continues_on_fewer_nodes_and_on_more(
-    job: Cluster, cluster: Make, tmp_path: Path
-) -> None:
-    """Nodes of one worker: of three, for which there is no layout, two train."""
-    stall = tmp_path / 'stall'
-    logs = [job.directory / f'launch{nodes}.log' for nodes in (4, 3)]
-    for nodes, train, start, log in ((4, 4, 3, logs[0]), (3, 2, 8, logs[1])):
-        with launched(job, nodes, log, stall) as launcher:
-            hold_at_window(start, job, train, stall, [log])
-            kill(launcher)
-    assert 'rank 2 does not train: the layout has no place for it' in logs[1].read_text()
-    grows = job.directory / 'launch-again.log'
-    with launched(job, 4, grows, stall) as launcher:
-        assert launcher.wait(START_S) == 0, tails([grows])
-    shrunk, grown = job.events_of(Resharded)
-    assert 3 <= shrunk.dense_at < 8 <= grown.dense_at
-    assert left_over(job) == []
-    assert_equal(read_digest(job), through_small(cluster, tmp_path, shrunk, grown))
-
-
-def launched(job: Cluster, nodes: int, log: Path, stall: Path) -> subprocess.Popen[bytes]:
-    """The launcher of emulated nodes, with the job's flags."""
-    launch = [sys.executable, '-m', 'moevement_ext.launch.command_line', '--nodes', str(nodes)]
-    with log.open('wb') as output:
-        return subprocess.Popen(
-            [*launch, '--', 'pretrain_gpt.py', *job.flags],
-            cwd=ROOT,
-            env={**os.environ, 'MOEVEMENT_STALL_FILE': str(stall), UNFLAGGED: job.settings},
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
 
 
 def through_small(cluster: Make, folder: Path, shrunk: Resharded, grown: Resharded) -> dict:

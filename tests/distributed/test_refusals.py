@@ -20,7 +20,6 @@ from tests.distributed.conftest import Make, Reference, differences, read_digest
 from tests.distributed.harness.cluster import Cluster
 from tests.distributed.harness.damage import windows
 from tests.distributed.harness.faults import PERSISTED, SETTLED
-from tests.distributed.harness.judged import judged
 from tests.distributed.test_whole_job_recovery import BASE, BF16, UNTIED
 from tests.support.quick import with_quick
 
@@ -185,45 +184,6 @@ def test_replacement_without_memory_reports_it_and_holds_no_replicas(
     assert 'mount a larger tmpfs' in output and 'AssertionError' not in output
     reasons = [event.reason for event in job.events_of(ProtectionReduced, rank=1)]
     assert any('holds no replicas for others' in reason for reason in reasons)
-
-
-@pytest.mark.parametrize(
-    ('flags', 'message'),
-    [
-        ('--sparse-ckpt-window abc', "--sparse-ckpt-window: 'abc' must be a whole number or"),
-        ('--sparse-ckpt-run-id a/b', "--sparse-ckpt-run-id 'a/b'"),
-        ('--sparse-ckpt-window 0', '--sparse-ckpt-window 0 must be at least 1'),
-        ('--sparse-ckpt-replicas -1', '--sparse-ckpt-replicas -1 must be at least 0'),
-        ('--sparse-ckpt-dir here', '--sparse-ckpt-dir'),
-        ('--sparse-ckpt-digest /dev/null/digest', '--sparse-ckpt-digest /dev/null/digest: digests'),
-        ('--sparse-ckpt-disk /nowhere', '--sparse-ckpt-disk /nowhere is no directory: mount it'),
-        ('--optimizer sgd', '--optimizer sgd: use --optimizer adam'),
-        (
-            '--use-precision-aware-optimizer',
-            '--use-precision-aware-optimizer without Transformer Engine: install it',
-        ),
-        ('--sparse-ckpt-topology /nowhere.json', '--sparse-ckpt-topology /nowhere.json'),
-    ],
-)
-def test_wrong_flags_are_named_before_the_start(
-    flags: str, message: str, cluster: Make, capsys: pytest.CaptureFixture[str]
-) -> None:
-    job = cluster(*BASE, ranks=1, nodes=1)
-    job.flags += ['--pipeline-model-parallel-size', '1', '--expert-model-parallel-size', '1']
-    job.flags += flags.split()
-    assert job.run() == [EXIT_USER_ERROR]
-    said = _said_in_one_line(job, message)
-    assert said.partition('error: ')[2].startswith(_foretold(job, capsys))
-
-
-def _foretold(job: Cluster, capsys: pytest.CaptureFixture[str]) -> str:
-    """The one refusal that is known before a job is started."""
-    try:
-        (refused,) = judged(job).refused
-    except SystemExit as wrong_flag:
-        assert wrong_flag.code == EXIT_USER_ERROR
-        return capsys.readouterr().err.partition('error: ')[2].strip()
-    return refused
 
 
 def test_unreadable_dense_checkpoint_does_not_count_as_finished(
