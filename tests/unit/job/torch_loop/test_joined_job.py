@@ -3,6 +3,7 @@
 
 from collections.abc import Iterator
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,17 +92,9 @@ def kept(directory: Path) -> bool:
     return any((directory / 'memory').rglob('*.window'))
 
 
-def ends_early(directory: Path) -> Any:
-    return trains(directory, stop_at=5)
-
-
-def fails(directory: Path) -> Any:
-    return trains(directory, stop_at=5, error='not finite')
-
-
 def test_job_that_ends_early_resumes_with_the_same_bits(directory: Path) -> None:
     expected = run(trains, directory / 'whole')[1]
-    run(ends_early, directory)
+    run(partial(trains, stop_at=5), directory)
     assert kept(directory)
     begins, digest = run(trains, directory)
     assert begins > 0
@@ -111,42 +104,29 @@ def test_job_that_ends_early_resumes_with_the_same_bits(directory: Path) -> None
 
 def test_error_of_the_loop_ends_the_program_and_keeps_windows(directory: Path) -> None:
     with pytest.raises(Raised, match='RuntimeError: not finite'):
-        run(fails, directory)
+        run(partial(trains, stop_at=5, error='not finite'), directory)
     assert kept(directory)
     assert run(trains, directory)[0] > 0
 
 
-def steps_too_far(directory: Path) -> Any:
-    return trains(directory, stop_at=LAST + 1)
-
-
 def test_step_after_the_last_iteration_is_refused(directory: Path) -> None:
     with pytest.raises(Raised, match='ConfigurationError: job.step .* after its last iteration'):
-        run(steps_too_far, directory)
-
-
-def has_another_model(directory: Path) -> Any:
-    return trains(directory, buffers=1, dense=1, loaded=1)
+        run(partial(trains, stop_at=LAST + 1), directory)
 
 
 def test_checkpoint_is_loaded_if_windows_do_not_fit(directory: Path) -> None:
-    run(ends_early, directory)
-    assert run(has_another_model, directory)[0] == 1
-
-
-def cannot_load(directory: Path) -> Any:
-    return trains(directory, dense=3)
-
-
-def loads_nothing(directory: Path) -> Any:
-    return trains(directory, dense=3, loaded=0)
+    run(partial(trains, stop_at=5), directory)
+    assert run(partial(trains, buffers=1, dense=1, loaded=1), directory)[0] == 1
 
 
 @pytest.mark.parametrize(
     ('scenario', 'message'),
     [
-        (cannot_load, 'dense_iteration=3 without load_dense'),
-        (loads_nothing, 'dense_iteration=3, but training would begin at iteration 0'),
+        (partial(trains, dense=3), 'dense_iteration=3 without load_dense'),
+        (
+            partial(trains, dense=3, loaded=0),
+            'dense_iteration=3, but training would begin at iteration 0',
+        ),
     ],
 )
 def test_checkpoint_that_is_not_loaded_is_refused(
