@@ -15,6 +15,7 @@ from torch.distributed import HashStore
 from megatron.moevement.state import low_precision
 from tests.stand_ins import rules
 from tests.stand_ins.fused_adam import FusedAdam, OlderFusedAdam
+from tests.stand_ins.one_rank import check_restored
 from tests.stand_ins.random_states import GeneratorsTracker
 
 pytestmark = [
@@ -62,13 +63,6 @@ def test_adam_keeps_low_precision_state_in_the_same_form(real: Any, name: str) -
     )
 
 
-@pytest.mark.parametrize('name', ['fp8-and-fp16-moments', 'remainders'])
-def test_low_precision_state_is_restored_as_stored(real: Any, name: str) -> None:
-    from tests.stand_ins.one_rank import check_restored
-
-    check_restored(real.optimizers.FusedAdam, rules.FORMATS[name], 'cuda')
-
-
 @pytest.fixture
 def in_fp8() -> rules.WeightKind:
     """Makes weights as a layer with delayed scaling does."""
@@ -102,14 +96,20 @@ def test_adam_fails_with_fp32_masters_of_weights_in_fp8(
         adam.step()
 
 
-@pytest.mark.parametrize('name', rules.FORMATS_OF_FP8_WEIGHTS)
-def test_fp8_weights_are_restored_beside_their_masters(
+RESTORED = {
+    **{name: rules.FORMATS[name] for name in ('fp8-and-fp16-moments', 'remainders')},
+    **rules.FORMATS_OF_FP8_WEIGHTS,
+}
+
+
+@pytest.mark.parametrize('name', RESTORED)
+def test_low_precision_state_is_restored_as_stored(
     real: Any, in_fp8: rules.WeightKind, name: str
 ) -> None:
-    from tests.stand_ins.one_rank import check_restored
-
-    formats = rules.FORMATS_OF_FP8_WEIGHTS[name]
-    check_restored(real.optimizers.FusedAdam, formats, 'cuda', in_fp8=in_fp8)
+    """Also beside weights in fp8."""
+    formats = RESTORED[name]
+    of_weights = in_fp8 if formats.weight == rules.FP8 else None
+    check_restored(real.optimizers.FusedAdam, formats, 'cuda', in_fp8=of_weights)
 
 
 @pytest.mark.parametrize('weight', [rules.BF16, rules.FP8])
@@ -117,7 +117,6 @@ def test_fp8_masters_are_captured_and_restored(
     real: Any, in_fp8: rules.WeightKind, weight: torch.dtype
 ) -> None:
     from megatron.moevement.seams.adam import keeping
-    from tests.stand_ins.one_rank import check_restored
 
     formats = rules.Formats(weight, rules.FP8, rules.FP8, rules.FP16)
     kind = keeping(real.optimizers.FusedAdam)

@@ -23,31 +23,18 @@ from tests.stand_ins.rules import (
     Formats,
 )
 
+KEEPING = keeping(FusedAdam)
+MASTERS = {
+    f'{name} weights, fp8 masters': Formats(weight, FP8, FP8, FP16)
+    for name, weight in (('bf16', BF16), ('fp8', FP8))
+}
 
-@pytest.mark.parametrize('name', FORMATS)
+
+@pytest.mark.parametrize('name', [*FORMATS, *FORMATS_OF_FP8_WEIGHTS, *MASTERS])
 def test_every_format_is_restored(name: str) -> None:
-    check_restored(FusedAdam, FORMATS[name])
-
-
-@pytest.mark.parametrize('name', FORMATS_OF_FP8_WEIGHTS)
-def test_fp8_weights_are_restored_beside_masters_of_adam(name: str) -> None:
-    check_restored(FusedAdam, FORMATS_OF_FP8_WEIGHTS[name], in_fp8=delayed_weight)
-
-
-@pytest.mark.parametrize('weight', [BF16, FP8])
-def test_fp8_masters_are_restored(weight: torch.dtype) -> None:
-    in_fp8 = delayed_weight if weight == FP8 else None
-    check_restored(keeping(FusedAdam), Formats(weight, FP8, FP8, FP16), in_fp8=in_fp8)
-
-
-@pytest.mark.parametrize(('name', 'a_parameter'), [('c3', 1 + 2 + 4 + 4), ('c4', 1 + 2 + 1 + 2)])
-def test_fp8_weights_and_masters_have_the_documented_size(name: str, a_parameter: int) -> None:
-    formats = FORMATS_OF_FP8_WEIGHTS[name]
-    captured = OneRank(FusedAdam, formats, in_fp8=delayed_weight).captured()
-    assert captured['weight'].dtype == FP8 and captured['master_param'].dtype == FP16
-    scales = sum('scale' in part for part in captured)
-    assert sum(bits.nbytes for bits in captured.values()) == 64 * a_parameter + 4 * scales
-    assert 'weight_scale' in captured and 'scale/master_param' in captured
+    formats = {**FORMATS, **FORMATS_OF_FP8_WEIGHTS, **MASTERS}[name]
+    in_fp8 = delayed_weight if formats.weight == FP8 else None
+    check_restored(KEEPING if name in MASTERS else FusedAdam, formats, in_fp8=in_fp8)
 
 
 @pytest.mark.parametrize(
@@ -59,14 +46,21 @@ def test_fp8_weights_and_masters_have_the_documented_size(name: str, a_parameter
         ('fp8-and-fp16-moments', 2 + 2, 3),
         ('fp8-moments', 2 + 2, 2),
         ('bf16-moments', 2 + 2, 0),
+        ('c3', 1 + 2, None),
+        ('c4', 1 + 2, None),
     ],
 )
 def test_weight_is_captured_beside_its_master(
-    name: str, weight_and_master: int, scales: int
+    name: str, weight_and_master: int, scales: int | None
 ) -> None:
-    formats = FORMATS[name]
-    captured = OneRank(FusedAdam, formats).captured()
+    formats = {**FORMATS, **FORMATS_OF_FP8_WEIGHTS}[name]
+    in_fp8 = delayed_weight if formats.weight == FP8 else None
+    captured = OneRank(FusedAdam, formats, in_fp8=in_fp8).captured()
     assert captured['weight'].dtype == formats.weight
+    if scales is None:
+        assert {'weight_scale', 'scale/master_param'} <= captured.keys()
+        assert captured['master_param'].dtype == FP16
+        scales = sum('scale' in part for part in captured)
     moments = formats.first.itemsize + formats.second.itemsize
     expected = 64 * (weight_and_master + moments) + 4 * scales
     assert sum(bits.nbytes for bits in captured.values()) == expected
