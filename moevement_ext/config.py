@@ -47,6 +47,7 @@ CHOICES = {
     'recovery': (AUTO, LOCALIZED, GLOBAL, WHOLE_JOB),
     'verify': (OFF, REPORT, STOP),
     'elastic': (OFF, RESTART),
+    'routes': (AUTO, OFF),
 }
 """All values of each field that has a fixed set of them."""
 _OF_WINDOWS = 'window order log_lag'
@@ -109,6 +110,7 @@ def setting[T](default: T) -> Callable[[str], T]:
     return lambda text: field(default=default, metadata={'help': ' '.join(text.split())})
 
 
+GUEST = 'MOEVEMENT_GUEST'
 UNFLAGGED = 'MOEVEMENT_SETTINGS'
 """Variable with values of fields without a flag, as 'max_wait=60 freezes=0': for tests and
 benchmarks, the same on all ranks."""
@@ -188,9 +190,6 @@ class SparseCheckpointConfig:
     windows, replicas and logs. With it a job that cannot reserve its memory ends, instead of
     training unprotected. Default: all that the tmpfs, the memory limit of the container and the
     machine leave.""")
-    interface: str | None = setting(None)("""Network interface for access to other ranks' host
-    memory: windows and logs travel over it. Default: that of GLOO_SOCKET_IFNAME or
-    NCCL_SOCKET_IFNAME, else the one that faces the master.""")
     topology: str | None = setting(None)("""JSON file that maps node names to failure domains:
     "rack", or a list with the levels above, innermost first: ["rack", "pod"]. Default: each node is
     its own domain.""")
@@ -211,6 +210,8 @@ class SparseCheckpointConfig:
     Slurm, or moevement launch); 'global': all stages roll back together, in the surviving
     processes, without logs of sends between stages (needs the same); 'whole-job': all workers
     restart.""")
+    routes: str = setting(AUTO)("""'auto': data-parallel peers compute the micro-batches of ranks
+    that are guests on a node of others; 'off': guests compute them.""")
     hang_timeout: float = setting(60.0)("""Seconds without a heartbeat after which a worker counts
     as hung.""")
     verify: str = setting(REPORT)("""Compare a recovered state, bit for bit, with captures from
@@ -253,6 +254,9 @@ class SparseCheckpointConfig:
     """Maximum seconds that training waits until a window is persisted; then one is skipped."""
     freezes: bool = True
     """A replay does not compute the weight gradients of operators that are not restored yet."""
+    interface: str | None = None
+    """Network interface for access to other ranks' host memory; None: that of GLOO_SOCKET_IFNAME or
+    NCCL_SOCKET_IFNAME, else the one that faces the master."""
     reorder_fraction: float = 0.25
     """Minimum fraction of experts with changed popularity for a new plan of the window."""
     reorder_change: float = 0.10
@@ -261,8 +265,7 @@ class SparseCheckpointConfig:
     def __post_init__(self) -> None:
         self._settle()
         for name, choices in CHOICES.items():
-            unsettled = [choice for choice in choices if choice != AUTO]
-            _one_of(_flag(name), getattr(self, name), *unsettled)
+            _one_of(_flag(name), getattr(self, name), *choices)
         for name, right, rule in _RULES:
             value = getattr(self, name)
             self._require(value is None or isinstance(value, str) or right(value), name, rule)
@@ -410,6 +413,11 @@ def network_rate(text: str) -> float | str:
 def node_name() -> str:
     """Return the name of this node; `MOEVEMENT_NODE` overrides it for emulated nodes."""
     return os.environ.get('MOEVEMENT_NODE') or socket.gethostname()
+
+
+def is_guest() -> bool:
+    """True if a launcher has started this rank on the node of others, as its own node is lost."""
+    return GUEST in os.environ
 
 
 def _flag(name: str) -> str:

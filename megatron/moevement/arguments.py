@@ -50,7 +50,6 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     'disk': {'metavar': 'DIR'},
     'disk_every': {'metavar': 'N'},
     'host_memory_gb': {'type': float},
-    'interface': {'metavar': 'NAME'},
     'store': {'metavar': 'HOST:PORT'},
     'elastic_layouts': {'metavar': 'LAYOUTS'},
     'events': {'metavar': 'DIR'},

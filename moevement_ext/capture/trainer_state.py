@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What adapters share: states of random number generators, and broadcasts of large states."""
+"""What adapters share: states of random number generators, and transfers of large states."""
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import msgspec
 import numpy as np
@@ -74,11 +74,43 @@ def broadcast_packed(
         device: the device that the backend of `group` sends from.
         limit: bytes to send at once.
     """
-    parts = (part for tensor in tensors for part in _bytes_of(tensor).split(limit))
-    for batch in in_batches(parts, torch.Tensor.numel, limit):
+    for batch in _batches(tensors, limit):
         packed = torch.cat([part.to(device) for part in batch])
         torch.distributed.broadcast(packed, source, group=group)
         copy_all(batch, packed.split([part.numel() for part in batch]))
+
+
+@torch.no_grad()
+def send_packed(
+    tensors: Iterable[torch.Tensor],
+    target: int,
+    group: torch.distributed.ProcessGroup,
+    device: torch.device,
+) -> None:
+    """Send values to global rank `target`, which calls `receive_packed`; see `broadcast_packed`."""
+    for batch in _batches(tensors, PACKED_BYTES):
+        packed = torch.cat([part.to(device) for part in batch])
+        torch.distributed.send(packed, target, group=group)
+
+
+@torch.no_grad()
+def receive_packed(
+    tensors: Iterable[torch.Tensor],
+    source: int,
+    group: torch.distributed.ProcessGroup,
+    device: torch.device,
+) -> None:
+    """Receive values from global rank `source` in place; see `send_packed`."""
+    for batch in _batches(tensors, PACKED_BYTES):
+        sizes = [part.numel() for part in batch]
+        packed = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+        torch.distributed.recv(packed, source, group=group)
+        copy_all(batch, packed.split(sizes))
+
+
+def _batches(tensors: Iterable[torch.Tensor], limit: int) -> Iterator[list[torch.Tensor]]:
+    parts = (part for tensor in tensors for part in _bytes_of(tensor).split(limit))
+    return in_batches(parts, torch.Tensor.numel, limit)
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@
 import argparse
 from collections.abc import Sequence
 
-from moevement_ext.config import ConfigurationError
+from moevement_ext.config import GUEST, ConfigurationError
 from moevement_ext.launch import shared_gpu
 from moevement_ext.launch.launch_config import LaunchConfig
 from moevement_ext.membership import mailbox
@@ -77,7 +77,7 @@ def guest_variables(node: int) -> dict[str, str]:
 
     NCCL refuses two ranks on one GPU if they are on the same host.
     """
-    return {'NCCL_HOSTID': f'guest-node{node}'}
+    return {GUEST: '1', 'NCCL_HOSTID': f'guest-node{node}'}
 
 
 def name_here(node: int) -> str:
@@ -97,11 +97,11 @@ def variables_here(
     found = rank_variables(config, rank, restarts)
     node = config.node_of(rank)
     host = node if host is None else host
+    found |= guest_variables(node) if host != node else {}
     if config.share_gpu:
         found |= shared_gpu.of_rank(rank)
     elif torch.cuda.is_available():
         found['LOCAL_RANK'] = str(rank + config.ranks_of(host).start - config.ranks_of(node).start)
-        found |= guest_variables(node) if host != node else {}
     return found | {'MOEVEMENT_NODE': name_here(host)}
 
 

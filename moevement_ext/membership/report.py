@@ -32,6 +32,8 @@ class Report(msgspec.Struct, frozen=True, gc=False):
     """Number of the process, see `own_process`."""
     windows: list[HeldWindow]
     """Committed windows on its node, of all owners."""
+    guest: bool = False
+    """Its node works for other ranks, too: the rank's own node is lost."""
     launched: str = ''
     """Digest of its launch settings; empty: not stated."""
     origin: int = NOWHERE

@@ -9,7 +9,7 @@ from typing import Self
 import msgspec
 import xxhash
 
-from moevement_ext.config import node_name
+from moevement_ext.config import is_guest, node_name
 from moevement_ext.logger import logger_of
 from moevement_ext.membership.mailbox import own_launch, own_process
 from moevement_ext.membership.report import NOWHERE, Report
@@ -220,6 +220,7 @@ def replacement_report(
     return Report(
         survivor=False,
         node=node_name(),
+        guest=is_guest(),
         process=own_process(),
         windows=held_windows(store, identity, only_on),
         launched=launch_of(identity),

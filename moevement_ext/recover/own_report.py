@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from moevement_ext.config import node_name
+from moevement_ext.config import is_guest, node_name
 from moevement_ext.membership.mailbox import own_launch, own_process
 from moevement_ext.membership.membership import Membership
 from moevement_ext.membership.rank import Rank
@@ -67,6 +67,7 @@ class OwnReport:
         return Report(
             survivor=True,
             node=node_name(),
+            guest=is_guest(),
             process=own_process(),
             windows=held_windows(memory.store, identity, self._only_on),
             launched=self._launched,

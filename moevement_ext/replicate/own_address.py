@@ -11,7 +11,6 @@ import psutil
 
 from moevement_ext.errors import HostMemoryError
 
-_FLAG = '--sparse-ckpt-interface'
 _VARIABLES = ('GLOO_SOCKET_IFNAME', 'NCCL_SOCKET_IFNAME')
 # Addresses for documentation (RFC 5737 and 3849); the route to them is the default route.
 _ELSEWHERE = {socket.AF_INET: '192.0.2.1', socket.AF_INET6: '2001:db8::1'}
@@ -28,14 +27,14 @@ def host_identity() -> str:
 def local_host(interface: str | None = None, several_hosts: bool = False) -> str:
     """IP under which the other ranks reach this host; sends no packet.
 
-    In order of preference: `interface` (`--sparse-ckpt-interface`), or that of gloo's and
-    NCCL's variables; the interface towards the job's master (`MASTER_ADDR`); the default route;
-    the only interface. With `several_hosts` loopback is not usable. Raises `HostMemoryError` if
+    In order of preference: `interface`, or that of gloo's and NCCL's variables; the interface
+    towards the job's master (`MASTER_ADDR`); the default route; the only interface. With
+    `several_hosts` loopback is not usable. Raises `HostMemoryError` if
     the interface has no address, or none can be chosen.
     """
     addresses = _addresses()
     if interface is not None:
-        return _of_interfaces([interface], addresses, f'{_FLAG} {interface}', several_hosts)
+        return _of_interfaces([interface], addresses, f'interface={interface}', several_hosts)
     for variable in _VARIABLES:
         if value := os.environ.get(variable):
             names = _named(value, addresses, exact=variable == _VARIABLES[0])
@@ -52,7 +51,7 @@ def local_host(interface: str | None = None, several_hosts: bool = False) -> str
     raise HostMemoryError(
         f'MASTER_ADDR {master} is the loopback interface on {socket.gethostname()}, which other '
         f'hosts cannot reach, and of {", ".join(sorted(others)) or "no interface"} none can be '
-        f'preferred. Name the interface by {_FLAG} (or GLOO_SOCKET_IFNAME).'
+        f'preferred. Name the interface by GLOO_SOCKET_IFNAME.'
     )
 
 
@@ -100,7 +99,7 @@ def _of_interfaces(
         problem = 'is the loopback interface, which the other hosts of the job cannot reach'
     raise HostMemoryError(
         f'{setting}: {problem} on {socket.gethostname()}; there are '
-        f'{", ".join(sorted(addresses)) or "none"}. Name one of them by {_FLAG}.'
+        f'{", ".join(sorted(addresses)) or "none"}. Name one of them by {_VARIABLES[0]}.'
     )
 
 

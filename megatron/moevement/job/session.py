@@ -26,6 +26,7 @@ from megatron.moevement.seams.data_position import DataPosition
 from megatron.moevement.seams.post_step import PostStep
 from megatron.moevement.seams.schedules import Losses
 from megatron.moevement.state.global_scalars import ScalarRecorder, check_room
+from megatron.moevement.state.routes import Routes, not_routed
 from megatron.moevement.state.training_state import TrainingState
 from moevement_ext.config import OFF, SparseCheckpointConfig
 from moevement_ext.events import LossLogged
@@ -206,7 +207,8 @@ def protected_job(
     if facts.rank == 0:
         session.job.rank.events.emit(describe(settings, facts, counters))
     around.recorder.install()
-    around.losses.install()
+    _install_routes(session, settings, config)
+    around.losses.install()  # after routes, which run a schedule several times
     datasets.install()
     if session.job.joining:
         session.alone.enter_context(upstream.without_connections(facts.distributed_backend))
@@ -214,6 +216,22 @@ def protected_job(
         yield session
     if session.job.keeps_windows:
         session.say_kept()  # no thread captures any more
+
+
+def _install_routes(session: Session, settings: Settings, config: SparseCheckpointConfig) -> None:
+    membership = session.job.membership
+    if membership is None or config.routes == OFF:
+        return
+
+    def guests() -> list[int]:
+        return [rank for rank, report in enumerate(membership.reports) if report.guest]
+
+    def stage_of() -> list[int]:
+        assert session.job.protection is not None  # training has begun
+        return session.job.protection.planner.stage_of
+
+    reason = not_routed(settings, config)
+    Routes(reason, guests, stage_of, lambda: session.trainer.operators.operators).install()
 
 
 def serve_instead(settings: Settings, config: SparseCheckpointConfig, timeout: timedelta) -> int:

@@ -162,6 +162,12 @@ UPSTREAM = {
         'wait_on_reqs',
     ),
     'megatron.core.pipeline_parallel.schedules:_build_default_pg_collection': (),
+    'megatron.core.pipeline_parallel.schedules:forward_step': (
+        'forward_step_func', 'data_iterator', 'model', 'num_microbatches', 'input_tensor',
+        'forward_data_store', 'config', 'cp_group_size', 'collect_non_loss_data',
+        'checkpoint_activations_microbatch', 'is_first_microbatch', 'current_microbatch',
+        'vp_stage', 'is_last_stage',
+    ),
     'megatron.core.pipeline_parallel.schedules:forward_backward_no_pipelining': _OF_A_SCHEDULE,
     'megatron.core.pipeline_parallel.schedules:'
     'forward_backward_pipelining_without_interleaving': _OF_A_SCHEDULE,

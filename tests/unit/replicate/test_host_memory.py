@@ -247,7 +247,7 @@ def test_unusable_memory_costs_protection_and_not_training(shm: Path) -> None:
         for directory in (shm / 'file', shm / 'file' / 'below', shared, Path('/proc/nowhere'))
     }
     nosuch = SparseCheckpointConfig(dir=str(shm / 'memory'), interface='nosuch0')
-    wrong['--sparse-ckpt-interface nosuch0'] = nosuch
+    wrong['interface=nosuch0'] = nosuch
     for what, config in wrong.items():
         with pytest.raises(HostMemoryError, match=what):
             host_memory_of(config, [member_of('node-a')])

@@ -56,7 +56,7 @@ def test_where_nothing_can_be_announced_the_flag_is_named(monkeypatch: pytest.Mo
     monkeypatch.setattr(own_address, '_facing', lambda host: None)
     for found in ({}, {'eth0': ['10.0.0.1'], 'docker0': ['172.17.0.1']}):
         monkeypatch.setattr(own_address, '_addresses', lambda found=found: {'lo': ['::1'], **found})
-        with pytest.raises(HostMemoryError, match='Name the interface by --sparse-ckpt-interface'):
+        with pytest.raises(HostMemoryError, match='Name the interface by GLOO_SOCKET_IFNAME'):
             local_host(several_hosts=True)
 
 
@@ -72,7 +72,7 @@ def test_the_only_interface_is_taken_where_there_is_no_route(
 def test_requested_interface_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv('MASTER_ADDR', '192.0.2.7')
     assert local_host('lo') == '127.0.0.1'
-    with pytest.raises(HostMemoryError, match='--sparse-ckpt-interface nosuch0.*there are .*lo'):
+    with pytest.raises(HostMemoryError, match='interface=nosuch0.*there are .*lo'):
         local_host('nosuch0')
 
 
@@ -117,7 +117,9 @@ def test_no_setting_gives_other_hosts_an_address_that_only_this_one_reaches(
         if flag is None:
             monkeypatch.setenv(setting, f'={chosen}' if setting.startswith('NCCL') else chosen)
         assert is_loopback(local_host(flag))
-        with pytest.raises(HostMemoryError, match=f'{chosen}: is the loopback.*eth0.*interface'):
+        with pytest.raises(
+            HostMemoryError, match=f'{chosen}: is the loopback.*eth0.*GLOO_SOCKET_IFNAME'
+        ):
             local_host(flag, several_hosts=True)
     if setting != 'interface':
         monkeypatch.setenv(setting, 'lo,eth0')
