@@ -41,6 +41,8 @@ LAYOUTS = {
     'plain optimizer': f'--bf16 --expert-model-parallel-size 2 {NOISE}',
     'tensor': f'{SHARDED} --tensor-model-parallel-size 2 --sequence-parallel',
 }
+ROUTED = {'every rank has all experts', 'plain optimizer', 'tensor'}
+"""Peers of these compute the micro-batches of guests."""
 WIDE = LAYOUTS['experts over all ranks']
 WINDOW = '--sparse-ckpt-window 3 --sparse-ckpt-replicas 1'
 GUESTS = '--when-no-spare guests'
@@ -123,6 +125,8 @@ def test_guests_keep_the_bits_in_every_layout(
     flags = f'{LAYOUTS[layout]} --train-iters 24'
     done = run(made(cluster, flags), f'{GUESTS} --lose-node 3@6 1@11 --return-node 1@16')
     done.assert_exact(reference(*flags.split()))
+    said = (done.job.directory / 'logs' / 'rank0.log').read_text('utf-8')
+    assert ('their peers compute their micro-batches' in said) is (layout in ROUTED)
     assert done.places[0] == (3, 'node1')
     assert sorted(seat for seat, _ in done.places[1:3]) == [1, 3]
     assert done.places[3] == (1, 'node1')

@@ -50,6 +50,9 @@ class Accumulated(msgspec.Struct, frozen=True, kw_only=True):
     """Number that a loss per token is divided by."""
 
 
+_ACCUMULATED = msgspec.msgpack.Decoder(Accumulated)
+
+
 class Line:
     """Sends to and receives from data-parallel peers, by global rank. Training thread only."""
 
@@ -65,12 +68,12 @@ class Line:
         for tensor in (torch.tensor([data.numel()]), data):
             send_packed([tensor], peer, self.group, self.device)
 
-    def receive[T](self, peer: int, kind: type[T]) -> T:
+    def receive[T](self, peer: int, decoder: msgspec.msgpack.Decoder[T]) -> T:
         length = torch.zeros(1, dtype=torch.int64)
         receive_packed([length], peer, self.group, self.device)
         data = torch.empty(int(length.item()), dtype=torch.uint8)
         receive_packed([data], peer, self.group, self.device)
-        return msgspec.msgpack.decode(data.numpy().tobytes(), type=kind)
+        return decoder.decode(data.numpy().tobytes())
 
 
 class Accumulating:
@@ -116,7 +119,7 @@ class Accumulating:
         send_packed(self._tensors(state.metrics), peer, line.group, line.device)
 
     def take_over(self, line: Line, peer: int) -> Accumulated:
-        state = line.receive(peer, Accumulated)
+        state = line.receive(peer, _ACCUMULATED)
         iteration_state.restore_rng(state.rng)
         _expect(state.metrics)
         receive_packed(self._tensors(state.metrics), peer, line.group, line.device)
@@ -143,7 +146,7 @@ def _metrics() -> dict[str, Metric]:
 def _expect(metrics: Mapping[str, Metric]) -> None:
     """Have entries for all metrics, as a rank that has computed, and zero in all others."""
     tracker = get_moe_metrics_tracker()
-    groups: dict[str | None, object] = {**vars(upstream.groups())}
+    groups: Mapping[str | None, object] = dict(vars(upstream.groups()).items())
     tracker.clear()
     for name, metric in metrics.items():
         tracker.ensure_initialized(name, metric.size)

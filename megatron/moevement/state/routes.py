@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import msgspec
 import torch
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
@@ -46,6 +47,7 @@ _ROUTABLE: dict[str, tuple[object, ...]] = {
 _OVER_ALL_RANKS = 'global_aux_loss'
 
 _Batch = dict[str, PackedTensor | None]
+_BATCHES = msgspec.msgpack.Decoder(list[_Batch])
 
 
 def not_routed(settings: Settings, config: SparseCheckpointConfig) -> str | None:
@@ -243,7 +245,7 @@ class _Iteration:
         """Micro-batches of this rank's piece; None in a rank that reads none."""
         if self._data is None:
             return None
-        received = self._line.receive(self._rank_of(unit), list[_Batch])
+        received = self._line.receive(self._rank_of(unit), _BATCHES)
         return iter([_unpacked_batch(one) for one in received])
 
     def _part(self, data: object, number: int) -> list[Any]:
