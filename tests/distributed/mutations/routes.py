@@ -57,9 +57,9 @@ def other_order_of_hosts() -> None:
     def reversed_data(self: Any) -> None:
         send, hosts = self._line.send, [rank_of(self, unit) for unit in self._hosts]
 
-        def sending(peer: int, message: object, *tensors: Any) -> None:
-            other = not tensors and hosts[-1 - hosts.index(peer)]
-            send(other or peer, message, *tensors)
+        def sending(peer: int, message: object) -> None:
+            is_data = isinstance(message, list)
+            send(hosts[-1 - hosts.index(peer)] if is_data else peer, message)
 
         self._line.send = sending
         have_computed(self)
