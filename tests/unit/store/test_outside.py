@@ -9,7 +9,7 @@ from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from moevement_ext.config import ConfigurationError, SparseCheckpointConfig
-from moevement_ext.launch import torchrun
+from moevement_ext.launch import torchrun, torchrun_agent
 from moevement_ext.membership.rendezvous import launcher_store
 from moevement_ext.store.server import connect, use_outside_store
 
@@ -78,11 +78,6 @@ def test_agents_use_the_store_of_the_program_flag(flags: list[str]) -> None:
         (['--nnodes', 'abc'], ['--sparse-ckpt-store', 'h:7'], '--nnodes abc must be the number'),
         (['--nnodes', '0'], ['--sparse-ckpt-store', 'h:7'], '--nnodes 0 must be the number'),
         (['--nnodes', '2:4'], ['--sparse-ckpt-store', 'h:7'], '--nnodes 2:4 must be the number'),
-        (
-            ['--nproc-per-node', 'abc'],
-            ['--sparse-ckpt-store', 'h:7'],
-            '--nproc-per-node abc must be the number of processes on this node',
-        ),
         (NODE, ['--sparse-ckpt-store', 'h'], "--sparse-ckpt-store 'h' must be HOST:PORT"),
     ],
 )
@@ -99,7 +94,7 @@ def test_agents_reach_a_store_over_ipv6() -> None:
     params = RendezvousParameters(
         args.rdzv_backend, args.rdzv_endpoint, 'id', 2, 2, rank='1', timeout='60'
     )
-    met = torchrun.OutsideStore.create(params).next_rendezvous()
+    met = torchrun_agent.OutsideStore.create(params).next_rendezvous()
     assert met.bootstrap_store_info.master_addr == '::1'
     met.store.set('key', 'value')
     assert store.get('agents/id/2/key') == b'value'
@@ -110,10 +105,20 @@ def test_agent_connects_again_for_each_rendezvous(store: TCPStore) -> None:
     params = RendezvousParameters(
         'sparse-ckpt-store', f'127.0.0.1:{store.port}', 'id', 2, 2, rank='1', timeout='60'
     )
-    handler = torchrun.OutsideStore.create(params)
+    handler = torchrun_agent.OutsideStore.create(params)
     first, second = handler.next_rendezvous(), handler.next_rendezvous()
     assert (second.rank, second.world_size) == (1, 2)
     assert second.bootstrap_store_info.master_port == store.port
     first.store.set('key', 'value')
     del first
     assert second.store.get('key') == b'value'
+
+
+@pytest.mark.parametrize('store', [[], ['--sparse-ckpt-store', 'h:7']])
+def test_wrong_number_of_processes_is_named(
+    store: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv('OMP_NUM_THREADS', '1')
+    with pytest.raises(SystemExit):
+        torchrun.main(['--nproc-per-node', 'abc', 'train.py', *store])
+    assert '--nproc-per-node abc must be the number of processes on' in capsys.readouterr().err
