@@ -52,6 +52,7 @@ def test_failure_beside_a_guest(fault: str, cluster: Make, reference: Reference)
 
 
 @pytest.mark.mutation
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     'mutation',
     [
