@@ -216,7 +216,7 @@ def attach(
     adam.install_fp8_masters(every)
     counters, data = LoopCounters(plan.train_iters), ReplayableData()
     operations = OperationCount(lambda: 0.0)
-    with protected_job(every, facts, counters, sparse, data, operations) as session:
+    with protected_job(every, facts, counters, sparse, data, operations, own_loop=True) as session:
         yield Attachment(session, facts, counters, data, plan)
         session.job.keeps_windows = counters.iteration < plan.train_iters
 

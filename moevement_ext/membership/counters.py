@@ -197,7 +197,8 @@ class Heartbeats:
         self._counter = store.add(_beat_key(round_id, rank), 0)
 
     def send(self) -> None:
-        # The rank's bits wrap around.
+        # The rank's bits wrap around. If a launcher has sent some of its heartbeats meanwhile, they
+        # may carry over, which only counts as one more heartbeat of another rank.
         step = 1 if _beats(self._counter, self._rank) < _MOST_BEATS else -_MOST_BEATS
         added = step << _beat_shift(self._rank)
         self._counter = self._store.add(_beat_key(self._round, self._rank), added)

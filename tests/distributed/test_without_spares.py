@@ -66,6 +66,10 @@ class Run(NamedTuple):
         """Number of processes of each rank."""
         return Counter(event.rank for event in kind_of(self.events, WorkerLaunched))
 
+    @property
+    def said_by_rank_0(self) -> str:
+        return (self.job.directory / 'logs' / 'rank0.log').read_text('utf-8')
+
     def assert_exact(self, expected: dict) -> None:
         """No bit differs from a job that never failed; no iteration is lost; no file is left."""
         assert self.code == 0
@@ -95,6 +99,7 @@ def test_ranks_of_a_lost_node_are_guests_until_it_returns(
     done.assert_exact(reference(*flags.split()))
     assert done.places == [(3, 'node1'), (3, 'node3')]
     assert done.starts == {0: 1, 1: 1, 2: 1, 3: 3}
+    assert 'ranks [3] are guests and compute for themselves' in done.said_by_rank_0
     assert [event.exposed for event in kind_of(done.events, GuestsSeated)] == [0]
     nodes = [event.node for event in done.job.events_of(Protected, 3)]
     assert nodes == ['node3', 'node1', 'node3']
@@ -125,8 +130,8 @@ def test_guests_keep_the_bits_in_every_layout(
     flags = f'{LAYOUTS[layout]} --train-iters 24'
     done = run(made(cluster, flags), f'{GUESTS} --lose-node 3@6 1@11 --return-node 1@16')
     done.assert_exact(reference(*flags.split()))
-    said = (done.job.directory / 'logs' / 'rank0.log').read_text('utf-8')
-    assert ('their peers compute their micro-batches' in said) is (layout in ROUTED)
+    peers_compute = 'their peers compute their micro-batches' in done.said_by_rank_0
+    assert peers_compute is (layout in ROUTED)
     assert done.places[0] == (3, 'node1')
     assert sorted(seat for seat, _ in done.places[1:3]) == [1, 3]
     assert done.places[3] == (1, 'node1')

@@ -26,7 +26,7 @@ from megatron.moevement.seams.data_position import DataPosition
 from megatron.moevement.seams.post_step import PostStep
 from megatron.moevement.seams.schedules import Losses
 from megatron.moevement.state.global_scalars import ScalarRecorder, check_room
-from megatron.moevement.state.routes import Routes, not_routed
+from megatron.moevement.state.routes import OWN_LOOP, Routes, not_routed
 from megatron.moevement.state.training_state import TrainingState
 from moevement_ext.config import OFF, SparseCheckpointConfig
 from moevement_ext.events import LossLogged
@@ -172,11 +172,13 @@ def protected_job(
     config: SparseCheckpointConfig,
     data: DataPosition,
     operations: OperationCount,
+    own_loop: bool = False,
 ) -> Iterator[Session]:
     """Join the other ranks, and exit together with them. Around all use of `torch.distributed`.
 
     Training thread of every rank. Host memory is freed when the context ends normally; after an
-    exception it stays, and the next launch of the job recovers from it.
+    exception it stays, and the next launch of the job recovers from it. `own_loop`: the loop is not
+    upstream's.
 
     Raises:
         ConfigurationError: this node lacks a file that all ranks read.
@@ -207,7 +209,7 @@ def protected_job(
     if facts.rank == 0:
         session.job.rank.events.emit(describe(settings, facts, counters))
     around.recorder.install()
-    _install_routes(session, settings, config)
+    _install_routes(session, OWN_LOOP if own_loop else not_routed(settings, config))
     around.losses.install()  # after routes, which run a schedule several times
     datasets.install()
     if session.job.joining:
@@ -218,9 +220,9 @@ def protected_job(
         session.say_kept()  # no thread captures any more
 
 
-def _install_routes(session: Session, settings: Settings, config: SparseCheckpointConfig) -> None:
+def _install_routes(session: Session, reason: str | None) -> None:
     membership = session.job.membership
-    if membership is None or config.routes == OFF:
+    if membership is None or session.job.rank.config.routes == OFF:
         return
 
     def guests() -> list[int]:
@@ -230,7 +232,6 @@ def _install_routes(session: Session, settings: Settings, config: SparseCheckpoi
         assert session.job.protection is not None  # training has begun
         return session.job.protection.planner.stage_of
 
-    reason = not_routed(settings, config)
     Routes(reason, guests, stage_of, lambda: session.trainer.operators.operators).install()
 
 

@@ -22,6 +22,7 @@ from megatron.core.utils import get_model_config
 
 from megatron.moevement.facts import Chunks, Settings
 from megatron.moevement.seams import patches
+from megatron.moevement.seams.schedules import SCHEDULES
 from megatron.moevement.state.handing_on import Accumulating, Line, PackedTensor, packed, unpacked
 from megatron.moevement.state.model_operators import Operator
 from moevement_ext.config import GLOBAL, SparseCheckpointConfig
@@ -30,7 +31,6 @@ from moevement_ext.logger import logger_of
 logger = logger_of(__name__)
 
 _SCHEDULES = 'megatron.core.pipeline_parallel.schedules'
-ROUTED = ('forward_backward_no_pipelining', 'forward_backward_pipelining_without_interleaving')
 
 # Settings with which guests compute their own micro-batches, and the values that are routed.
 _ROUTABLE: dict[str, tuple[object, ...]] = {
@@ -45,6 +45,9 @@ _ROUTABLE: dict[str, tuple[object, ...]] = {
     'fine_grained_activation_offloading': (False,),
 }
 _OVER_ALL_RANKS = 'global_aux_loss'
+_NO_OTHER_UNIT = 'a guest in every expert-parallel unit'
+OWN_LOOP = "a loop that is not upstream's"
+"""A reason: its forward step may have a state that nothing hands on."""
 
 _Batch = dict[str, PackedTensor | None]
 _BATCHES = msgspec.msgpack.Decoder(list[_Batch])
@@ -87,34 +90,38 @@ class Routes:
 
     def install(self) -> None:
         """Wrap the schedules, for the lifetime of the process, before any wrapper of results."""
-        for name in ROUTED:
+        for name in SCHEDULES:
             patches.wrap(f'{_SCHEDULES}:{name}', self._run)
 
     def _run(self, original: Callable[..., Any], **call: Any) -> Any:
-        guests = [] if call.get('forward_only') else self._guests()
-        self._say(guests)
-        if not guests or self._reason is not None:
+        if call.get('forward_only'):
             return original(**call)
-        line, broken = Line(), self._broken_units(guests)
-        if len(broken) == len(line.ranks) // unit_size():
+        guests, reason, broken = self._guests(), self._reason, list[int]()
+        if guests and reason is None:
+            broken = self._broken_units(guests)
+            places: int = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+            if len(broken) == places // unit_size():
+                reason = _NO_OTHER_UNIT
+        self._say(guests, reason)
+        if not guests or reason is not None:
             return original(**call)
         call['model'] = call['model'] if isinstance(call['model'], list) else [call['model']]
-        return _Iteration(original, call, line, broken, self._operators()).run()
+        return _Iteration(original, call, Line(), broken, self._operators()).run()
 
-    def _say(self, guests: Sequence[int]) -> None:
+    def _say(self, guests: Sequence[int], reason: str | None) -> None:
         if guests == self._before or torch.distributed.get_rank() != 0:
             return
         self._before = guests
         if not guests:
             logger.warning('no rank is a guest any more')
-        elif self._reason is None:
+        elif reason is None:
             logger.warning('ranks %s are guests; their peers compute their micro-batches', guests)
         else:
             logger.warning(
                 'ranks %s are guests and compute for themselves, at the cost of speed: '
                 'routes do not work with %s',
                 guests,
-                self._reason,
+                reason,
             )
 
     def _broken_units(self, guests: Sequence[int]) -> list[int]:

@@ -69,6 +69,8 @@ def test_reason_is_said_once(
 ) -> None:
     monkeypatch.setattr(torch.distributed, 'get_rank', lambda: 0)
     routes = Routes('--fp8', lambda: guests, lambda: [0, 0], dict)
+    for forward_only in (False, True, False):  # an evaluation changes nothing
+        routes._run(lambda **call: call, forward_only=forward_only)
     for _ in range(2):
         assert routes._run(lambda **call: call, num_microbatches=4) == {'num_microbatches': 4}
     assert caplog.text.count(said or 'guests') == bool(said)
