@@ -4,7 +4,7 @@
 import argparse
 import tomllib
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
 from types import MappingProxyType
@@ -55,12 +55,6 @@ def show(found: Mapping[str, object], *, as_json: bool) -> None:
         return
     rows = [(name.replace('_', ' '), text(value)) for name, value in found.items()]
     Console().print(table(('', ''), rows, show_header=False))
-
-
-def records(rows: Sequence[Mapping[str, str]], title: str) -> None:
-    """Print rows of equal names as a table."""
-    columns = [f'>{name}' for name in rows[0]]
-    Console().print(table(columns, [tuple(row.values()) for row in rows], title=title))
 
 
 def text(value: object) -> str:

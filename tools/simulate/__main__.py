@@ -26,18 +26,11 @@ from msgspec.structs import replace
 from ..lab.arguments import Parser
 from ..model.command import show
 from ..model.fields import FieldError
-from . import closed_form, scenario
-from .closed_form import Dense
-from .systems import SYSTEMS, System
+from . import scenario
+from .closed_form import Dense, optimal
+from .systems import SYSTEMS
 
 SUBCOMMANDS = ('sweep', 'paper')
-
-
-def optimal(system: System) -> tuple[closed_form.Intervals, closed_form.Intervals]:
-    """Best intervals, in iterations and in seconds; FieldError for a system with windows."""
-    if not isinstance(system.costs, Dense):
-        raise FieldError('optimal_interval', f'{system.name} has a window, not an interval')
-    return closed_form.optimal(system.costs)
 
 
 def compute(args: argparse.Namespace) -> dict[str, object]:
@@ -45,18 +38,18 @@ def compute(args: argparse.Namespace) -> dict[str, object]:
     found, name = scenario.scenario(args), args.system
     if not args.optimal_interval:
         return scenario.answer(found, name)
-    if args.interval is None and found.profile is None and name != 'none':
-        once = found._replace(options=replace(found.options, interval=1))
-        best = optimal(once.system(name))[0].exact
-        if math.isinf(best):
+    searched = args.interval is None and found.profile is None and name != 'none'
+    options = replace(found.options, interval=1) if searched else found.options
+    costs = found._replace(options=options).system(name).costs
+    if not isinstance(costs, Dense):
+        raise FieldError('optimal_interval', f'{name} has a window, not an interval')
+    best = optimal(costs)
+    if searched:
+        if math.isinf(best['exact']):
             raise FieldError('interval', 'is missing; without failures no interval is best')
-        found = found._replace(options=replace(found.options, interval=int(best)))
-    iterations, seconds = optimal(found.system(name))
-    return {
-        **scenario.answer(found, name),
-        **{f'optimal_interval_{rule}': value for rule, value in iterations._asdict().items()},
-        **{f'optimal_interval_{rule}_s': value for rule, value in seconds._asdict().items()},
-    }
+        found = found._replace(options=replace(options, interval=int(best['exact'])))
+    intervals = {f'optimal_interval_{rule}': value for rule, value in best.items()}
+    return {**scenario.answer(found, name), **intervals}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

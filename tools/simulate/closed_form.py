@@ -12,21 +12,18 @@ repair of q seconds (which itself starts over after a failure) and another attem
 solves E = (1 - e^(-a/M)) (M + M (e^(q/M) - 1) + E), that is E = M e^(q/M) (e^(a/M) - 1). An attempt
 is a whole period with dense checkpointing, and one iteration with sparse checkpointing.
 
-The best interval of dense checkpoints follows: with a fixed overhead o per iteration, the mean time
-of a period over its useful time is smallest where (1 - tau/M) e^((tau + c)/M) = 1, tau = I (T + o).
-The restart time does not matter for the best interval.
+The best interval of dense checkpoints has the smallest mean time of a period over its useful time.
+The restart time does not matter for it.
 """
 
 import math
-from typing import NamedTuple
+from bisect import bisect_left
 
 import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
 from moevement_ext.plan.strategy.dense import daly_s, young_s
-
-_BISECTIONS = 200
 
 
 def first_order[Number: (float, np.ndarray)](
@@ -153,50 +150,25 @@ class Sparse(Costs, frozen=True):
 # ---- intervals
 
 
-def exact_s(stall_s: float, mtbf_s: float) -> float:
-    """Seconds from one checkpoint to the next that maximise ETTR, as a real number.
+def optimal(dense: Dense) -> dict[str, float]:
+    """Best intervals for the stall, overhead and MTBF of `dense` by rule, in iterations.
 
-    tau/M = x solves x + ln(1 - x) = -c/M on (0, 1).
+    'exact' is the whole number with the greatest ETTR, 'young' and 'daly' are approximations.
+    Without a stall a checkpoint costs nothing, and all are 1. Without failures no checkpoint is
+    worth its stall, and all are infinite.
     """
-    if stall_s == 0 or math.isinf(mtbf_s):
-        return math.inf if stall_s else 0.0
-    # The upper end is below 1, where the logarithm is infinite.
-    low, high = 0.0, math.nextafter(1.0, 0.0)
-    for _ in range(_BISECTIONS):
-        middle = (low + high) / 2
-        longer = middle + math.log1p(-middle) > -stall_s / mtbf_s
-        low, high = (middle, high) if longer else (low, middle)
-    return low * mtbf_s
-
-
-class Intervals(NamedTuple):
-    """Intervals in iterations, at least 1; inf: no checkpoints."""
-
-    exact: float
-    """The integer number of iterations with the greatest ETTR."""
-    young: float
-    daly: float
-
-
-def optimal(dense: Dense) -> tuple[Intervals, Intervals]:
-    """Best intervals for the stall, overhead and MTBF of `dense`: in iterations, and in seconds.
-
-    Without a stall a checkpoint costs nothing, and all three are 1 iteration. Without failures no
-    checkpoint is worth its stall, and all three are infinite.
-    """
-    seconds = Intervals(*(rule(dense.stall_s, dense.mtbf_s) for rule in (exact_s, young_s, daly_s)))
-    if not math.isfinite(seconds.exact):
-        return seconds, seconds
-    # Period time over useful time decreases up to the real optimum and increases after it.
-    below = max(1, math.floor(seconds.exact / dense.step_s))
-    best = min((below, below + 1), key=lambda interval: _log_cost(dense, interval))
-    young, daly = (max(1, round(one / dense.step_s)) for one in seconds[1:])
-    return Intervals(best, young, daly), seconds
+    if dense.stall_s and math.isinf(dense.mtbf_s):
+        return dict.fromkeys(('exact', 'young', 'daly'), math.inf)
+    young, daly = (rule(dense.stall_s, dense.mtbf_s) / dense.step_s for rule in (young_s, daly_s))
+    # The cost decreases up to the best interval, which is below Young's, and increases after it.
+    intervals = range(1, math.ceil(young) + 1)
+    shorter = bisect_left(
+        intervals, True, key=lambda one: _log_cost(dense, one) <= _log_cost(dense, one + 1)
+    )
+    return {'exact': shorter + 1, 'young': max(1, round(young)), 'daly': max(1, round(daly))}
 
 
 def _log_cost(dense: Dense, interval: int) -> float:
     """ln((e^(L/M) - 1) / I), finite for any length of a period."""
     periods = replace(dense, period=interval).unit_s / dense.mtbf_s
-    if periods == 0:
-        return -math.inf
     return periods + math.log(-math.expm1(-periods)) - math.log(interval)

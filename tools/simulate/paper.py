@@ -7,8 +7,8 @@
 Inputs are the iteration times, the windows, the intervals and the overheads in seconds. A global
 rollback loses half an interval, MoEvement 3/2 of a window (paper, appendix C), MoC one iteration.
 
-`paper.toml` has the numbers that the paper prints, and claims of its text and figures with what
-follows from its inputs. docs/paper.md summarises which numbers follow and which do not.
+`paper.toml` has the numbers that the paper prints, and claims of its text, its figures and Table 6
+with what follows from its inputs. docs/paper.md summarises which numbers follow and which do not.
 
 Exit status: 0 if the computation ran; a difference from the paper is not an error.
 """
@@ -20,7 +20,7 @@ from enum import StrEnum
 from importlib.resources import files
 from itertools import groupby
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 from rich.console import Console
@@ -32,8 +32,7 @@ from ..lab.figures import print_json
 from ..lab.tables import say, table
 from .closed_form import Dense, Sparse
 
-CHECKFREQ, GEMINI, MOC, MOEVEMENT = 'CheckFreq', 'Gemini', 'MoC', 'MoEvement'
-DENSE = (CHECKFREQ, GEMINI)
+CHECKFREQ, GEMINI, MOC, MOEVEMENT = SYSTEMS = 'CheckFreq', 'Gemini', 'MoC', 'MoEvement'
 
 
 class Setting(msgspec.Struct, frozen=True):
@@ -73,7 +72,7 @@ class Verdict(StrEnum):
 
 
 class Claim(msgspec.Struct, frozen=True):
-    """A number of a figure or of the text; nan: not printed, or without inputs."""
+    """A number of a figure, of Table 6 or of the text; nan: not printed, or without inputs."""
 
     source: str
     statement: str
@@ -89,12 +88,11 @@ class Paper(msgspec.Struct, frozen=True):
     claims: list[tuple[str, str, float, float, Verdict, str]]
     """Fields of Claim."""
     tables: list[Table]
-    memory: list[dict[str, Any]]
     quantities: dict[str, tuple[str, int]]
 
 
 class Condition(NamedTuple):
-    """The paper's values for a system at one MTBF."""
+    """The paper's inputs of a system at one MTBF."""
 
     setting: Setting
     system: str
@@ -104,43 +102,34 @@ class Condition(NamedTuple):
     """Expected number of failures in a run."""
     interval: float
     overhead_s: float
-    recovery_s: float
-    ettr: float
 
-
-Row = tuple[str, str, str]
-"""Names of a table, a setting and a system."""
-
-
-def _rows(table: Table, setting: Setting, system: str) -> list[Condition]:
-    values = setting.systems[system]
-    return [
-        Condition(setting, system, mtbf, mtbf_s, table.run_s / mtbf_s, *(
-            values[name][index % len(values[name])] for name in Condition._fields[5:]))
-        for index, (mtbf, mtbf_s) in enumerate(table.mtbf_s.items())
-    ]  # fmt: skip
+    @property
+    def costs(self) -> Dense | Sparse:
+        iteration_s, overhead_s, mtbf_s = self.setting.iteration_s, self.overhead_s, self.mtbf_s
+        if self.system == MOEVEMENT:
+            return Sparse(iteration_s, self.setting.window, overhead_s, mtbf_s=mtbf_s)
+        return Dense(iteration_s, int(self.interval), overhead_s, mtbf_s=mtbf_s)
 
 
 PAPER = msgspec.toml.decode(files(__package__).joinpath('paper.toml').read_bytes(), type=Paper)
-TABLES = {table.name: table for table in PAPER.tables}
-ROWS: dict[Row, list[Condition]] = {
-    (table.name, setting.name, system): _rows(table, setting, system)
+ROWS: dict[tuple[str, str, str], list[Condition]] = {
+    (table.name, setting.name, system): [
+        Condition(setting, system, mtbf, mtbf_s, table.run_s / mtbf_s, *(
+            printed[name][place % len(printed[name])] for name in ('interval', 'overhead_s')))
+        for place, (mtbf, mtbf_s) in enumerate(table.mtbf_s.items())
+    ]
     for table in PAPER.tables
     for setting in table.settings
-    for system in setting.systems
-}
-"""Conditions by MTBF, of each row."""
-
-# ---- computed
+    for system, printed in setting.systems.items()
+}  # fmt: skip
+"""Conditions by MTBF, of each table, setting and system."""
 
 ETTR_TOLERANCE = 0.015
 """1.5 points: the largest difference that the paper reports for its own simulator (Table 4)."""
-# Relative; seconds of recovery and intervals scale with their inputs.
-_SCALED, _MEMORY = 0.1, 0.02
-DENSE_BYTES, WEIGHT_BYTES = 12, 2
-"""fp32 master weight and two moments; bf16 compute weight."""
-GENERATIONS = 2
-"""One kept window, one under way."""
+_SCALED = 0.1  # relative; seconds of recovery and intervals scale with their inputs
+_PIPE_WIDTH = 120
+_STYLES = {Verdict.FOLLOWS: 'green', Verdict.DIFFERS: 'red'}
+_FOLLOWS = {Verdict.FOLLOWS: 'yes', Verdict.DIFFERS: 'no', Verdict.FINDING: ''}
 
 
 class Cell(msgspec.Struct, frozen=True):
@@ -160,27 +149,22 @@ class Cell(msgspec.Struct, frozen=True):
     """Result of the exact renewal form instead of the first-order form."""
 
 
-_PIPE_WIDTH = 120
-_STYLES = {Verdict.FOLLOWS: 'green', Verdict.DIFFERS: 'red'}
-_FOLLOWS = {Verdict.FOLLOWS: 'yes', Verdict.DIFFERS: 'no', Verdict.FINDING: ''}
+class Report(msgspec.Struct, frozen=True):
+    """All recomputed results."""
+
+    cells: list[Cell]
+    claims: list[Claim]
+    notes: list[tuple[str, str, str]]
+    """Table, cell, and the unreadable or corrected value."""
 
 
-def judge(ours: float, theirs: float, tolerance: float) -> Verdict:
-    """FOLLOWS within `tolerance` (absolute), else DIFFERS."""
-    within = abs(ours - theirs) <= tolerance + 1e-9
-    return Verdict.FOLLOWS if within else Verdict.DIFFERS
+def recompute() -> Report:
+    """Recompute every readable cell of Tables 3 and 7; claims are as recorded."""
+    notes = [(table.name, *note) for table in PAPER.tables for note in table.notes]
+    return Report(list(_cells()), [Claim(*one) for one in PAPER.claims], notes)
 
 
-def priced(condition: Condition) -> Dense | Sparse:
-    """The system under a condition of the paper, from its inputs."""
-    setting, overhead_s, mtbf_s = condition.setting, condition.overhead_s, condition.mtbf_s
-    if condition.system == MOEVEMENT:
-        return Sparse(setting.iteration_s, setting.window, overhead_s, mtbf_s=mtbf_s)
-    return Dense(setting.iteration_s, int(condition.interval), overhead_s, mtbf_s=mtbf_s)
-
-
-def all_cells() -> Iterator[Cell]:
-    """Readable cells of Tables 3 and 7."""
+def _cells() -> Iterator[Cell]:
     for row, conditions in ROWS.items():
         for quantity, printed in conditions[0].setting.systems[row[2]].items():
             for theirs, one in zip(printed, conditions, strict=False):
@@ -190,74 +174,33 @@ def all_cells() -> Iterator[Cell]:
 
 
 def _cell(names: tuple[str, str, str, str, str], theirs: float, one: Condition) -> Cell:
-    iteration_s, system, quantity = one.setting.iteration_s, one.system, names[3]
-    costs, exact = priced(one), math.nan
-    tolerance = _SCALED * theirs
-    if quantity == 'interval' and system == GEMINI:
-        # The optimum for its costs against Young's, sqrt(2 c M) / T iterations (Young 1974), a
-        # checkpoint costing its interval's overhead c.
-        ours = young_s(one.overhead_s * one.interval, one.mtbf_s) / iteration_s
-    elif quantity == 'overhead_percent':
-        ours = 100 * one.overhead_s / iteration_s
-        tolerance = 0.5 + 100 * 0.005 / iteration_s  # both numbers are rounded
-    elif quantity == 'recovery_s':
-        ours = one.failures * (iteration_s if system == MOC else costs.expected_recovery_s())
-    elif quantity == 'ettr':
-        ours, tolerance = costs.ettr_first_order(), ETTR_TOLERANCE
-        exact = costs.ettr_exact()
-    else:
-        # CheckFreq's interval needs a disk bandwidth that is not given; 1 is a definition.
-        missing = quantity == 'interval' and system == CHECKFREQ
-        return Cell(*names, theirs, Verdict.NO_INPUTS if missing else Verdict.INPUT)
-    # The iteration times are derived from MoC's overhead.
-    derived = quantity == 'overhead_percent' and system == MOC
-    verdict = Verdict.INPUT if derived else judge(ours, theirs, tolerance)
+    iteration_s, exact, tolerance = one.setting.iteration_s, math.nan, _SCALED * theirs
+    match names[3], one.system:
+        case 'interval', 'Gemini':
+            # The optimum for its costs against Young's, sqrt(2 c M) / T iterations (Young 1974), a
+            # checkpoint costing its interval's overhead c.
+            ours = young_s(one.overhead_s * one.interval, one.mtbf_s) / iteration_s
+        case 'overhead_percent', _:
+            ours = 100 * one.overhead_s / iteration_s
+            tolerance = 0.5 + 100 * 0.005 / iteration_s  # both numbers are rounded
+        case 'recovery_s', 'MoC':
+            ours = one.failures * iteration_s
+        case 'recovery_s', _:
+            ours = one.failures * one.costs.expected_recovery_s()
+        case 'ettr', _:
+            ours, tolerance = one.costs.ettr_first_order(), ETTR_TOLERANCE
+            exact = one.costs.ettr_exact()
+        case 'interval', 'CheckFreq':  # needs a disk bandwidth that is not given
+            return Cell(*names, theirs, Verdict.NO_INPUTS)
+        case _:
+            return Cell(*names, theirs, Verdict.INPUT)
+    verdict = Verdict.FOLLOWS if abs(ours - theirs) <= tolerance + 1e-9 else Verdict.DIFFERS
+    if names[2:4] == (MOC, 'overhead_percent'):  # the iteration times are derived from it
+        verdict = Verdict.INPUT
     return Cell(*names, theirs, verdict, ours, exact)
 
 
-def table6_cells() -> Iterator[Cell]:
-    """Rows of Table 6, from parameters and windows; totals and percentages from their parts."""
-    for row in PAPER.memory:
-        params, gemini_gb, windows_gb = row['params_e9'], row['gemini_gb'], row['windows_gb']
-        # Every operator in full once, and weights until then, in half of the slots on average.
-        window_bytes = GENERATIONS * (DENSE_BYTES + WEIGHT_BYTES * (row['window'] - 1) / 2)
-        names = 'Table 6', row['name']
-        ours = GENERATIONS * DENSE_BYTES * params
-        verdict = judge(ours, gemini_gb, _MEMORY * gemini_gb)
-        yield Cell(*names, GEMINI, 'host_gb', '', gemini_gb, verdict, ours)
-        yield Cell(*names, MOEVEMENT, 'logs_gb', '', row['logs_gb'], Verdict.NO_INPUTS)
-        for quantity, ours, tolerance in (
-            ('windows_gb', window_bytes * params, _MEMORY * windows_gb),
-            ('total_gb', windows_gb + row['logs_gb'], 0.1),
-            ('more_percent', 100 * (row['total_gb'] / gemini_gb - 1), 0.15),
-        ):
-            verdict = judge(ours, row[quantity], tolerance)
-            yield Cell(*names, MOEVEMENT, quantity, '', row[quantity], verdict, ours)
-
-
 # ---- the report
-
-
-class Report(msgspec.Struct, frozen=True):
-    """All recomputed results."""
-
-    iteration_s: dict[str, dict[str, float]]
-    """Iteration times by table and setting, which the paper does not print."""
-    cells: list[Cell]
-    claims: list[Claim]
-    notes: list[tuple[str, str, str]]
-    """Table, cell, and the unreadable or corrected value."""
-
-
-def recompute() -> Report:
-    """Recompute every readable cell of Tables 3, 6 and 7, and the claims of text and figures."""
-    times = {
-        name: {setting.name: setting.iteration_s for setting in table.settings}
-        for name, table in TABLES.items()
-    }
-    notes = [(name, *note) for name, table in TABLES.items() for note in table.notes]
-    cells = [*all_cells(), *table6_cells()]
-    return Report(times, cells, [Claim(*one) for one in PAPER.claims], notes)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -275,12 +218,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def print_report(report: Report, console: Console) -> None:
     """Print tables of computed and printed numbers, claims, notes and counts."""
 
-    def show(
-        title: str, columns: str, rows: Iterable[Sequence[str]], judged: Sequence = ()
+    def show[One: (Cell, Claim)](
+        title: str, columns: str, rows: Iterable[Sequence[str]], judged: Sequence[One]
     ) -> None:
+        styles = [_STYLES.get(one.verdict) for one in judged]
         console.print(
-            table(columns.split('|'), rows, [_STYLES.get(one.verdict) for one in judged] or None,
-                  title=title, title_justify='left', box=None, padding=(0, 1))
+            table(columns.split('|'), rows, styles, title=title, title_justify='left', box=None,
+                  padding=(0, 1))
         )  # fmt: skip
 
     kind = attrgetter('table', 'quantity')
@@ -295,16 +239,12 @@ def print_report(report: Report, console: Console) -> None:
             cells,
         )  # fmt: skip
     show(
-        'Figures and text',
+        'Table 6, figures and text',
         'where|what|>!paper|>!ours|>!differs by|!follows|ours from',
         ((one.source, one.statement, *_compared(one, '.4g', '.4g'), one.how)
          for one in report.claims),
         report.claims,
     )  # fmt: skip
-    say(console, 'Iteration times, never printed: seconds over percent of the overhead of MoC.')
-    for name, times in report.iteration_s.items():
-        values = ', '.join(f'{setting} {seconds:.2f} s' for setting, seconds in times.items())
-        say(console, f'{name}: {values}')
     say(console, 'Cells that could not be read, or that are odd:')
     for name, cell, note in report.notes:
         say(console, f'  {name}, {cell}: {note}')
@@ -316,12 +256,12 @@ def summary(report: Report) -> str:
         cells = [one for one in report.cells if one.quantity == quantity]
         return ', '.join(
             f'{system} {_following(one for one in cells if one.system == system)}'
-            for system in (*DENSE, MOC, MOEVEMENT)
+            for system in SYSTEMS
         )
 
     return (
         f'ETTRs within 1.5 points with nothing fitted: {follow("ettr")}. Recoveries within 10 %: '
-        f'{follow("recovery_s")}. Figures and text: {_following(report.claims)}.'
+        f'{follow("recovery_s")}. Table 6, figures and text: {_following(report.claims)}.'
     )
 
 

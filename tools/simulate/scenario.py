@@ -157,7 +157,7 @@ def _shares(args: argparse.Namespace, profile: Profile | None) -> np.ndarray | N
 def answer(scenario: Scenario, name: str) -> dict[str, object]:
     """Results for one system, by closed formula and by simulation; seconds, bytes, shares.
 
-    Raises FieldError, InfeasiblePlan.
+    `overhead` is a share of an iteration, stalls included. Raises FieldError, InfeasiblePlan.
     """
     system = scenario.system(name)
     costs = system.costs
@@ -168,6 +168,7 @@ def answer(scenario: Scenario, name: str) -> dict[str, object]:
         'iteration_s': costs.iteration_s,
         'window' if stall_s is None else 'interval': costs.period,
         'overhead_s': costs.overhead_s,
+        'overhead': costs.mean_overhead_s / costs.iteration_s,
         'stall_s': stall_s,
         'restart_s': costs.restart_s,
         'mtbf_s': costs.mtbf_s,

@@ -21,7 +21,7 @@ import tomllib
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -32,9 +32,8 @@ from moevement_ext.plan.byte_planner import InfeasiblePlan
 from ..lab.arguments import Parser
 from ..lab.drawing import OWN, PALETTE, picture, subtitle
 from ..lab.figures import print_json
-from ..lab.tables import say
+from ..lab.tables import say, table
 from ..lab.text import tick
-from ..model.command import records
 from . import scenario
 from .systems import SYSTEMS
 
@@ -52,80 +51,68 @@ _OWN: dict[str, dict[str, Any]] = {
 _CROWDED = 0.06
 
 
-class Point(NamedTuple):
-    """One system at one value."""
-
-    system: str
-    value: float
-    ettr_exact: float
-    ettr_simulated: float
-    ettr_simulated_ci95: tuple[float, float]
-    overhead: float
-    window: int
-    """Window, or interval of a dense system, in iterations."""
-    recovery: float
-
-    def shown(self, what: str) -> float:
-        name = {'ettr': 'ettr_exact', 'simulated': 'ettr_simulated'}.get(what, what)
-        return float(getattr(self, name))
+type Point = dict[str, Any]
+"""`value` of the varied flag, and the answer for one system."""
 
 
 def sweep(args: argparse.Namespace, values: Sequence[float]) -> tuple[list[Point], list[str]]:
     """Points, and reasons for missing ones. Raises FieldError and errors of file readers."""
-    points, missing = [], []
+    points: list[Point] = []
+    missing, different = [], []
     for value in tqdm(values, desc=args.over, disable=None, leave=False):
         given = (value, False) if args.over == 'mtbf' else value
-        attribute = args.over.replace('-', '_')
-        setattr(args, attribute, int(value) if args.over in WHOLE else given)
+        setattr(args, args.over.replace('-', '_'), given)
         varied = scenario.scenario(args)
         for name in args.systems:
             try:
-                points.append(_point(varied, name, value))
+                answer = scenario.answer(varied, name)
             except InfeasiblePlan as error:
                 missing.append(f'{name} at {args.over} {value:g}: {error}')
-    different = {one._replace(value=0) for one in points}
+                continue
+            points.append({'value': value, **answer})
+            if answer not in different:
+                different.append(answer)
     if len(values) > 1 and not missing and len(different) <= len(args.systems):
         missing.append(f'--over {args.over} changes nothing for {", ".join(args.systems)}')
     return points, missing
 
 
-def _point(varied: scenario.Scenario, name: str, value: float) -> Point:
-    system = varied.system(name)
-    costs, estimate = system.costs, varied.simulate(system)
-    return Point(
-        name, value, costs.ettr_exact(), estimate.ettr, estimate.ci95,
-        costs.mean_overhead_s / costs.iteration_s, costs.period, costs.expected_recovery_s(),
-    )  # fmt: skip
+def shown(point: Point, what: str) -> float:
+    field = {'ettr': 'ettr_exact', 'simulated': 'ettr_simulated', 'recovery': 'expected_recovery_s'}
+    if what == 'window' and 'interval' in point:
+        return float(point['interval'])
+    return float(point[field.get(what, what)])
 
 
 def print_table(points: Sequence[Point], over: str, what: str) -> None:
-    missing = dict.fromkeys((point.system for point in points), '-')
+    systems = [*dict.fromkeys(point['system'] for point in points)]
     rows: dict[float, dict[str, str]] = {}
     for point in points:
-        row = rows.setdefault(point.value, {AXIS[over]: f'{point.value:g}', **missing})
-        row[point.system] = f'{point.shown(what):.4g}'
-    records(list(rows.values()), SHOWN[what])
+        rows.setdefault(point['value'], {})[point['system']] = f'{shown(point, what):.4g}'
+    cells = ((f'{value:g}', *(row.get(name, '-') for name in systems))
+             for value, row in rows.items())  # fmt: skip
+    columns = [f'>{name}' for name in (AXIS[over], *systems)]
+    Console().print(table(columns, cells, title=SHOWN[what]))
 
 
 def draw(points: Sequence[Point], over: str, what: str, target: Path) -> None:
-    seconds = over == 'mtbf'
-    varied = AXIS[over].removesuffix(' (s)') if seconds else AXIS[over]
+    varied = AXIS[over].removesuffix(' (s)') if over == 'mtbf' else AXIS[over]
     others = iter(PALETTE * len(SYSTEMS))
     with picture(target, figsize=(8, 4.5)) as axes:
         axes.set_title(f'{SHOWN[what]} by {varied}', loc='left')
-        for name in dict.fromkeys(point.system for point in points):
+        for name in dict.fromkeys(point['system'] for point in points):
             style = _OWN.get(name) or {'color': next(others), 'linewidth': 1.6}
-            own = [point for point in points if point.system == name]
-            places = [point.value for point in own]
-            axes.plot(places, [point.shown(what) for point in own], label=NAMES[name], **style)
+            own = [point for point in points if point['system'] == name]
+            places = [point['value'] for point in own]
+            axes.plot(places, [shown(point, what) for point in own], label=NAMES[name], **style)
             if what == 'ettr':
-                middle = np.array([point.ettr_simulated for point in own])
-                low, high = np.array([point.ettr_simulated_ci95 for point in own]).T
+                middle = np.array([point['ettr_simulated'] for point in own])
+                low, high = np.array([point['ettr_simulated_ci95'] for point in own]).T
                 ends, color = [middle - low, high - middle], style['color']
                 axes.errorbar(places, middle, ends, fmt='o', markersize=4, color=color)
         if what == 'ettr':
             subtitle(axes, 'lines: closed form; points: simulated, with 95 % confidence')
-        _ticks(axes, sorted({point.value for point in points}), over)
+        _ticks(axes, sorted({point['value'] for point in points}), over)
         axes.set_xlabel(varied)
         axes.set_ylabel(SHOWN[what])
         axes.legend(loc='best')
@@ -175,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not points:
         return 2
     if args.json:
-        print_json([point._asdict() for point in points])
+        print_json(points)
     else:
         print_table(points, args.over, args.show)
     if args.plot:

@@ -90,7 +90,7 @@ def test_gemini_interval_is_the_best_by_closed_form(
         assert isinstance(found, Dense)
         return found
 
-    young, daly = optimal(costs(1))[0][1:]
+    _, young, daly = optimal(costs(1)).values()
     best = max(range(1, 300), key=lambda interval: costs(interval).ettr_exact())
     for rule, expected in (('young', young), ('daly', daly), ('oracle', best)):
         assert best_interval(rule, 1.0, (own_s, traffic * own_s), mtbf_s) == expected

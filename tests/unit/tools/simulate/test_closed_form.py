@@ -78,8 +78,7 @@ def test_exact_is_the_best_of_all(
     iteration_s: float, overhead_s: float, stall_s: float, restart_s: float, mtbf_s: float
 ) -> None:
     system = Dense(iteration_s, 1, overhead_s, restart_s, mtbf_s, stall_s)
-    best = optimal(system)[0].exact
-    assert isinstance(best, int)
+    best = int(optimal(system)['exact'])
     found = replace(system, period=best).ettr_exact()
     others = [replace(system, period=interval).ettr_exact() for interval in range(1, 300)]
     assert found == pytest.approx(max(others), rel=1e-12)

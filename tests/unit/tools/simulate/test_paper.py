@@ -2,7 +2,6 @@
 """What follows from the paper's inputs and what does not, worked out here by other means."""
 
 import math
-from statistics import mean
 
 import numpy as np
 import pytest
@@ -10,12 +9,13 @@ import pytest
 from tools.model.layout import PRECISIONS
 from tools.simulate.closed_form import Dense, Sparse
 from tools.simulate.experts import concentration, lost_by_checkpoint
-from tools.simulate.paper import ROWS, Verdict, priced, recompute
-from tools.simulate.placement import maximum_rank_overlap, recovery_probability, spread
+from tools.simulate.paper import PAPER, ROWS, Verdict, recompute
 
 REPORT = recompute()
 OURS = {one.statement: one for one in REPORT.claims}
 DEEPSEEK = 'Table 3', 'DeepSeek-MoE'
+PARAMETERS = {'MoE-LLaVa': 2.9, 'GPT-MoE': 7.3, 'QWen-MoE': 14.3, 'DeepSeek-MoE': 16.4}
+"""Thousand millions."""
 
 
 def test_cells_of_each_kind_match_a_hand_calculation() -> None:
@@ -42,13 +42,12 @@ def test_cells_of_each_kind_match_a_hand_calculation() -> None:
 
 def test_claims_are_what_the_simulator_says() -> None:
     """Claims of the text are data; most of them once more, from the paper's inputs."""
-    rare = {name: priced(ROWS[*DEEPSEEK, name][0]._replace(mtbf_s=900.0)).ettr_first_order()
+    rare = {name: ROWS[*DEEPSEEK, name][0]._replace(mtbf_s=900.0).costs.ettr_first_order()
             for name in ('MoEvement', 'Gemini', 'CheckFreq')}  # fmt: skip
     lost = float(lost_by_checkpoint(np.full(64, 1 / 64), 8, 'sequential').mean())
-    moc_s = priced(ROWS[*DEEPSEEK, 'MoC'][0]).step_s
+    moc_s = ROWS[*DEEPSEEK, 'MoC'][0].costs.step_s
     assert lost * moc_s / 600 < 0.0375, 'K never doubles'
-    replicas = [2] * 15 + [30]
-    spreads = [recovery_probability(spread(replicas, 10, 6, seed), 4) for seed in range(20)]
+    windows = {one.name: one.window for one in PAPER.tables[0].settings}
     expected = {
         'slots are smaller than a dense capture by (W = 3)': 1 - (12 + 2 * 2) / 3 / 12,
         'mean over the slots of W = 3': 1 - (12 + 2) / 3 / 12,
@@ -63,9 +62,10 @@ def test_claims_are_what_the_simulator_says() -> None:
         **{f'alpha for S = {skew}': concentration(float(skew), 64) for skew in ('0.50', '0.99')},
         **{f'bytes of a full capture, C{number}': PRECISIONS[f'c{number}'].full_bytes
            for number in range(1, 6)},
-        'survival of 4 failures with maximum rank overlap':
-            recovery_probability(maximum_rank_overlap(replicas, 10, 6), 4),
-        'survival of 4 failures with replicas spread out': mean(spreads),
+        **{f'GB of host memory, Gemini, {model}': 2 * 12 * size
+           for model, size in PARAMETERS.items()},
+        **{f'GB of windows, {model}': 2 * (12 + windows[model] - 1) * size
+           for model, size in PARAMETERS.items()},
     }  # fmt: skip
     assert {name: OURS[name].ours for name in expected} == pytest.approx(expected)
 
@@ -74,13 +74,11 @@ def test_windows_follow_only_from_whole_model_bytes_over_one_link() -> None:
     """A window of Algorithm 1 implies budgets per parameter, so a bandwidth for the model."""
     rate = (2 + 10 / 6) * 16.4e9 / 2.9  # the least for DeepSeek-MoE's window
     sizes = {'C1': (6, 2), 'C2': (12, 1), 'C3': (10, 1), 'C4': (5, 1), 'C5': (4, 1)}
-    parameters = {'MoE-LLaVa': 2.9, 'GPT-MoE': 7.3, 'QWen-MoE': 14.3}
     met = 0
-    for settings in REPORT.iteration_s.values():
-        for name, iteration_s in settings.items():
-            full, light = sizes.get(name, (12, 2))
-            budget = rate * iteration_s / (parameters.get(name, 16.4) * 1e9)
-            window = max(1, math.ceil((full - light) / (budget - light) - 1e-9))
-            assert OURS[f'W of {name}'].ours == window
-            met += OURS[f'W of {name}'].theirs == window
+    for one in (setting for table in PAPER.tables for setting in table.settings):
+        full, light = sizes.get(one.name, (12, 2))
+        budget = rate * one.iteration_s / (PARAMETERS.get(one.name, 16.4) * 1e9)
+        window = max(1, math.ceil((full - light) / (budget - light) - 1e-9))
+        assert OURS[f'W of {one.name}'].ours == window
+        met += OURS[f'W of {one.name}'].theirs == window
     assert met == 6
