@@ -240,7 +240,8 @@ class SparseCheckpointConfig:
     strict: bool = setting(False)("""Stop if windows or replicas cannot be set up, or a system limit
     is too low for a recovery, instead of training with less protection; or if there are windows of
     other flags, files, versions or another environment, instead of training from an earlier state,
-    or from these windows with bits that may differ; or if ranks differ in any of these.""")
+    or from these windows with bits that may differ; or if ranks differ in any of these; or if a
+    dense checkpoint cannot be written.""")
     events: str | None = setting(None)('Directory for events as JSON lines, one file per rank.')
     metrics: int | None = setting(None)("""TCP port that serves the metrics of the first rank of
     each host to Prometheus; those of the others have the ports after it, in the order of

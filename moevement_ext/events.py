@@ -286,6 +286,13 @@ class ProtectionReduced(Event, frozen=True, kw_only=True):
     reason: str
 
 
+class DenseSaveFailed(Event, frozen=True, kw_only=True):
+    """The trainer could not write its dense checkpoint of `iteration`, and training goes on."""
+
+    iteration: int
+    reason: str
+
+
 class FailureDetected(Event, frozen=True, kw_only=True):
     """A living rank aborts its iteration (`reason`), or a new job finds earlier windows."""
 

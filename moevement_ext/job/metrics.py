@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from moevement_ext.config import ConfigurationError, node_name
 from moevement_ext.events import (
+    DenseSaveFailed,
     Event,
     FailureDetected,
     Finished,
@@ -105,6 +106,7 @@ INSTRUMENTS = (
     _sum('windows_persisted', 'Windows that all ranks and holders have.', None, WindowPersisted),
     _sum('windows_on_disk', 'Windows that all ranks have on disk.', None, WindowOnDisk),
     _sum('protection_reduced', 'Reductions of protection.', None, ProtectionReduced),
+    _sum('dense_saves_failed', 'Dense checkpoints not written.', None, DenseSaveFailed),
     _sum('failures_detected', 'Failures that this rank detected.', None, FailureDetected),
     _sum('recoveries', 'Recoveries that this rank took part in.', 'by_scope', Recovered, 'scope'),
     _sum('recovery_seconds', 'Time in recoveries on this rank.', 'seconds', Recovered, 'phase'),

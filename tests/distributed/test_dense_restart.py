@@ -2,12 +2,19 @@
 """A job resumed from a dense checkpoint is protected like a job started from scratch."""
 
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from moevement_ext.events import Recovered
-from tests.distributed.conftest import Make, Reference, differences, read_digest
+from moevement_ext.events import DenseSaveFailed, Recovered
+from tests.distributed.conftest import (
+    Make,
+    Reference,
+    differences,
+    mounted_tmpfs,
+    read_digest,
+)
 from tests.distributed.harness.cluster import Cluster
 from tests.distributed.harness.damage import flip_byte
 
@@ -73,6 +80,24 @@ def restarted(
     assert -9 in job.run(fail_at='1:12:forward', mutation=mutation)
     assert 'loaded checkpoint' in job.output(attempt=1)
     return job
+
+
+def test_full_disk_costs_dense_checkpoints_and_not_the_run(
+    cluster: Make, reference: Reference, tmp_path: Path
+) -> None:
+    """The last one may not fail: windows are freed after it, and they are all that is left."""
+    flags = '--bf16 --train-iters 8'.split()
+    with mounted_tmpfs(tmp_path / 'full', '64k') as full:
+        saves = ['--save', str(full), '--save-interval', '2', '--sparse-ckpt-window', '2']
+        job = cluster(*flags, *saves, ranks=2)
+        assert 1 in job.run()
+        failed = job.events_of(DenseSaveFailed)
+        assert [event.iteration for event in failed] == [2, 4, 6] and failed[0].reason
+        assert not job.events_of(DenseSaveFailed, rank=1)
+        subprocess.run(['mount', '-o', 'remount,size=200m', str(full)], check=True)
+        job.finish()
+        assert (full / 'latest_checkpointed_iteration.txt').read_text() == '8'
+    assert differences(reference(*flags, ranks=2), read_digest(job)) == []
 
 
 @pytest.mark.thorough

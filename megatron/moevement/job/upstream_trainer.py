@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import megatron.training.training as training
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.moevement.facts import (
     Built,
@@ -25,9 +26,12 @@ from megatron.moevement.seams.data_position import UpstreamData
 from megatron.moevement.seams.post_step import Actions
 from megatron.moevement.state.dense_random import DenseRandom
 from moevement_ext import faults
-from moevement_ext.events import LossLogged
+from moevement_ext.events import DenseSaveFailed, LossLogged
 from moevement_ext.faults import Phase
 from moevement_ext.job.modes import LOOP_ENDS
+from moevement_ext.logger import logger_of
+
+logger = logger_of(__name__)
 
 Forward = Callable[..., tuple[object, object]]
 """Upstream's forward step of a micro-batch: returns the output and a function for its loss."""
@@ -71,6 +75,8 @@ class UpstreamTrainer:
         self._before_log: dict[str, object] = {}
         self._job_has_logged = False
         self._entered = False
+        self._may_fail = False
+        self._not_saved: CheckpointException | None = None
 
     def install(self) -> None:
         """Wrap upstream's functions, once, before `pretrain`."""
@@ -84,6 +90,7 @@ class UpstreamTrainer:
         random_numbers = DenseRandom(self._facts, self._settings, job.rank.identity.topology)
         patches.wrap(f'{_TRAINER}:load_checkpoint', random_numbers.load)
         patches.wrap(f'{_TRAINER}:save_checkpoint', random_numbers.save)
+        patches.wrap(f'{_TRAINER}:save_checkpoint', self._save)
         patches.wrap(f'{_TRAINER}:build_train_valid_test_data_iterators', self._open_data)
         patches.wrap(f'{_TRAINER}:train', self._train, by_name=True)
         patches.wrap(f'{_TRAINER}:train_step', self._train_step, by_name=True)
@@ -174,8 +181,45 @@ class UpstreamTrainer:
         """Run upstream's saves and exits, except exits that an earlier launch has made."""
         made = self._post_step.exit_was_made(call['iteration'])
         interval = None if made else self._facts.exit_interval
-        with upstream.setting('exit_interval', interval):
-            return original(**call)
+        job = self._session.job
+        ends = call['iteration'] >= self._counters.train_iters  # windows are freed after it
+        self._may_fail = job.protection is not None and not (ends or job.rank.config.strict)
+        self._not_saved = None
+        try:
+            with upstream.setting('exit_interval', interval):
+                exits = original(**call)
+        finally:
+            self._may_fail = False
+        error, self._not_saved = self._not_saved, None
+        if error is not None and exits:
+            raise error
+        if error is not None and self._facts.rank == 0:  # only this rank knows the reasons
+            self._say_not_saved(call['iteration'], error)
+        return exits
+
+    def _save(self, original: Callable[..., object], *args: object, **kwargs: object) -> object:
+        """Run upstream's save; keep the error of a failed write until it is known whether it ends.
+
+        Upstream raises this error on all ranks, after they have agreed that a rank failed.
+        """
+        try:
+            return original(*args, **kwargs)
+        except CheckpointException as error:
+            if not self._may_fail:
+                raise
+            self._not_saved = error
+            return None
+
+    def _say_not_saved(self, iteration: int, error: CheckpointException) -> None:
+        reason = '; '.join(f'rank {rank}: {why[0]}' for rank, why in error.failures.items())
+        self._session.job.rank.events.emit(DenseSaveFailed(iteration=iteration, reason=reason))
+        logger.warning(
+            'the dense checkpoint of iteration %d is not written: %s. Training goes on, as windows '
+            'protect it, and the next interval tries again. Make room in --save %s.',
+            iteration,
+            reason,
+            self._facts.save,
+        )
 
     def _training_log(
         self,

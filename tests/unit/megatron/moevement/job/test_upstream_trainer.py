@@ -4,15 +4,18 @@
 import ast
 import inspect
 from argparse import Namespace
+from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from megatron.training import training
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.moevement.job.upstream_trainer import UpstreamTrainer, _StepResult
-from megatron.moevement.seams import patches
+from megatron.moevement.seams import patches, upstream
 from megatron.moevement.seams.data_position import UpstreamData
 from megatron.moevement.seams.post_step import PostStep
 from tests.unit.megatron.moevement.seams.test_post_step import FACTS
@@ -110,9 +113,41 @@ def printed_then_cut_off(
 def trainer() -> UpstreamTrainer:
     around = SimpleNamespace(post_step=None)
     session: Any = SimpleNamespace(around=around, report=lambda iteration: None)
-    found = UpstreamTrainer(None, None, None, session, None)  # type: ignore[arg-type]
+    counters = Namespace(consumed_valid_samples=0, train_iters=9)
+    found = UpstreamTrainer(None, None, counters, session, None)  # type: ignore[arg-type]
     found._job_has_logged = True
     return found
+
+
+@pytest.mark.parametrize(
+    ('iteration', 'strict', 'exits', 'goes_on'),
+    [(4, False, False, True), (4, True, False, False), (4, False, True, False)]
+    + [(9, False, False, False)],
+    ids=['protected', 'strict', 'exits there', 'last'],
+)
+def test_failed_save_ends_what_no_window_protects_afterwards(
+    trainer: UpstreamTrainer,
+    monkeypatch: pytest.MonkeyPatch,
+    iteration: int,
+    strict: bool,
+    exits: bool,
+    goes_on: bool,
+) -> None:
+    monkeypatch.setattr(upstream, 'setting', lambda *setting: nullcontext())
+
+    def failing(*args: object) -> None:
+        raise CheckpointException('write', {})
+
+    def decide(iteration: int) -> bool:
+        trainer._save(failing)
+        return exits
+
+    rank = SimpleNamespace(config=SimpleNamespace(strict=strict))
+    trainer._session.job = SimpleNamespace(protection=object(), rank=rank)  # type: ignore[assignment]
+    trainer._post_step = PostStep(FACTS, trainer._counters)
+    trainer._facts = replace(FACTS, rank=1)
+    with nullcontext() if goes_on else pytest.raises(CheckpointException):
+        assert trainer._decide_exit(decide, iteration=iteration) is exits
 
 
 def log(trainer: UpstreamTrainer, original: Any, losses: Any, totals: Any, iteration: int) -> None:
