@@ -13,7 +13,9 @@ extensions = ['myst_parser']
 html_theme = 'furo'
 root_doc = 'index'
 exclude_patterns = ['measurements']
-suppress_warnings = ['toc.not_included']  # pages in folders; tests/rules/test_site.py has all others
+suppress_warnings = [
+    'toc.not_included'
+]  # pages in folders; tests/rules/test_site.py has all others
 myst_heading_anchors = 4
 """Headings can be linked to as forges name them."""
 

@@ -227,12 +227,13 @@ class SparseCheckpointConfig:
     another pipeline, expert or data parallel layout, continues from the windows of the previous
     start. Set it from the first start.""")
     elastic_layouts: str | None = setting(None)("""Layouts for other numbers of ranks, as
-    'pp=2,ep=4;ep=4'. Of the layouts of the flags and of this list that fit, a start takes the one
-    with most ranks; of several, the first. Surplus ranks do not train. Omitted sizes are 1, but
-    tensor parallelism stays unchanged, also for experts unless etp is given.""")
-    elastic_exact: bool = setting(False)("""Wait for the ranks of the old layout, or refuse to
-    start, rather than continue a window of several iterations in another layout, which is equal up
-    to rounding only; windows of one iteration are continued exactly.""")
+    'pp=2,ep=4;ep=4'. A start takes the layout of the flags if that fits all its ranks, else the
+    first of this list that does; if none does, it is refused, with the nearest number of ranks that
+    one fits. Omitted sizes are 1, but tensor parallelism stays unchanged, also for experts unless
+    etp is given.""")
+    elastic_exact: bool = setting(False)("""Refuse to start rather than continue a window of
+    several iterations in another layout, which is equal up to rounding only; windows of one
+    iteration are continued exactly.""")
     forget: bool = setting(False)("""Continue from the dense checkpoint, or the start, if some ranks
     have lost windows that all ranks had, or windows cannot be read now, or are of another layout or
     release and cannot be used. Without this flag the job refuses to start, and names the ranks

@@ -93,7 +93,7 @@ def judge(flags: Sequence[str], ranks: int | None = None) -> Judgement:
             judgement.notes.append('no GPU is visible here; --moe-grouped-gemm is judged with one')
         if args.sparse_ckpt_elastic_layouts:
             layout = placing.layout_of(vars(args)) or f'{args.world_size} ranks'
-            judgement.notes.append(f'{layout} train, if {ranks} are started')
+            judgement.notes.append(f'layout: {layout}')
         return judgement
 
 
@@ -134,8 +134,8 @@ def validated(flags: Sequence[str], ranks: int) -> UpstreamArguments:
     Raises upstream's errors, and `ConfigurationError` if no layout of the flags fits. Only a start
     can tell which layout fits into host memory.
     """
-    fitting, more_flags = layout_choice.fitted(flags, ranks, lambda _flags, _ranks: None)
-    with as_first_rank([*flags, *more_flags], fitting), contextlib.redirect_stdout(io.StringIO()):
+    more_flags = layout_choice.fitted(flags, ranks, lambda _flags, _ranks: None)
+    with as_first_rank([*flags, *more_flags], ranks), contextlib.redirect_stdout(io.StringIO()):
         args: UpstreamArguments = upstream.parse_args(add_arguments)
         if args.use_checkpoint_args:
             dense_tier.take_flags_of_checkpoint(args)

@@ -80,7 +80,6 @@ if __name__ != '__mp_main__':  # a subprocess, e.g. one that writes a checkpoint
         warming,
     )
     from moevement_ext import faults
-    from moevement_ext.recover.reshard import surplus
 
     datasets.use_compiled()
     if cpu_device.needed():
@@ -242,16 +241,14 @@ def warm_up(flags: Sequence[str]) -> None:
 
 
 def _take_layout(flags: Sequence[str]) -> list[str]:
-    """Return the flags of a layout that fits; set aside ranks that the layout does not use."""
+    """Return the flags of a layout that fits all ranks."""
+    node = layout_choice.NodeCapacity.here()
 
     def too_little(flags: Sequence[str], ranks: int) -> str | None:
-        capacity = layout_choice.NodeCapacity.here()
-        return layout_choice.too_little(flags, ranks, capacity, _add_arguments)
+        return layout_choice.too_little(flags, ranks, node, _add_arguments)
 
     started = int(os.environ.get('WORLD_SIZE', '1'))
-    ranks, more_flags = layout_choice.fitted(flags, started, too_little)
-    surplus.set_aside(ranks)
-    return more_flags
+    return layout_choice.fitted(flags, started, too_little, node.ranks)
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ from megatron.moevement.facts import Counters, JobFacts, Settings, UpstreamArgum
 from megatron.moevement.job import reports
 from megatron.moevement.job.flags import refuse_unsupported
 from megatron.moevement.job.megatron_loop import OperationCount, decode_handover
-from megatron.moevement.job.session import Session, protected_job, serve_instead
+from megatron.moevement.job.session import Session, protected_job
 from megatron.moevement.job.upstream_trainer import UpstreamTrainer
 from megatron.moevement.seams import adam, compiled, patches, upstream
 from megatron.moevement.seams.data_position import UpstreamData
@@ -35,7 +35,6 @@ from moevement_ext.job.digest_file import refuse_unwritable, write_digest
 from moevement_ext.job.ending import announce
 from moevement_ext.job.job import Job
 from moevement_ext.recover.own_report import handovers
-from moevement_ext.recover.reshard import surplus
 from moevement_ext.system.leaving import leave
 
 _RERUN = (EXIT_CODE_RESUME_TO_DISAMBIGUATE, EXIT_CODE_FAILED_ON_RESULT_VALIDATION)
@@ -64,8 +63,6 @@ def run_with_sparse_checkpointing(train: Callable[..., object], args: UpstreamAr
     refuse_unsupported(settings)
     patches.check()
     config, facts = config_from_args(args), facts_of(args)
-    if surplus.is_surplus():
-        leave(serve_instead(settings, config, facts.timeout))
     data = UpstreamData(facts.dataloader_type == 'cyclic', args.full_validation)
     operations = OperationCount(upstream.floating_point_operations)
     with protected_job(settings, facts, args, config, data, operations) as session:

@@ -8,7 +8,6 @@ from datetime import timedelta
 import torch
 from torch.distributed import DistError, DistNetworkError, DistStoreError
 
-from moevement_ext.config import reads_memory
 from moevement_ext.errors import SparseCheckpointError
 from moevement_ext.job.joining import own_store
 from moevement_ext.logger import logger_of
@@ -22,7 +21,6 @@ from moevement_ext.membership.rendezvous import (
     launcher_store,
     present_round,
 )
-from moevement_ext.recover.reshard import surplus
 from moevement_ext.recover.whole_job import start_the_whole_job_again
 
 logger = logger_of(__name__)
@@ -91,17 +89,12 @@ def end(
     except SparseCheckpointError:
         logger.warning(_STAY, f'other ranks have not ended for {_LONGEST_END}')
         return
-    announce(rank.number, code, freed=remove and not reads_memory())
+    announce(rank.number, code)
     close(remove)
 
 
-def announce(rank: int, code: int, freed: bool = False) -> None:
-    """Report to the launcher that this process is done and will end with exit status `code`.
-
-    Rank 0 also reports it to the surplus ranks, and whether the windows of the run are freed.
-    """
-    if rank == 0:
-        surplus.dismiss(code, freed)
+def announce(rank: int, code: int) -> None:
+    """Report to the launcher that this process is done and will end with exit status `code`."""
     with suppress(DistError):  # the launcher may be gone already
         store = launcher_store(_STORE_TIMEOUT)
         if store is not None:

@@ -216,7 +216,7 @@ class Job:
             node_store(self.rank), self._disk, self.rank, dense_iteration, last_iteration, elsewhere
         )
         self._history = found.history
-        self._layouts.require_nodes(found)
+        self._layouts.require(found)
         return found, time.perf_counter() - began
 
     def _refuse_without_window(self) -> None:

@@ -103,7 +103,7 @@ def join(
         backend=backend,
         config=config,
         events=EventLog(config.events, identity.rank, required=not joining),
-        exchange=Exchange(membership.archive if membership else None, joining, timeout),
+        exchange=Exchange(membership.archive if membership else None, joining),
     )
     faults.arm(rank.number)
     return rank, membership, store

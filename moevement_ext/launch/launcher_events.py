@@ -251,7 +251,7 @@ class JobRecovered(Event, frozen=True):
 
 
 class JobEnded(Event, frozen=True):
-    """All workers ended; only `RanksNeeded` and `MemoryKept` may follow this event."""
+    """All workers ended; only `MemoryKept` may follow this event."""
 
     code: int
     seconds: float
@@ -283,16 +283,6 @@ class JobFailed(Event, frozen=True):
 
     def __str__(self) -> str:
         return f'job failed: {self.reason}'
-
-
-class RanksNeeded(Event, frozen=True):
-    """All workers ended, as there are too few of them to go on exactly."""
-
-    ranks: int
-    """Number of ranks with which the job goes on."""
-
-    def __str__(self) -> str:
-        return f'the job goes on when it gets {self.ranks} ranks'
 
 
 class MemoryKept(Event, frozen=True):

@@ -28,7 +28,6 @@ from moevement_ext.launch.launcher_events import (
     NodeLost,
     NodeMissing,
     NodeReady,
-    RanksNeeded,
     WorkerLaunched,
 )
 from moevement_ext.launch.node import slurm_step
@@ -115,8 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ).start()
     code = supervisor.run()
     if code == EXIT_WHOLE_JOB and job.requeue:
-        workers, spare = job.launch.workers_per_node, len(job.hosts) - job.launch.nodes
-        go_back(history, lambda ranks: math.ceil(ranks / workers) + spare, job.launch.flags)
+        go_back(history, job.launch.flags)
     give_up_unwritten()
     return code
 
@@ -248,25 +246,22 @@ def wait_until_noticed(job: str, lost: Collection[str]) -> set[str]:
     return sound or set()
 
 
-def requeue(job: str, excluded: Collection[str], nodes: int | None = None) -> bool:
+def requeue(job: str, excluded: Collection[str]) -> bool:
     """Put the job back into Slurm's queue.
 
     Args:
         job: Slurm's job id.
         excluded: hosts to exclude, in addition to those of the job's own `--exclude`.
-        nodes: number of nodes that the job waits for; None: as submitted.
 
     Returns:
         False if Slurm has refused, or its controller does not answer.
     """
     hosts = ','.join([*_excluded(job), *sorted(excluded)])
-    changes = [f'ExcNodeList={hosts}'] if excluded else []
-    changes += [f'NumNodes={nodes}-{nodes}'] if nodes is not None else []
     # Slurm kills all processes of a job that it requeues, this command included.
     if not _insist('scontrol', 'requeue', job, killed=True):
         return False
-    if changes:  # Slurm changes these fields of pending jobs only
-        _insist('scontrol', 'update', f'JobId={job}', *changes)
+    if excluded:  # Slurm changes this field of pending jobs only
+        _insist('scontrol', 'update', f'JobId={job}', f'ExcNodeList={hosts}')
     return True
 
 
@@ -274,14 +269,12 @@ class RequeueState:
     """State of a job that decides about a requeue.
 
     `lost` are hosts without an agent, or with an unusable device; `has_begun` once a worker
-    started. `needed` is the number of ranks that the job needs to continue, if it ended because it
-    had fewer.
+    started.
     """
 
     def __init__(self) -> None:
         self.lost: set[str] = set()
         self.has_begun = False
-        self.needed: int | None = None
 
     def note(self, event: Event) -> None:
         match event:
@@ -291,16 +284,13 @@ class RequeueState:
                 self.lost.discard(host)
             case WorkerLaunched():
                 self.has_begun = True
-            case RanksNeeded(ranks):
-                self.needed = ranks
 
 
-def go_back(state: RequeueState, nodes_of: Callable[[int], int], flags: Sequence[str] = ()) -> None:
+def go_back(state: RequeueState, flags: Sequence[str] = ()) -> None:
     """Requeue this job, unless too many requeues started no worker.
 
     Args:
         state: of the job.
-        nodes_of: number of nodes, spare ones included, for a number of ranks.
         flags: of the program.
     """
     job = os.environ['SLURM_JOB_ID']
@@ -321,14 +311,7 @@ def go_back(state: RequeueState, nodes_of: Callable[[int], int], flags: Sequence
             f'it does not get {",".join(sorted(sound))} again, which Slurm takes for sound; once '
             f'repaired: scontrol update JobId={job} ExcNodeList='
         )
-    nodes = None
-    if state.needed is not None:
-        nodes = nodes_of(state.needed)
-        say_of_launcher(
-            f'it waits there for {nodes} nodes; to start it with other numbers: '
-            f'scontrol update JobId={job} NumNodes=MIN-MAX'
-        )
-    if not requeue(job, sound, nodes):
+    if not requeue(job, sound):
         named = '' if run_id is None else f' and --sparse-ckpt-run-id {run_id}'
         say_of_launcher(
             f'Slurm did not take it back: scontrol requeue {job} failed. Submit the job again with '

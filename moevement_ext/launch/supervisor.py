@@ -33,7 +33,6 @@ from moevement_ext.launch.launcher_events import (
     JobFailed,
     Journal,
     MemoryKept,
-    RanksNeeded,
     StoreFound,
     StoreGone,
     WorkerEnded,
@@ -62,7 +61,6 @@ from moevement_ext.membership.mailbox import (
     read_files,
     read_finished,
     read_memory,
-    read_needed_ranks,
     read_stuck_timeout,
     read_survivors,
     take_eviction,
@@ -352,13 +350,11 @@ class Supervisor:
         self._loop.close()
 
     def _report_remains(self) -> None:
-        """Report the windows that an unfinished job left behind, and the ranks that it needs."""
+        """Report the windows that an unfinished job left behind."""
         try:
-            memory, needed = read_memory(self._mailbox), read_needed_ranks(self._mailbox)
+            memory = read_memory(self._mailbox)
         except DistError:
             return
-        if needed is not None:
-            self._report(RanksNeeded(needed))
         if memory is not None and holds_windows(memory) and not is_in_use(memory):
             self._report(MemoryKept(str(memory), unnamed_run_id(self.config.flags)))
 

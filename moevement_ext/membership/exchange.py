@@ -11,7 +11,6 @@ differences, if it has at most some KiB: zlib looks back 32 KiB.
 
 import zlib
 from collections.abc import Iterator, Sequence
-from datetime import timedelta
 
 import msgspec
 import torch
@@ -56,19 +55,12 @@ class Exchange:
     launcher's store. A replacement process reads them there, including those of its predecessor,
     since the other ranks are training.
 
-    `archive` is a store that outlives the workers; None if no process is ever replaced. `timeout`
-    is the limit of waits for other ranks.
+    `archive` is a store that outlives the workers; None if no process is ever replaced.
     """
 
-    def __init__(
-        self,
-        archive: Store | None = None,
-        joining: bool = False,
-        timeout: timedelta = timedelta(minutes=10),
-    ) -> None:
+    def __init__(self, archive: Store | None = None, joining: bool = False) -> None:
         self._archive = archive
         self.joining = joining
-        self.timeout = timeout
 
     def __call__(self, name: str, own: bytes) -> list[bytes]:
         """The bytes of every rank, by rank; `name` is used once in an attempt of the job."""

@@ -153,7 +153,6 @@ _MEMORY = 'memory'
 _SURVIVORS = 'survivors'
 _STUCK = 'stuck'
 _FILES = 'files'
-_NEEDED = 'needed'
 
 
 def write_memory(store: Store, directory: Path) -> None:
@@ -191,16 +190,6 @@ def read_files(store: Store, world_size: int) -> list[bytes] | None:
     files = [f'{_FILES}/{rank}' for rank in range(world_size)]
     # A replaced rank counts twice, so that some ranks may not have reported yet.
     return store.multi_get(files) if store.check(files) else None
-
-
-def write_needed_ranks(store: Store, ranks: int) -> None:
-    """Report that the job ends, and can continue with `ranks` ranks."""
-    _own(store).set(_NEEDED, str(ranks))
-
-
-def read_needed_ranks(store: Store) -> int | None:
-    """The number of ranks that the job needs; None if no worker reported it."""
-    return _number(store, _NEEDED)
 
 
 def write_survivors(store: Store) -> None:

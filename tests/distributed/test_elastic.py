@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import pytest
 
-from moevement_ext.errors import EXIT_WHOLE_JOB
+from moevement_ext.errors import EXIT_USER_ERROR
 from moevement_ext.events import Resharded
 from tests.distributed.conftest import Make, read_digest
 from tests.distributed.harness.cluster import Cluster
@@ -83,6 +83,7 @@ MUTATIONS = {
         'data_go_on_where_so_many_ranks_would_be',
         'streams_are_those_of_another_rank',
         'moments_are_mixed_up',
+        'records_of_another_owner_are_served',
     ),
     'ETP 1 to ETP 2': ('experts_are_cut_elsewhere',),
 }
@@ -206,11 +207,16 @@ def test_state_survives_a_round_trip_through_another_layout(
 
 @pytest.mark.thorough
 def test_longer_window_is_converted_in_the_new_layout(cluster: Make, tmp_path: Path) -> None:
+    """Starts that are refused before leave the windows where they are."""
     was, now = CASES['EP 4 to EP 2']
     job = killed(cluster, was, tmp_path / 'dense', *THREE)
     exact = again(job, cluster, now, *THREE, '--sparse-ckpt-elastic-exact')
-    assert set(exact.run(all_end=True)) == {EXIT_WHOLE_JOB}
+    assert set(exact.run(all_end=True)) == {EXIT_USER_ERROR}
     assert '--sparse-ckpt-elastic-exact: the newest window has 3 slots' in exact.output(0)
+    three = Layout(3, expert=4, sharded=True)
+    many = again(job, cluster, three, *THREE, '--sparse-ckpt-elastic-layouts', 'ep=2')
+    assert set(many.run(all_end=True)) == {EXIT_USER_ERROR}
+    assert 'Start 2 ranks, or list a layout for 3.' in many.output(0)
     after = again(job, cluster, now, *THREE)
     after.finish(timeout_s=300.0)
     assert 'equal up to rounding' in after.output(0)
@@ -233,6 +239,7 @@ def test_broken_reshard_changes_the_bits(case: str, cluster: Make, tmp_path: Pat
         for mutation in ('none', *MUTATIONS[case]):
             shutil.rmtree(memory, ignore_errors=True)
             shutil.copytree(kept, memory)
+            shutil.rmtree(memory / 'node1')  # so that its rank reads from the other node
             after = again(job, cluster, now, *ONE)
             broken = {} if mutation == 'none' else {'mutation': f'mutations.elastic:{mutation}'}
             after.finish(timeout_s=300.0, **broken)

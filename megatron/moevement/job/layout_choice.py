@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses one of several layouts, and its number of ranks, by the started ranks and memory.
+"""Chooses one of several layouts by the number of ranks and by memory.
 
 `--sparse-ckpt-elastic-layouts` is evaluated before upstream parses the command line: the flags of
 the chosen layout are appended, and the last value of a flag counts.
@@ -45,7 +45,10 @@ _UNEVEN = (
 )
 
 AddArguments = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
+TooLittle = Callable[[Sequence[str], int], str | None]
 
+# A refusal names a number of ranks up to so many times that of the start.
+_MOST = 8
 _WEIGHT_AND_GRADIENT_BYTES = 6
 _ALL_BYTES = 18  # with masters and two moments
 # Flags with which a device may hold fewer bytes.
@@ -101,36 +104,43 @@ class LayoutSizes:
 
 
 def fitted(
-    arguments: Sequence[str], started: int, too_little: Callable[[Sequence[str], int], str | None]
-) -> tuple[int, list[str]]:
-    """Find the fitting layout with the most ranks; at a tie, the layout of the flags comes first.
+    arguments: Sequence[str], ranks: int, too_little: TooLittle, node_ranks: int = 1
+) -> list[str]:
+    """Flags to append to the command line, so that all ranks have a place in a layout.
 
-    Returns the number of ranks that train (the first of those that the launcher has started), and
-    flags to append to the command line. `too_little` gets a command line with the flags of a layout
-    that fits the number of ranks, and that number; it returns why there is too little memory
-    (`too_little`).
+    The layout of the flags comes first. `too_little` returns why a layout that fits the number of
+    ranks has too little memory (`too_little`); `node_ranks` is the number of ranks of a node.
 
     Raises:
-        ConfigurationError: no layout fits; the message has the reason for each.
+        ConfigurationError: no layout fits; the message has the reason for each, and the nearest
+            number of ranks that one fits.
     """
     own, fallbacks = _of(arguments)
     if not fallbacks:
-        return started, []
+        return []
     layouts: list[tuple[LayoutSizes, list[str]]] = [(own, [])]
     for text in filter(None, fallbacks.split(';')):
         layout = _changed(own, text)
         layouts.append((layout, _flags(layout)))
+
+    def misfit(layout: LayoutSizes, flags: Sequence[str], number: int) -> str | None:
+        return layout.misfit(number) or too_little([*arguments, *flags], number)
+
     reasons: dict[str, str] = {}
-    for ranks in range(started, 0, -1):
-        for layout, flags in layouts:
-            misfit = layout.misfit(ranks) or too_little([*arguments, *flags], ranks)
-            if misfit is None:
-                return ranks, flags
-            reasons.setdefault(str(layout), misfit)
+    for layout, flags in layouts:
+        reason = misfit(layout, flags, ranks)
+        if reason is None:
+            return flags
+        reasons[str(layout)] = reason
+    step = node_ranks if ranks > node_ranks and ranks % node_ranks == 0 else 1
+    numbers = [*range(ranks - step, 0, -step), *range(ranks + step, _MOST * ranks + 1, step)]
+    fit = next((one for one in numbers if not all(misfit(*each, one) for each in layouts)), None)
+    other = 'another number of' if fit is None else str(fit)
+    nodes = f' ({fit // step} nodes)' if fit and step > 1 else ''
     raise ConfigurationError(
-        f'{FLAG}: no layout fits {started} ranks, or fewer: '
-        f'{"; ".join(f"{layout}: {misfit}" for layout, misfit in reasons.items())}. '
-        'List one that does, or start another number of ranks.'
+        f'{FLAG}: no layout has a place for each of {ranks} ranks: '
+        f'{"; ".join(f"{layout}: {reason}" for layout, reason in reasons.items())}. '
+        f'Start {other} ranks{nodes}, or list a layout for {ranks}.'
     )
 
 

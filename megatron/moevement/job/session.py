@@ -5,11 +5,9 @@ Creates the engine's job for Megatron's model, optimizer and data. `upstream_tra
 `attachment` connect the session to a loop.
 """
 
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from datetime import timedelta
 from typing import NoReturn
 
 from megatron.core.utils import get_model_config
@@ -33,9 +31,7 @@ from moevement_ext.events import LossLogged
 from moevement_ext.job.ending import announce
 from moevement_ext.job.job import Job
 from moevement_ext.job.joining import join
-from moevement_ext.job.surplus_rank import SurplusRank
 from moevement_ext.logger import logger_of
-from moevement_ext.system.leaving import listened_for
 
 logger = logger_of(__name__)
 
@@ -233,15 +229,3 @@ def _install_routes(session: Session, reason: str | None) -> None:
         return session.job.protection.planner.stage_of
 
     Routes(reason, guests, stage_of, lambda: session.trainer.operators.operators).install()
-
-
-def serve_instead(settings: Settings, config: SparseCheckpointConfig, timeout: timedelta) -> int:
-    """Serve the windows of this node to a layout that has no place for this process.
-
-    Waits up to `timeout` for the other ranks to join. Returns the exit status of the job, once it
-    has ended.
-    """
-    if settings.get('exit_signal_handler'):  # the training ranks exit, then dismiss this one
-        signal.signal(listened_for(sys.argv), signal.SIG_IGN)
-    run_id = identity.run_name(settings, config)
-    return SurplusRank(identity.rank_identity(settings, 0, config), config, run_id, timeout).serve()

@@ -13,12 +13,11 @@ from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.name import patiently
 from moevement_ext.memory.window.refusal import CorruptWindow, RefusedWindow, UnreadableWindow
 from moevement_ext.recover.conversion import Conversion
-from moevement_ext.recover.reshard import surplus
 from moevement_ext.recover.reshard.found import Candidate, Elsewhere, require_exact
 from moevement_ext.recover.reshard.resharded import Fetcher, ReshardedWindow, resharded
 from moevement_ext.recover.sources import VerifiedWindow, make_room
 from moevement_ext.recover.trainer import Resharding
-from moevement_ext.replicate.client import PeerLost, PeerRefused, ReplicaClient
+from moevement_ext.replicate.client import PeerLost, PeerRefused
 from moevement_ext.replicate.host_memory import HostMemory
 
 logger = logger_of(__name__)
@@ -80,7 +79,7 @@ class Assembly:
 
     def _require(self, candidate: Candidate) -> None:
         if self._rank.config.elastic_exact:
-            require_exact(candidate, surplus.started(self._rank.world_size))
+            require_exact(candidate, self._rank.world_size)
         try:
             self._resharding.refuse(candidate.layout)
         except RefusedWindow as refusal:
@@ -103,13 +102,6 @@ class Assembly:
             f'{placed.layout} | {exact} | {self._resharding.kept(candidate.layout)} |'
         )
 
-    def _client(self, number: int) -> ReplicaClient:
-        """Make a client of another rank; surplus ranks are numbered after training ranks."""
-        beyond = number - self._rank.world_size
-        if beyond < 0:
-            return self._memory.client(number)
-        return self._elsewhere.beside.client(beyond)
-
     def _resharded(self, candidate: Candidate) -> tuple[WindowFile | None, str]:
         """This rank's part, committed in its memory, or the reason why there is none."""
 
@@ -129,7 +121,7 @@ class Assembly:
 
     def _assembled(self, candidate: Candidate) -> WindowFile:
         began = time.perf_counter()
-        fetcher = Fetcher(self._rank.number, self._shelf, candidate.holders, self._client)
+        fetcher = Fetcher(self._rank.number, self._shelf, candidate.holders, self._memory.client)
         own = self._operators.slices.keys()
         wanted = [owner for owner, held in candidate.operators.items() if held & own]
         identity = self._rank.identity

@@ -13,7 +13,6 @@ from moevement_ext.memory.shelf import Part, Shelf
 from moevement_ext.memory.window.name import Window
 from moevement_ext.memory.window.settings import Layout, Seat, told
 from moevement_ext.recover.absence import some
-from moevement_ext.recover.reshard import surplus
 from moevement_ext.recover.reshard.stock import Stock, take_stock
 
 logger = logger_of(__name__)
@@ -50,8 +49,6 @@ class Elsewhere:
     """Windows that lack some owners' parts; empty if there are candidates."""
     unread: dict[str, int] = field(default_factory=dict)
     """Starts of windows after the dense checkpoint that are not read, by the reason."""
-    beside: surplus.Answers = surplus.NO_ANSWERS
-    """Answers of surplus ranks; their numbers follow those of this layout."""
 
     @property
     def dense_at(self) -> int:
@@ -60,17 +57,6 @@ class Elsewhere:
 
 
 NOTHING = Elsewhere([], [])
-
-
-class NodesMissing(UserError):
-    """More nodes than those of this start would let the job go on.
-
-    `ranks` is the size of the layout that could go on; 0: more ranks alone are not enough.
-    """
-
-    def __init__(self, message: str, ranks: int = 0) -> None:
-        super().__init__(message)
-        self.ranks = ranks
 
 
 def find(rank: Rank, shelf: Shelf, dense_iteration: int, last_iteration: int | None) -> Elsewhere:
@@ -82,8 +68,6 @@ def find(rank: Rank, shelf: Shelf, dense_iteration: int, last_iteration: int | N
     stock = take_stock(rank.identity, rank.config, shelf)
     encoded = rank.exchange('other-layouts', msgspec.msgpack.encode(stock))
     stocks = [_STOCK.decode(item) for item in encoded]
-    beside = surplus.ask(rank, {one.host for one in stocks})
-    stocks += beside.stocks
     everything = [
         one
         for one in merged(stocks)
@@ -101,13 +85,13 @@ def find(rank: Rank, shelf: Shelf, dense_iteration: int, last_iteration: int | N
     for one in newer:  # of nodes that may be back later
         missing = f'no node here has the parts of ranks {some(one.missing)}'
         logger.warning('window %d of %s is not used: %s', one.window.start, one.layout, missing)
-    return Elsewhere(whole, stock.runs, [] if whole else everything, unread, beside)
+    return Elsewhere(whole, stock.runs, [] if whole else everything, unread)
 
 
 def require_parts(elsewhere: Elsewhere, own: int) -> None:
-    """Refuse to start over while parts of newer windows are missing, with `NodesMissing`.
+    """Refuse to start over while parts of newer windows are missing, with `UserError`.
 
-    Raises `UserError` if newer windows are of another release, or cannot be read now.
+    The same if newer windows are of another release, or cannot be read now.
 
     `own` is the newest dense iteration in windows of this layout, -1 if there is none. Incomplete
     windows that are dense there, or at most one window later, are remains of a layout that this one
@@ -121,7 +105,7 @@ def require_parts(elsewhere: Elsewhere, own: int) -> None:
             )
     newer = [one for one in elsewhere.torn if one.window.dense_at > _replaced_up_to(own, one)]
     if newer:
-        raise NodesMissing(_missing(newer))
+        raise UserError(_missing(newer))
 
 
 def _replaced_up_to(own: int, torn: Candidate) -> int:
@@ -129,27 +113,18 @@ def _replaced_up_to(own: int, torn: Candidate) -> int:
     return own if own < 0 else own + torn.window.length
 
 
-def require_exact(candidate: Candidate, started: int) -> None:
-    """Refuse a window from which this layout would continue only up to rounding.
+def require_exact(candidate: Candidate, ranks: int) -> None:
+    """Refuse, with `UserError`, a window that this start would continue only up to rounding.
 
-    Raises `NodesMissing` if its layout has more than the `started` ranks, else `UserError`, as more
-    nodes would not help.
+    `ranks` is the number of this start.
     """
     length, layout = candidate.window.length, candidate.layout
-    if length == 1:
-        return
-    what = (
-        f'--sparse-ckpt-elastic-exact: the newest window has {length} slots, which only {layout} '
-        'can go on from exactly: '
-    )
-    missing = layout.ranks - started
-    if missing > 0:
-        raise NodesMissing(
-            f'{what}{missing} of its ranks are missing. Without the flag the job goes on with '
-            f'{started} ranks, equal up to rounding.',
-            layout.ranks,
+    if length > 1:
+        raise UserError(
+            f'--sparse-ckpt-elastic-exact: the newest window has {length} slots, which only '
+            f'{layout} can go on from exactly: start that layout again, with {layout.ranks} ranks '
+            f'instead of {ranks}, or leave the flag out, to go on equal up to rounding.'
         )
-    raise UserError(f'{what}start that layout again, or leave the flag out')
 
 
 def _say_refused(rank: Rank, refused: Sequence[str]) -> None:

@@ -20,7 +20,6 @@ from moevement_ext.memory.window.settings import (
 )
 from moevement_ext.memory.window.slot import SlotHeader
 from moevement_ext.plan.strategy.choice import disk_only
-from moevement_ext.replicate.own_address import host_identity
 
 
 class _Seen(msgspec.Struct, frozen=True):
@@ -40,8 +39,6 @@ class Stock(msgspec.Struct, frozen=True):
     """Directories that contain only windows of this training; damaged ones do not count."""
     refused: list[str] = []
     """Reasons to refuse windows: another training, by name with both values, or another release."""
-    host: str = ''
-    """Machine of the process."""
     unread: dict[str, int] = {}
     """The reasons and starts of `Shelf.unread`, of all runs."""
 
@@ -55,17 +52,16 @@ def shelf_of(config: SparseCheckpointConfig, run_id: str) -> Shelf:
 def take_stock(identity: RankIdentity, config: SparseCheckpointConfig, shelf: Shelf) -> Stock:
     """List the parts of other layouts that this process can read.
 
-    `identity` is this rank's, or, for a surplus rank, that of any rank of the job. Raises
-    `StoreInUseError` if a live job has another layout of the run.
+    `identity` is this rank's. Raises `StoreInUseError` if a live job has another layout of the run.
     """
     placed = identity.placed
     if placed is None:
-        return Stock([], [], host=host_identity())
+        return Stock([], [])
     seen, runs, refused, unread = [], [], set[str](), dict[str, int]()
     try:
         found = shelf.runs()
     except UnreadableWindow as refusal:
-        return Stock([], [], host=host_identity(), unread=not_read(refusal))
+        return Stock([], [], unread=not_read(refusal))
     for run in found:
         parts = shelf.look(run)
         ours = [one for one in parts if of_same_training(one[1].placed, placed)]
@@ -79,7 +75,7 @@ def take_stock(identity: RankIdentity, config: SparseCheckpointConfig, shelf: Sh
         seen += [
             _seen(part, header) for part, header in ours if part.on_disk or not disk_only(config)
         ]
-    return Stock(seen, runs, sorted(refused), host_identity(), unread)
+    return Stock(seen, runs, sorted(refused), unread)
 
 
 def _in_what(header: SlotHeader, identity: RankIdentity) -> str:

@@ -6,7 +6,7 @@ import msgspec
 from megatron.moevement.job import megatron_trainer as resharding
 from megatron.moevement.state import resharded_state
 from megatron.moevement.state.resharded_tensors import ExpertDivision
-from moevement_ext.recover.reshard import index, surplus
+from moevement_ext.recover.reshard import index
 from moevement_ext.replicate import replica_server
 
 
@@ -90,15 +90,13 @@ def experts_are_cut_elsewhere() -> None:
     ExpertDivision.of = of
 
 
-def a_surplus_rank_serves_records_of_another_owner() -> None:
+def records_of_another_owner_are_served() -> None:
     """Sizes are the same, and so is the checksum of what is sent."""
     original = replica_server._send_ranges
 
     def send_ranges(connection, shelf, request, timeout_s):
-        if surplus.is_surplus():
-            other = request.part.owner ^ 1
-            part = msgspec.structs.replace(request.part, owner=other)
-            request = msgspec.structs.replace(request, part=part)
+        part = msgspec.structs.replace(request.part, owner=request.part.owner ^ 1)
+        request = msgspec.structs.replace(request, part=part)
         original(connection, shelf, request, timeout_s)
 
     replica_server._send_ranges = send_ranges

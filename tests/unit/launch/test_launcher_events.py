@@ -15,7 +15,6 @@ from moevement_ext.launch.launcher_events import (
     Journal,
     MemoryKept,
     NodeLost,
-    RanksNeeded,
     SpareEnded,
     StoreFound,
     StoreGone,
@@ -31,7 +30,6 @@ EVENTS = [
     StoreGone(None),
     StoreFound(),
     MemoryKept('/dev/shm/run'),
-    RanksNeeded(4),
     JobRecovered('RECOVERED', '1 hot'),
 ]
 

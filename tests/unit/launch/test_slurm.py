@@ -8,7 +8,7 @@ import pytest
 from moevement_ext.errors import EXIT_WHOLE_JOB
 from moevement_ext.launch import slurm
 from moevement_ext.launch.launch_config import StagedAction, StagedFault, unnamed_run_id
-from moevement_ext.launch.launcher_events import NodeLost, NodeReady, RanksNeeded, WorkerLaunched
+from moevement_ext.launch.launcher_events import NodeLost, NodeReady, WorkerLaunched
 from moevement_ext.launch.slurm import RequeueState, go_back, main, parse
 from moevement_ext.launch.supervisor import Supervisor
 from tests.unit.launch.on_hosts import SlurmJob
@@ -103,20 +103,6 @@ def test_only_a_lost_node_requeues_the_job(
         assert noted.read_text() == '42\n'
 
 
-def test_job_that_needs_more_ranks_is_requeued_with_more_nodes(
-    job: SlurmJob, scontrol: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def run(supervisor: Supervisor) -> int:
-        supervisor._report(RanksNeeded(9))
-        return EXIT_WHOLE_JOB
-
-    monkeypatch.setattr(Supervisor, 'run', run)
-    flags = ['--requeue', '--spare-nodes', '1', '--workers-per-node', '4', '--', str(job.program)]
-    assert main(flags) == EXIT_WHOLE_JOB
-    assert scontrol.with_name('scontrol.requeued').read_text() == '42\n'
-    assert scontrol.with_name('scontrol.updated').read_text() == 'NumNodes=4-4\n'
-
-
 def test_host_without_an_agent_is_excluded_on_requeue(
     job: SlurmJob,
     scontrol: Path,
@@ -205,17 +191,16 @@ def test_lost_nodes_are_awaited_until_slurm_has_noticed(
 
 
 @pytest.mark.parametrize(
-    ('excluded', 'nodes', 'updated'),
+    ('excluded', 'updated'),
     [
-        ({'c', 'b'}, None, 'JobId=42 ExcNodeList=x[1-2],b,c\n'),  # those of the submission stay
-        ({'b'}, 4, 'JobId=42 ExcNodeList=x[1-2],b NumNodes=4-4\n'),
-        (set(), None, None),
+        ({'c', 'b'}, 'JobId=42 ExcNodeList=x[1-2],b,c\n'),  # those of the submission stay
+        (set(), None),
     ],
 )
 def test_requeue_changes_what_it_must(
-    excluded: set[str], nodes: int | None, updated: str | None, programs: Path
+    excluded: set[str], updated: str | None, programs: Path
 ) -> None:
-    assert slurm.requeue('42', excluded, nodes)
+    assert slurm.requeue('42', excluded)
     assert (programs / 'scontrol.requeued').read_text() == '42\n'
     noted = programs / 'scontrol.updated'
     assert (noted.read_text() if noted.exists() else None) == updated
@@ -233,7 +218,7 @@ def test_failed_requeue_leaves_the_job_unchanged(
         history.note(event)
     history.note(WorkerLaunched(0, 1, 0, was_spare=False))
     assert history.lost == {'b'}, 'the other host is back'
-    go_back(history, lambda ranks: ranks)
+    go_back(history)
     assert 'update' not in (programs / 'scontrol.asked').read_text()
     said = ''.join(capfd.readouterr())
     assert 'requeue 42 failed. Submit the job again with the same flags and --sparse-ckpt-r' in said

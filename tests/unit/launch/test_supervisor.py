@@ -14,7 +14,6 @@ from moevement_ext.launch import machine
 from moevement_ext.launch.launcher_events import (
     AllStartAgain,
     MemoryKept,
-    RanksNeeded,
     WorkerEnded,
     WorkerEvicted,
     WorkerLaunched,
@@ -24,7 +23,6 @@ from moevement_ext.membership import counters
 from moevement_ext.membership.mailbox import (
     evict,
     write_memory,
-    write_needed_ranks,
     write_stuck_timeout,
 )
 from moevement_ext.membership.rendezvous import how_broken, is_over, present_round
@@ -279,9 +277,7 @@ def test_what_remains_of_a_job_is_reported(
     job.on_event = lambda event: job.running.stop(143) if job.started() else None
     launcher = job.supervisor()
     write_memory(job.mailbox, memory)
-    write_needed_ranks(job.mailbox, 4)
     assert launcher.run() == 143
-    assert job.seen(RanksNeeded) == [RanksNeeded(4)]
     said = job.seen(MemoryKept)
     assert said == ([MemoryKept(str(memory), 'slurm-42')] if file == 'window-4-plan.window' else [])
 

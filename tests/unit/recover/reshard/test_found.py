@@ -20,7 +20,6 @@ from moevement_ext.recover.reshard import found
 from moevement_ext.recover.reshard.found import (
     Candidate,
     Elsewhere,
-    NodesMissing,
     require_exact,
     require_parts,
 )
@@ -35,19 +34,19 @@ def candidate(slots: int) -> Candidate:
     return Candidate('run', Window(WindowName(4, 'plan'), slots), Layout(4, data=4))
 
 
-def test_missing_ranks_are_counted_unless_any_layout_is_exact() -> None:
-    require_exact(candidate(1), 2)
-    with pytest.raises(NodesMissing, match='has 3 slots.*1 of its ranks are missing') as refused:
-        require_exact(candidate(3), 3)
-    assert refused.value.ranks == 4
+@pytest.mark.parametrize('ranks', [2, 4, 6])
+def test_only_windows_of_one_slot_are_exact_in_any_layout(ranks: int) -> None:
+    require_exact(candidate(1), ranks)
+    with pytest.raises(UserError, match=f'with 4 ranks instead of {ranks}, or leave the flag out'):
+        require_exact(candidate(3), ranks)
 
 
 @pytest.mark.parametrize(
     ('own', 'refused'), [(-1, True), (3, True), (4, False), (5, False), (6, False)]
 )
-def test_remains_of_a_replaced_layout_are_not_waited_for(own: int, refused: bool) -> None:
+def test_remains_of_a_replaced_layout_do_not_count(own: int, refused: bool) -> None:
     torn = [Candidate('run', Window(WindowName(at, 'plan'), 1), Layout(4)) for at in (5, 4)]
-    with pytest.raises(NodesMissing) if refused else nullcontext():
+    with pytest.raises(UserError, match='no node here has') if refused else nullcontext():
         require_parts(Elsewhere([], [], torn), own)
 
 
@@ -67,12 +66,6 @@ def test_newer_window_without_all_parts_is_not_passed_over_in_silence(
     assert elsewhere.dense_at == 4
     assert 'window 5 of 2 ranks (DP 2) is not used: no node here has' in caplog.text
     assert 'the parts of ranks 1' in caplog.text and 'window 4' not in caplog.text
-
-
-@pytest.mark.parametrize('started', [4, 6])
-def test_complete_layout_does_not_wait_for_more_nodes(started: int) -> None:
-    with pytest.raises(UserError, match='start that layout again'):
-        require_exact(candidate(3), started)
 
 
 @pytest.mark.parametrize(

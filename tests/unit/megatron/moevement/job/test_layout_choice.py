@@ -25,20 +25,19 @@ def enough(flags: Sequence[str], ranks: int) -> str | None:
 
 
 def sizes(ranks: int, layouts: str, *more: str) -> dict[str, int]:
-    trained, added = fitted([*FLAGS, *more, FLAG, layouts], ranks, enough)
-    assert trained == ranks, 'some would not train'
+    added = fitted([*FLAGS, *more, FLAG, layouts], ranks, enough)
     return dict(zip(added[::2], map(int, added[1::2]), strict=True))
 
 
 def test_fitting_flags_are_kept() -> None:
     assert sizes(4, 'ep=4') == sizes(8, 'ep=4') == {}
-    assert fitted(FLAGS, 3, enough) == (3, [])  # without the flag, no layout is chosen
+    assert fitted(FLAGS, 3, enough) == []  # without the flag, no layout is chosen
     assert LayoutSizes(micro_batch=2).misfit(3) is None, 'a batch has samples for all ranks'
 
 
 def test_flags_that_upstream_refuses_choose_no_layout() -> None:
     refused = ['--help', '--num-layers', 'many']
-    assert fitted([*FLAGS, FLAG, 'ep=4', *refused], 3, enough) == (3, [])
+    assert fitted([*FLAGS, FLAG, 'ep=4', *refused], 3, enough) == []
 
 
 def test_first_fitting_layout_is_taken() -> None:
@@ -52,26 +51,24 @@ def test_first_fitting_layout_is_taken() -> None:
 
 
 @pytest.mark.parametrize(
-    ('started', 'layouts', 'train', 'expert'),
+    ('started', 'node', 'layouts', 'fits'),
     [
-        (3, 'ep=2', 2, 2),
-        (5, 'ep=2', 4, None),  # the layout of the flags
-        (7, 'ep=2;ep=4', 4, None),
-        (9, 'pp=3,ep=3', 8, None),
-        (3, 'pp=1', 2, 1),
-        (3, 'pp=1,ep=3', 2, None),
+        (3, 1, 'ep=2', '2 ranks'),
+        (5, 1, 'ep=2', '4 ranks'),  # the layout of the flags
+        (9, 1, 'pp=3,ep=3', '8 ranks'),
+        (3, 3, 'ep=2', '2 ranks'),
+        (6, 2, 'ep=2', r'4 ranks \(2 nodes\)'),  # torchrun starts whole nodes
+        (6, 3, 'ep=3', 'another number of ranks'),
+        (1, 1, 'pp=2,ep=4', '4 ranks'),  # more than were started
     ],
 )
-def test_largest_fitting_number_of_ranks_trains(
-    started: int, layouts: str, train: int, expert: int | None
+def test_refusal_names_the_nearest_number_of_ranks(
+    started: int, node: int, layouts: str, fits: str
 ) -> None:
-    flags = [*FLAGS, FLAG, layouts]
-    if train == 2 and expert is None:
-        flags += ['--pipeline-model-parallel-size', '1', '--expert-model-parallel-size', '1']
-    trained, added = fitted(flags, started, enough)
-    sizes = dict(zip(added[::2], added[1::2], strict=True))
-    found = sizes.get('--expert-model-parallel-size')
-    assert (trained, found) == (train, None if expert is None else str(expert))
+    """No process is started in vain: each has a place in the layout."""
+    said = f'no layout has a place for each of {started} ranks: .* Start {fits}, or list a layout '
+    with pytest.raises(ConfigurationError, match=said):
+        fitted([*FLAGS, FLAG, layouts], started, enough, node)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +77,7 @@ def test_largest_fitting_number_of_ranks_trains(
         (
             1,
             'pp=2',
-            'fits 1 ranks, or fewer: pp=2,ep=2,cp=1,instances=1: 1 ranks are not divisible by 2',
+            'each of 1 ranks: pp=2,ep=2,cp=1,instances=1: 1 ranks are not divisible by 2',
         ),
         (
             2,
@@ -198,8 +195,8 @@ def test_first_fitting_layout_is_taken_or_all_are_named_with_bytes() -> None:
     def too_little_here(given: Sequence[str], ranks: int) -> str | None:
         return too_little(given, ranks, NodeCapacity(8, device), add_arguments)
 
-    assert fitted(flags, 8, too_little_here)[1][2:4] == ['--expert-model-parallel-size', '8']
+    assert fitted(flags, 8, too_little_here)[2:4] == ['--expert-model-parallel-size', '8']
     device = planned(parallel('ep=8'), 8) // 2
-    with pytest.raises(ConfigurationError, match='no layout fits 8 ranks') as refusal:
+    with pytest.raises(ConfigurationError, match='a place for each of 8 ranks') as refusal:
         fitted(flags, 8, too_little_here)
     assert len(re.findall(r'ep=\d.*? take [\d.]+ GiB of a device', str(refusal.value))) == 3
