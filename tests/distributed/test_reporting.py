@@ -14,7 +14,7 @@ from tests.distributed.harness.cluster import Cluster
 from tests.distributed.harness.faults import SETTLED
 from tests.distributed.harness.output import upstream_lines
 from tools.lab.history import read_history, shares
-from tools.report.page import render
+from tools.report.__main__ import render
 from tools.simulate.profile import derive
 
 RANKS = 2

@@ -7,7 +7,7 @@ Megatron's defaults. Checked against megatron-core 0.19.2.
 
 import argparse
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any, NamedTuple, get_type_hints
 
@@ -31,6 +31,8 @@ _OTHERS = _NAMES.pop('others')
 _OF_MODEL = {*_NAMES['model'], *_NAMES['latent'], *_OTHERS['of_model']}
 _OF_STAGE, _CHUNKS, *_UNEVEN = _OTHERS['sizes']
 _DELAYED = 'delayed'
+_TRAINING = {'--sparse-ckpt', '--sparse-ckpt-digest', *(
+    f'--sparse-ckpt-{one.name.replace("_", "-")}' for one in flagged())}  # fmt: skip
 
 
 class MegatronFlags(NamedTuple):
@@ -180,20 +182,12 @@ def parse_megatron_flags(argv: Sequence[str]) -> MegatronFlags:
         else:
             parser.add_argument(flag(name), type=parser_of(kind))
     given, unused = parser.parse_known_args(list(argv))
-    _refuse_unknown(unused, parser.prog)
-    return MegatronFlags(vars(given), [item for item in unused if item.startswith('--')])
-
-
-def _refuse_unknown(unused: Iterable[str], prog: str) -> None:
-    """Exit with a message on a flag of sparse checkpointing that the training refuses as well."""
-    parser = Parser(prog=prog, allow_abbrev=False, add_help=False)
-    for setting in flagged():
-        parser.add_argument(flag(f'sparse_ckpt_{setting.name}'), nargs='?')
-    parser.add_argument('--sparse-ckpt', action='store_true')
-    parser.add_argument('--sparse-ckpt-digest')
-    left = parser.parse_known_args(list(unused))[1]
-    if unknown := [item for item in left if item.startswith('--sparse-ckpt')]:
+    flags = [item for item in unused if item.startswith('--')]
+    # The training refuses them as well.
+    if unknown := [one for one in flags if one.startswith('--sparse-ckpt')
+                   and one.partition('=')[0] not in _TRAINING]:  # fmt: skip
         parser.error(f'unrecognized arguments: {" ".join(unknown)}')
+    return MegatronFlags(vars(given), flags)
 
 
 def flag(name: str) -> str:

@@ -27,7 +27,11 @@ _GRADIENT_BYTES = 4
 
 class _Formatter(string.Formatter):
     def format_field(self, value: Any, format_spec: str) -> str:
-        return gib(int(value)) if format_spec == 'gib' else str(format(value, format_spec))
+        if format_spec == 'gib':
+            return gib(int(value))
+        if format_spec.startswith('e9'):
+            return format(value / 1e9, format_spec[2:])
+        return str(format(value, format_spec))
 
 
 _format = _Formatter().vformat
@@ -133,7 +137,7 @@ def _ranges(numbers: list[int]) -> str:
 def _fields(plan: JobPlan) -> dict[str, Any]:
     """The figures, and what else the texts need."""
     found, settings = figures(plan), plan.job.protection
-    kinds, lag, over = plan.host_memory().by_kind(), found['log_lag'], plan.printed_over
+    kinds, lag = plan.host_memory().by_kind(), found['log_lag']
     network, shorter = 'no replicas', ''
     if plan.budgets.network_bytes is not None:
         network = (
@@ -147,17 +151,9 @@ def _fields(plan: JobPlan) -> dict[str, Any]:
     longer = 'find host memory' if _short_of_room(plan) else 'set a longer --sparse-ckpt-window'
     ranks = range(plan.job.ranks_per_node)
     return found | {
-        'total_parameters_e9': found['total_parameters'] / 1e9,
-        'active_parameters_e9': found['active_parameters'] / 1e9,
         'network': network,
-        'needed_gb': found['replication_bytes_per_node'] / 1e9,
-        'offered_gb': found['replication_budget_bytes_per_node'] / 1e9,
         'shorter_log': shorter,
-        'host_memory': found['host_memory_bytes_per_node']['total'],
         'kinds': ', '.join(f'{name.replace("_", " ")} {gib(n)}' for name, n in kinds.items()),
-        'printed_window': plan.printed_window,
-        'printed_over': f'{gib(over)} over budget' if over else 'within budget',
-        'mtbf_h': found['mtbf_s'] / 3600,
         'fewest_by_copy': by_copy,
         'carried': f'a window of {fewest}' if fewest else 'no window of a sensible length',
         'longer': longer,
@@ -165,8 +161,8 @@ def _fields(plan: JobPlan) -> dict[str, Any]:
         'allowed': settings.longest_window,
         'enough': plan.host_memory(plan.window).node_total,
         'stages_of_node': len({plan.job.layout.stage_of(rank) for rank in ranks}),
-        'state_gb': _state_bytes(plan) / 1e9,
-        'gpu_gb': plan.job.cluster.gpu_memory_bytes / 1e9,
+        'state_bytes': _state_bytes(plan),
+        'gpu_memory_bytes': plan.job.cluster.gpu_memory_bytes,
     }
 
 
@@ -214,7 +210,7 @@ def warnings(plan: JobPlan) -> list[str]:
     holds = {
         'too_long': fixed is not None and fewest is not None and fixed > fewest,
         'limited': plan.limited_by == 'network',
-        'skipped': known['needed_gb'] > known['offered_gb'],
+        'skipped': plan.replicated_bytes() > plan.network_bytes(),
         'not_carried': fixed is None and fewest != plan.window,
         'exposed': known['exposed_s_worst'] > 0,
         'no_room': _short_of_room(plan),
@@ -226,7 +222,7 @@ def warnings(plan: JobPlan) -> list[str]:
         'long_recovery': known['worst_recovery_s'] > job.failures.mtbf_s / 10,
         'fp8_recipe': narrow and not precision.amax_history,
         'fp8_masters': precision.master == 'fp8',
-        'gpu_memory': known['state_gb'] > known['gpu_gb'],
+        'gpu_memory': known['state_bytes'] > known['gpu_memory_bytes'],
     }
     texts = _TEXTS['warnings'].items()
     return [_format(text, (), known) for name, text in texts if holds[name]]

@@ -10,15 +10,30 @@ self-contained: no network, no script. For a running job it shows the present st
 Exit status: 0 done, 2 there is nothing to report, or the page cannot be written.
 """
 
+import shlex
+import statistics
 import sys
+from collections import Counter
 from collections.abc import Sequence
+from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from ..lab.arguments import Parser
 from ..lab.errors import LabError
 from ..lab.figures import replacing
-from ..lab.history import read_history
-from .page import render
+from ..lab.history import PROCESS_START, Episode, History, read_history, shares
+from ..lab.text import duration, loss, readable, size
+from . import charts
+
+_PHASES = {
+    'detect': 0, 'find': 0, 'unblock': 1, PROCESS_START: 2, 'respawn': 1, 'load': 3, 'regroup': 3,
+    'fetch': 4, 'obtain': 4, 'convert': 5, 'catch_up': 6,
+}  # fmt: skip
+"""Colour in the template, by phase of a localized recovery or of a whole-job one."""
+_NOTES = 20
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,6 +54,66 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     print(args.output)
     return 0
+
+
+def render(history: History, title: str) -> str:
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {
+        'duration': duration, 'size': size, 'loss': loss, 'readable': readable, 'moment': _moment,
+        'median': statistics.median, 'command': shlex.join,
+    }  # fmt: skip
+    return environment.get_template('page.html.j2').render(
+        title=title,
+        history=history,
+        time=shares(history),
+        pace=history.pace,
+        downs=[one.end - one.start for one in history.episodes if one.end is not None],
+        headline=partial(_headline, history),
+        timeline=partial(charts.timeline, charts.of_run(history)),
+        phase_styles=_PHASES,
+        chart=charts.pace_chart(history),
+        slots=charts.slot_bars(history),
+        memory=charts.memory_rows(history),
+        replans=history.replans,
+        notes=_notes(history),
+    )
+
+
+def _moment(time: float) -> str:
+    return datetime.fromtimestamp(time, UTC).strftime('%Y-%m-%d %H:%M:%S')
+
+
+def _headline(history: History, episode: Episode) -> str:
+    """The lost workers, or else the reasons that survivors detected."""
+    if not episode.reasons:
+        return 'all workers were started again'
+    named = [reason for reason in episode.reasons if reason.startswith('rank ')]
+    if named or not episode.replaced:  # the launcher saw the failure, and named it
+        return '; '.join(readable(reason) for reason in named or episode.reasons)
+    nodes: dict[str, list[int]] = {}
+    for rank in episode.replaced:
+        place = history.places.get(rank)
+        nodes.setdefault(place.node if place else '', []).append(rank)
+    words = []
+    for node, ranks in sorted(nodes.items()):
+        plural = 's' if len(ranks) > 1 else ''
+        where = f' (now on {node})' if node else ''
+        words.append(f'rank{plural} {" ".join(map(str, ranks))}{where}')
+    return f'{", ".join(words)} replaced'
+
+
+def _notes(history: History) -> list[str]:
+    """Reductions of protection, the newest last; repeated ones are counted."""
+    reasons = (event.reason.partition('; next attempt')[0] for event in history.reduced)
+    counts = Counter(reasons)
+    found = [reason if n == 1 else f'{reason} ({n} times)' for reason, n in counts.items()]
+    return found[-_NOTES:]
 
 
 if __name__ == '__main__':

@@ -23,7 +23,7 @@ from ..lab.errors import LabError
 from ..lab.history import Episode, History, read_history
 from ..model.description import DescriptionError
 from ..model.fields import Count, FieldError, NotNegative, Positive, require
-from .runs import Pipeline
+from .monte_carlo import Pipeline
 
 COMPUTED_AGAIN = ('fetch', 'load', 'convert', 'catch_up')
 """Phases of a recovery that the simulator computes itself."""

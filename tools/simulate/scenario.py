@@ -19,9 +19,8 @@ from ..model.fields import FieldError, PositiveOrInfinite, parser_of
 from . import profile as profiles
 from .experts import draw_shares
 from .failures import Failures, Process, Trace, read_trace
-from .monte_carlo import Estimate, Spares, simulate
+from .monte_carlo import Estimate, Pipeline, Spares, simulate
 from .profile import Profile
-from .runs import Pipeline
 from .systems import Options, System, build
 
 _Window = Annotated[int, Meta(ge=1, le=10**6, description='give a whole number from 1 to 1000000')]

@@ -22,8 +22,8 @@ from ..model.algorithm1 import plan_as_printed
 from ..model.fields import FieldError, require
 from .closed_form import Dense, Sparse
 from .experts import frozen_shares, lost_by_checkpoint, spread_over
+from .monte_carlo import Pipeline, RunFactory, SparseRun
 from .profile import Profile
-from .runs import Pipeline, RunFactory, SparseRun
 
 
 class Options(Struct, frozen=True):

@@ -28,20 +28,24 @@ would be taken, 2 the directory or a window cannot be read by this user.
 import argparse
 import json
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 from rich.console import Console
 
+from moevement_ext.memory.window.format import Expected
+from moevement_ext.memory.window.reader import WindowReader
 from moevement_ext.memory.window.refusal import UnreadableWindow
 
 from ..lab.arguments import Parser, at_least, split_at_end
 from ..lab.errors import LabError
 from ..lab.tables import table
 from ..lab.text import size
+from ..lab.trainer_flags import prepare_megatron
 from .export import TORCH_DIST, export
-from .found import Found, complete, find
+from .found import DISK, Found, by_run, by_window, complete, find, missing
 from .pruning import live_runs, prunable, remove
 
 _KEEP = 2
@@ -149,14 +153,33 @@ def _export(found: Sequence[Found], args: argparse.Namespace) -> int:
 
 
 def _check(found: Sequence[Found], args: argparse.Namespace) -> int:
-    from .trial import said_of  # imports torch
-
     for one in found:
         if one.state == 'committed' and one.problem is not None:
             print(f'{one.path}: {one.problem}')
-    answers = list(said_of(found, args.launch, args.nproc))
-    print('\n'.join(map(str, answers)) or f'no windows in {args.directory}')
-    return int(not any(said.loads for said in answers))
+    windows = [files for own in by_run(found).values() for files in by_window(own)]
+    if not windows:
+        print(f'no windows in {args.directory}')
+    prepare_megatron()
+    loads = [_would_load(files, args.launch, args.nproc) for files in windows]
+    return int(not any(loads))
+
+
+def _would_load(files: Sequence[Found], flags: Sequence[str], ranks: int | None) -> bool:
+    """Print whether a job would resume from a window.
+
+    `ranks` None: the number of ranks that the window had, or else the fewest for the flags.
+    """
+    first, absent = files[0], missing(files)
+    loads, said = False, f'there is none of the ranks {", ".join(map(str, absent))} here'
+    if not absent:
+        with WindowReader(first.path) as reader:
+            header = reader.verify_identity(Expected())[0]
+        with warnings.catch_warnings(action='ignore'):  # of packages that only training needs
+            from megatron.moevement.offline.run_flags import answer
+
+            loads, said = answer(header, flags, ranks, first.root, first.tier == DISK)
+    print(f'{first.run}, window {first.window}: {"goes on" if loads else "no"}, {said}')
+    return loads
 
 
 def _prune(found: Sequence[Found], args: argparse.Namespace) -> int:

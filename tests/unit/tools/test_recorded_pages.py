@@ -14,7 +14,7 @@ from moevement_ext.events import Event, ProtectionReduced
 from tests.unit.tools.runs import localized_run, resharded_run, restarted_run, started_over
 from tests.unit.tools.samples import event
 from tools.lab.history import History
-from tools.report.page import render
+from tools.report.__main__ import render
 from tools.status import show
 
 RECORDED = Path(__file__).with_name('recorded_pages.txt')

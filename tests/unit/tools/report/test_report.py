@@ -11,9 +11,8 @@ import pytest
 from moevement_ext.events import FailureDetected, WorkerStarted
 from tests.unit.tools.runs import localized_run, write
 from tools.lab.history import Episode, History
-from tools.report.__main__ import main
+from tools.report.__main__ import _headline, main
 from tools.report.charts import pace_chart
-from tools.report.page import _headline
 
 
 def report(tmp_path: Path, *flags: str) -> str:

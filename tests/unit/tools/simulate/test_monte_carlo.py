@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from tools.simulate.closed_form import Dense, Sparse
 from tools.simulate.failures import FailureTimes, Process, Trace
-from tools.simulate.monte_carlo import Spares, simulate
-from tools.simulate.runs import Pipeline, Run, SparseRun
+from tools.simulate.monte_carlo import Pipeline, Run, Spares, SparseRun, simulate
 
 SYSTEMS: list[Dense | Sparse] = [
     Sparse(2.9, 6, 0.06, 0.0, 600.0),

@@ -10,8 +10,8 @@ from moevement_ext.events import Protected, WindowCommitted
 from tests.unit.tools.runs import EXPOSED_S, localized_run, write
 from tests.unit.tools.samples import event
 from tools.model.description import DescriptionError
+from tools.simulate.monte_carlo import Pipeline
 from tools.simulate.profile import OperatorProfile, derive
-from tools.simulate.runs import Pipeline
 
 MTBF_S = 24.0
 """Of the sample run: one failure in so many seconds."""

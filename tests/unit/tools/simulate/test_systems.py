@@ -7,9 +7,8 @@ import pytest
 from msgspec.structs import replace
 
 from tools.simulate.closed_form import Dense
-from tools.simulate.monte_carlo import simulate
+from tools.simulate.monte_carlo import Pipeline, simulate
 from tools.simulate.profile import OperatorProfile, Profile
-from tools.simulate.runs import Pipeline
 from tools.simulate.systems import Options, build
 
 # 8 experts of 120 bytes and 40 of the rest; 8 s of an iteration hide a copy; the network halves.
