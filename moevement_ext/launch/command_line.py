@@ -13,7 +13,14 @@ from typing import Any
 
 from moevement_ext.config import ConfigurationError
 from moevement_ext.launch.environment import default_variables_here
-from moevement_ext.launch.launch_config import LaunchConfig, StagedAction, StagedFault
+from moevement_ext.launch.launch_config import (
+    GUESTS,
+    REQUEUE,
+    WAIT,
+    LaunchConfig,
+    StagedAction,
+    StagedFault,
+)
 from moevement_ext.launch.output import give_up_unwritten, say_of_launcher
 from moevement_ext.launch.spare import DECLARATION, split
 from moevement_ext.launch.template import fork_ahead
@@ -110,7 +117,7 @@ def configured(args: argparse.Namespace, nodes: int, **more: Any) -> LaunchConfi
         max_restarts=args.max_restarts,
         log_dir=args.log_dir,
         faults=(*args.kill, *args.kill_node, *args.lose_node, *args.return_node, *args.stop),
-        guests=args.when_no_spare == 'guests',
+        when_no_spare=args.when_no_spare,
         **more,
     )
 
@@ -179,10 +186,11 @@ def add_shared(parser: argparse.ArgumentParser) -> None:
     )
     add(
         '--when-no-spare',
-        choices=('guests', 'requeue'),
-        default='requeue',
+        choices=(GUESTS, WAIT, REQUEUE),
+        default=LaunchConfig.when_no_spare,
         help='When a node is lost and no spare is left: guests: its ranks go on at the other '
         'nodes, with the same bits, until it is back; they share cores, GPUs and memory there. '
+        'wait: the other nodes keep their state until it is back; no iteration is lost. '
         'requeue: the job ends with exit status 75. Also if guests have no room. '
         'Default: %(default)s.',
     )

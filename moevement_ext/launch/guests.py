@@ -11,23 +11,25 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
+from moevement_ext.errors import LaunchError
 from moevement_ext.events import Event
 from moevement_ext.launch import messages
-from moevement_ext.launch.launch_config import LaunchConfig
-from moevement_ext.launch.launcher_events import GuestsSeated, NodeLost, NodeSeated
+from moevement_ext.launch.launch_config import GUESTS, WAIT, LaunchConfig
+from moevement_ext.launch.launcher_events import GuestsSeated, NodeAwaited, NodeLost, NodeSeated
 from moevement_ext.launch.remote import Children, Commands
 from moevement_ext.launch.seating import Seating
 from moevement_ext.memory.reservation import bytes_in, owners_in
 
 _TO_ANSWER_S = 10.0
 _LOOK_AGAIN_S = 1.0
+_SAY_AGAIN_S = 300.0
 
 
 class Guests:
     """Seats of the job, and the moves of their ranks. The supervisor's thread uses this.
 
     Args:
-        config: of the job; without `guests` a seat is only taken by a host without one.
+        config: of the job; without guests a seat is only taken by a host without one.
         children: all workers.
         nodes: connection to each host.
         report: called with moves.
@@ -52,7 +54,7 @@ class Guests:
         self._bytes: list[int] = []
         self._seen: dict[str, messages.MemorySeen] = {}
         self._refused: dict[tuple[int, str], str] = {}
-        self._look_at = 0.0
+        self._look_at = self._say_at = 0.0
 
     def learn(self, memory: Path, files: Sequence[bytes]) -> None:
         """Take over the directory of the run, and the list of each rank's files there."""
@@ -72,7 +74,7 @@ class Guests:
         for seat in seats or (None,):
             self._report(NodeLost(host, seat, why))
         self._seen[host] = messages.MemorySeen(host, 'it is lost')
-        self._look_at = 0.0
+        self._look_at = self._say_at = 0.0
         self._refused.clear()
 
     def take(self, seat: int, hosts: Iterable[str]) -> bool:
@@ -82,17 +84,25 @@ class Guests:
                 self.seating.take(seat, host)
                 self._report(NodeSeated(host, seat))
                 return True
-            if self._config.guests and self._has_room(seat, host):
+            if self._config.when_no_spare == GUESTS and self._has_room(seat, host):
                 exposed = self.seating.exposed(seat, host)
                 self.seating.take(seat, host)
                 self._report(GuestsSeated(host, seat, self.seating.describe(), exposed))
                 return True
         return False
 
-    def refusals(self, seat: int) -> str:
-        """Why no host takes the ranks of a seat as guests; empty if none was asked."""
+    def none_takes(self, seat: int, absent: str, may_return: bool, code: int) -> None:
+        """Report at intervals that the job waits for an absent host, if one may return.
+
+        Raises `LaunchError` with this exit status if not, or if the job is not to wait.
+        """
+        reason = f'node {seat} of the job has no host, and no spare node is left ({absent})'
         found = [f'{host}: {why}' for (of, host), why in self._refused.items() if of == seat]
-        return f'; no guests: {", ".join(found)}' if found else ''
+        if not (may_return and self._config.when_no_spare == WAIT):
+            raise LaunchError(f'{reason}{"; no guests: " * bool(found)}{", ".join(found)}', code)
+        if time.monotonic() >= self._say_at:
+            self._say_at = time.monotonic() + _SAY_AGAIN_S
+            self._report(NodeAwaited(seat, reason))
 
     def bring_home(self, host: str) -> bool:
         """Let a free host take the seat of guests, if any, once they can leave; True if it does.

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from moevement_ext.errors import EXIT_WHOLE_JOB, LaunchError
+from moevement_ext.errors import EXIT_WHOLE_JOB
 from moevement_ext.events import Event, decode
 from moevement_ext.launch import messages
 from moevement_ext.launch.child import FdLoop
@@ -28,7 +28,7 @@ from moevement_ext.launch.environment import (
     rank_variables,
 )
 from moevement_ext.launch.guests import Guests
-from moevement_ext.launch.launch_config import LaunchConfig, StagedAction
+from moevement_ext.launch.launch_config import GUESTS, WAIT, LaunchConfig, StagedAction
 from moevement_ext.launch.launcher_events import (
     DevicesFailing,
     NodeMissing,
@@ -46,6 +46,8 @@ from moevement_ext.replicate.secret import new_secret
 
 _GATHER_S = 60.0
 _CLOSING_S = 10.0
+# An absent host that the job waits for is tried this often.
+_TRY_AGAIN_S = 60.0
 
 
 class SlurmStarter:
@@ -75,7 +77,8 @@ class SlurmStarter:
         self._guests = Guests(config, self._children, self._nodes, report, lambda seat: own)
         self._seating = self._guests.seating
         self._away: dict[int, Node] = {}
-        self.moves_ranks = config.guests or len(self._nodes) > config.nodes
+        self._waits = config.when_no_spare == WAIT
+        self.moves_ranks = config.when_no_spare == GUESTS or len(self._nodes) > config.nodes
         self._program = messages.program(config, default_variables(config))
         self._secret = new_secret()
         self._listener: Listener | None = None
@@ -267,17 +270,20 @@ class SlurmStarter:
 
     def _look_for_another(self, seat: int) -> None:
         absent = [node for node in self._nodes.values() if node.link is None]
+        since = max(self._vacated, time.monotonic() - _TRY_AGAIN_S if self._waits else 0.0)
         for node in absent:
-            if not (node.is_coming or node.broken) and node.tried < self._vacated:
+            if not (node.is_coming or node.broken) and node.tried < since:
                 self._ask_for_agent(node)
         if any(node.is_coming for node in absent):
             return
         reasons = ', '.join(f'{node.host}: {node.why}' for node in absent)
-        message = f'node {seat} of the job has no host, and no spare node is left ({reasons})'
-        message += self._guests.refusals(seat)
-        raise LaunchError(message, EXIT_WHOLE_JOB) if self._met else LaunchError(message)
+        may_return = not all(node.broken for node in absent)
+        code = EXIT_WHOLE_JOB if self._met else 1
+        self._guests.none_takes(seat, reasons, may_return, code)
 
     def _start_waiting(self) -> None:
+        if self._waits and self._seating.empty:
+            return  # the job cannot go on, and a process would time out
         seated, guests = self._seating.hosts, self._seating.guests
         for child in self._children:
             seat = self._config.node_of(child.order.rank)

@@ -27,6 +27,10 @@ class StagedAction(enum.StrEnum):
         return self in (self.KILL_NODE, self.LOSE_NODE, self.RETURN_NODE)
 
 
+GUESTS, WAIT, REQUEUE = 'guests', 'wait', 'requeue'
+"""Answers to the loss of a node without a spare, as values of `--when-no-spare`."""
+
+
 class StagedFault(NamedTuple):
     """One staged failure."""
 
@@ -60,8 +64,8 @@ class LaunchConfig:
     faults: tuple[StagedFault, ...] = ()
     share_gpu: bool = False
     """All workers use the first GPU; to NCCL each worker is a separate host."""
-    guests: bool = False
-    """Ranks of a lost node go on at other nodes if no spare is left."""
+    when_no_spare: str = REQUEUE
+    """What happens when a node is lost and no spare is left."""
     grace_s: float = 10.0
     """Seconds from the first signal to SIGKILL when the job is stopped."""
     launch: str = field(default_factory=lambda: secrets.token_hex(8), compare=False)

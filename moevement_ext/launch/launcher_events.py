@@ -196,6 +196,17 @@ class GuestsSeated(Event, frozen=True):
         return f'node {self.node} of the job goes on at host {self.host}{risk} | {self.placement}'
 
 
+class NodeAwaited(Event, frozen=True):
+    """All other ranks wait until a host takes a seat of the job."""
+
+    node: int
+    """The seat."""
+    reason: str
+
+    def __str__(self) -> str:
+        return f'the job waits until a host is back: {self.reason}'
+
+
 class NodeLost(Event, frozen=True):
     """The launcher lost a host, with all processes there; one event for each of its seats."""
 

@@ -19,7 +19,7 @@ from moevement_ext.launch.environment import (
     variables_here,
 )
 from moevement_ext.launch.guests import Guests
-from moevement_ext.launch.launch_config import LaunchConfig, StagedAction
+from moevement_ext.launch.launch_config import GUESTS, WAIT, LaunchConfig, StagedAction
 from moevement_ext.launch.machine import Machine
 from moevement_ext.launch.remote import Children, RemoteChild
 from moevement_ext.memory.node_store import NodeStore
@@ -41,7 +41,7 @@ class LocalStarter:
         self._config = config
         self._report = report
         self._children = Children(report)
-        self.moves_ranks = config.guests
+        self.moves_ranks = config.when_no_spare == GUESTS
         self._names = [name_here(node) for node in range(config.nodes)]
         nodes = dict.fromkeys(self._names, self)
         self._guests = Guests(config, self._children, nodes, report, self._devices)
@@ -68,19 +68,8 @@ class LocalStarter:
     def start(
         self, rank: int, restarts: int, on_iteration: Callable[[int], None] | None = None
     ) -> RemoteChild:
-        node = self._config.node_of(rank)
-        if node in self._seating.empty:
-            usable = [name for name in self._names if name not in self._lost]
-            if not self._guests.take(node, usable):
-                raise LaunchError(
-                    f'node {node} of the job is lost, and no spare node is left'
-                    f'{self._guests.refusals(node)}',
-                    EXIT_WHOLE_JOB,
-                )
-        host = self._names.index(self._seating.hosts[node])
-        own = variables_here(self._config, rank, restarts, host)
-        child = self._children.add(rank, restarts, {**self._variables, **own}, on_iteration)
-        child.start_on(self)
+        child = self._children.add(rank, restarts, self._variables, on_iteration)
+        self._start_waiting()
         return child
 
     def reserve(self, memory: Path, files: Sequence[bytes]) -> None:
@@ -96,6 +85,15 @@ class LocalStarter:
     def poll(self) -> None:
         if self._machine is not None:
             self._machine.look()
+        usable = [name for name in self._names if name not in self._lost]
+        for seat in self._seating.empty:
+            if not self._guests.take(seat, usable):
+                self._guests.none_takes(seat, ', '.join(self._lost), True, EXIT_WHOLE_JOB)
+                for fault in self._config.faults:  # as no iteration is logged meanwhile
+                    if fault.action is StagedAction.RETURN_NODE:
+                        self.return_node(fault.target)
+                break
+        self._start_waiting()
         for name in self._names:
             if name not in self._seating.seats and name not in self._lost:
                 self._guests.bring_home(name)
@@ -123,6 +121,17 @@ class LocalStarter:
             self._machine.close()
         self._own.close()
         os.close(self._has_messages)
+
+    def _start_waiting(self) -> None:
+        if self._config.when_no_spare == WAIT and self._seating.empty:
+            return  # the job cannot go on, and a process would time out
+        hosts = self._seating.hosts
+        for child in self._children:
+            rank = child.order.rank
+            host = hosts.get(self._config.node_of(rank))
+            if host is not None and child.waits_for_node:
+                place = self._names.index(host)
+                child.start_on(self, variables_here(self._config, rank, child.restarts, place))
 
     # As the node of a child
 

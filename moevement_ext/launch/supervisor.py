@@ -65,7 +65,7 @@ from moevement_ext.membership.mailbox import (
     read_survivors,
     take_eviction,
 )
-from moevement_ext.membership.rendezvous import announce_failure, present_round
+from moevement_ext.membership.rendezvous import absent, announce_failure, present_round
 from moevement_ext.memory.node_store import holds_windows, is_in_use
 from moevement_ext.store import server
 from moevement_ext.store.answers import AnswerWatch
@@ -415,11 +415,18 @@ class Supervisor:
             self._report(WorkerLate(worker.rank, worker.pid))
 
     def _send_heartbeats(self) -> None:
-        """Send those of workers that cannot, blocked in the kernel, until they count as stuck."""
+        """Send those of workers that cannot: before they have a node, and while they are blocked.
+
+        Those that are blocked in the kernel get none once they count as stuck.
+        """
         for worker in self._living():
             blocked_s, worker.child.blocked_s = worker.child.blocked_s, 0.0
             if blocked_s and blocked_s < read_stuck_timeout(self._mailbox):
                 Heartbeats(self.store, present_round(self.store), worker.rank).send()
+        waiting = {worker.rank for worker in self._living() if worker.child.waits_for_node}
+        for one in absent(self.store, self.config.world_size) if waiting else ():
+            if one.rank in waiting:
+                Heartbeats(self.store, one.round, one.rank).send()
 
     def _evict(self) -> None:
         asked = evictions(self._mailbox)

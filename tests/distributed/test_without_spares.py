@@ -21,6 +21,7 @@ from moevement_ext.launch.launcher_events import (
     FILE,
     GuestsSeated,
     JobFailed,
+    NodeAwaited,
     NodeLost,
     NodeSeated,
     WorkerLaunched,
@@ -103,6 +104,15 @@ def test_ranks_of_a_lost_node_are_guests_until_it_returns(
     assert [event.exposed for event in kind_of(done.events, GuestsSeated)] == [0]
     nodes = [event.node for event in done.job.events_of(Protected, 3)]
     assert nodes == ['node3', 'node1', 'node3']
+
+
+def test_job_waits_for_a_lost_node(cluster: Make, reference: Reference) -> None:
+    flags = f'{WIDE} --train-iters 16'
+    done = run(made(cluster, flags), '--when-no-spare wait --lose-node 1@6 --return-node 1@9')
+    done.assert_exact(reference(*flags.split()))
+    assert [event.node for event in kind_of(done.events, NodeAwaited)] == [1]
+    assert done.places == [(1, 'node1')]
+    assert done.starts == {0: 1, 1: 2, 2: 1, 3: 1}
 
 
 def test_nodes_are_lost_until_one_is_left(cluster: Make, reference: Reference) -> None:
@@ -206,7 +216,7 @@ def test_job_ends_without_guests_or_room_for_them(flags: str, cluster: Make) -> 
     assert done.code == EXIT_WHOLE_JOB
     assert done.places == []
     [failed] = kind_of(done.events, JobFailed)
-    assert 'node 3 of the job is lost, and no spare node is left' in failed.reason
+    assert 'node 3 of the job has no host, and no spare node is left (node3)' in failed.reason
     refused = failed.reason.count('exceeds --sparse-ckpt-host-memory-gb 0.006')
     assert refused == (3 if flags else 0)
 

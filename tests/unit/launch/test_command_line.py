@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from moevement_ext.launch.command_line import main, parse
-from moevement_ext.launch.launch_config import StagedAction, StagedFault
+from moevement_ext.launch.launch_config import GUESTS, StagedAction, StagedFault
 from tests.support.quick import with_quick
 from tests.support.readable import dies
 from tests.unit.launch.conftest import Job
@@ -32,7 +32,7 @@ def test_flags(job: Job) -> None:
     assert (config.program, config.flags) == (program, ('--nodes', '--', 'x'))
     assert (config.nodes, config.workers_per_node, config.world_size) == (2, 3, 6)
     assert (config.spares, config.max_restarts, config.log_dir) == (1, 4, Path('logs'))
-    assert config.share_gpu and config.guests
+    assert config.share_gpu and config.when_no_spare == GUESTS
     assert not parse(['--nodes', '1', '--fork', '--', program]).share_gpu
     assert config.faults == (
         StagedFault(StagedAction.KILL, 0, 1),

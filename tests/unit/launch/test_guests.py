@@ -9,7 +9,7 @@ import pytest
 from moevement_ext.errors import EXIT_WHOLE_JOB
 from moevement_ext.launch import messages, node
 from moevement_ext.launch.child import FdLoop
-from moevement_ext.launch.launch_config import LaunchConfig, StagedAction, StagedFault
+from moevement_ext.launch.launch_config import GUESTS, LaunchConfig, StagedAction, StagedFault
 from moevement_ext.launch.launcher_events import (
     GuestsSeated,
     NodeSeated,
@@ -78,7 +78,7 @@ def test_ranks_of_a_lost_host_are_guests_and_move_home(job: SlurmJob, memory: Pa
     job.on(WorkerLaunched, lose_once_known)
     job.on(WorkerLaunched, let_it_return, rank=3, restarts=1)
     job.finish_when = lambda: len(job.started(3)) == 3
-    running = job.on_hosts('abcd', nodes=4, guests=True)
+    running = job.on_hosts('abcd', nodes=4, when_no_spare=GUESTS)
     report_files(job, memory, 4)
     for rank, host in enumerate('abc'):
         keep_windows(memory, host, rank, rank, (rank - 1) % 4)
@@ -111,7 +111,7 @@ def test_guests_stay_while_only_they_keep_a_window(job: SlurmJob, memory: Path) 
     job.on(WorkerLaunched, lambda event: len(job.started()) == 4 and job.lose('d'))
     job.on(WorkerLaunched, let_it_return, rank=3, restarts=1)
     job.finish_when = lambda: len(job.started(3)) == 3
-    running = job.on_hosts('abcd', nodes=4, guests=True)
+    running = job.on_hosts('abcd', nodes=4, when_no_spare=GUESTS)
     hear = running._starter._guests.hear  # type: ignore[attr-defined]
 
     def note(message: messages.MemorySeen) -> None:
@@ -136,7 +136,7 @@ def test_host_of_guests_is_lost_too(job: SlurmJob) -> None:
     job.on(WorkerLaunched, strike)
     job.on(GuestsSeated, lambda event: job.lose('a'), nth=1)
     job.finish_when = lambda: len(job.started(0)) == 2 and bool(job.started(3)[1:])
-    assert job.on_hosts('abcd', nodes=4, guests=True).run() == 0
+    assert job.on_hosts('abcd', nodes=4, when_no_spare=GUESTS).run() == 0
     assert job.lost()[:3] == [('d', 3), ('a', 0), ('a', 3)]
     assert sorted(places(job)[5:]) == [(0, 'b'), (3, 'c')]
 
@@ -146,7 +146,7 @@ def test_host_without_room_takes_no_guests(job: SlurmJob, memory: Path) -> None:
     job.on(WorkerLaunched, lambda event: len(job.started()) == 2 and job.lose('b'))
     job.finish_when = lambda: False
     flags = ('--sparse-ckpt-host-memory-gb', '0.001')
-    running = job.on_hosts('ab', *flags, nodes=2, guests=True)
+    running = job.on_hosts('ab', *flags, nodes=2, when_no_spare=GUESTS)
     report_files(job, memory, 2)
     assert running.run() == EXIT_WHOLE_JOB
     needed = 2 * (2 * 4096 + 1052672 + 65536)
@@ -158,7 +158,7 @@ def test_device_without_room_takes_no_guests(job: SlurmJob) -> None:
     job.devices('a').set('GPU-0', memory=(3_000, 2_999))
     job.on(WorkerLaunched, lambda event: len(job.started()) == 2 and job.lose('b'))
     job.finish_when = lambda: False
-    assert job.on_hosts('ab', nodes=2, guests=True).run() == EXIT_WHOLE_JOB
+    assert job.on_hosts('ab', nodes=2, when_no_spare=GUESTS).run() == EXIT_WHOLE_JOB
     assert 'a: GPU GPU-0 has 2999 bytes free, and its rank takes 3000' in failure(job)
 
 
@@ -173,7 +173,7 @@ def test_node_that_is_lost_for_good_stays_away(job: SlurmJob, memory: Path) -> N
     )  # fmt: skip
     job.on(WorkerLaunched, lambda event: job.running._stage_faults(3), rank=1, restarts=1)
     job.finish_when = lambda: len(job.started(1)) == 3
-    running = job.on_hosts('abc', *flags, nodes=3, guests=True, faults=faults)
+    running = job.on_hosts('abc', *flags, nodes=3, when_no_spare=GUESTS, faults=faults)
     report_files(job, memory, 3)
     for rank, host in enumerate('abc'):
         keep_windows(memory, host, rank, rank, (rank - 1) % 3)
