@@ -3,6 +3,7 @@
 
     moevement chaos --faults 20 --seed 1
     moevement chaos --faults 1000 --seed 1 --configurations 20
+    moevement chaos --without-spares --faults 100 --seed 1
     moevement chaos --elastic --faults 20 --seed 1
 
 A small GPT trains on real text under a launcher that replaces single workers. At random moments the
@@ -20,6 +21,11 @@ it again after the recovery; iterations replayed within the recovery are not los
 iterations that were interrupted before they were committed: no rank had them. A survivor is lost if
 a worker without a fault fails or is evicted, unless its end makes the launcher restart the whole
 job.
+
+With `--without-spares` the jobs have four nodes and no spare one (`--when-no-spare guests`), in
+drawn layouts. Nodes are lost for good with their memory, at most as many as windows have copies,
+so that their ranks become guests of others; workers, guests and hosts fail meanwhile, and nodes
+return.
 
 jobs/campaign.jsonl in the output folder has the results.
 
@@ -50,7 +56,7 @@ from ..lab.job import Kind, memory_directory
 from ..lab.launch import add_share_gpu
 from ..lab.tables import say
 from .campaign import Campaign
-from .configuration import HANG_TIMEOUT_S
+from .configuration import HANG_TIMEOUT_S, WITHOUT_SPARES
 from .elastic import ElasticCampaign, draw_lives
 from .results import NAME, Begun, Results
 
@@ -75,10 +81,13 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add('--stand-ins', action='store_true', help='with --configurations: draw state of 16 and 8 '
         'bits as well, on stand-ins for Transformer Engine that are part of the tests (with '
         '--share-gpu it is drawn where Transformer Engine is installed)')  # fmt: skip
+    add('--without-spares', action='store_true', help='lose nodes for good; draw layouts only')
     add('--elastic', action='store_true', help='restart one job in drawn layouts instead')
     args = parser.parse_args(argv)
     if args.stand_ins and (args.share_gpu or not args.configurations):
         parser.error('--stand-ins needs --configurations, and a CPU: leave out --share-gpu')
+    if args.without_spares:
+        args.configurations = args.configurations or len(WITHOUT_SPARES)
     names = (args.kinds or ','.join(Kind if args.configurations else _ALWAYS)).split(',')
     if not set(names) <= set(Kind):
         parser.error(f'--kinds {args.kinds} must be some of {",".join(Kind)}')

@@ -21,6 +21,7 @@ from .configuration import (
     RUN_ID,
     Configuration,
     draw_configuration,
+    draw_without_spares,
     parse_layout,
 )
 from .drawing import draw_faults, draw_window
@@ -70,6 +71,7 @@ class Campaign:
         faults = draw_faults(
             self.args.seed, min(self._left(), self.faults_per_job), kinds,
             configuration.nodes, configuration.workers_per_node, job=number,
+            most_away=configuration.replicas,
         )  # fmt: skip
         began, last = time.time(), self._iterations(configuration)
         done, lost, failed, identical = list[FaultRecord](), list[str](), '', False
@@ -128,7 +130,9 @@ class Campaign:
     def draw(self, job: int, number: int, attempt: int) -> Configuration:
         """Draw configuration `number` for a job; without --configurations, draw only its window."""
         args = self.args
-        if args.configurations:
+        if args.without_spares:
+            drawn = draw_without_spares(args.seed, number)
+        elif args.configurations:
             engine = importlib.util.find_spec('transformer_engine') is not None
             narrow = args.stand_ins or (args.share_gpu and engine)
             drawn = draw_configuration(args.seed, number, attempt, narrow)

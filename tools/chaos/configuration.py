@@ -40,6 +40,7 @@ class _Decks(msgspec.Struct, forbid_unknown_fields=True):
     """See the file."""
 
     layouts: list[str]
+    without_spares: list[tuple[str, str, str]]
     precisions: dict[str, str]
     features: dict[str, tuple[str, str]]
 
@@ -48,6 +49,7 @@ _DECKS = msgspec.toml.decode(
     Path(__file__).with_name('configuration.toml').read_bytes(), type=_Decks
 )
 FEATURES = tuple(_DECKS.features)
+WITHOUT_SPARES = _DECKS.without_spares
 _SAVES = SAVE, ASYNC_SAVE = 'dense-save', 'async-save'
 RAMP_UP = 'ramp-up'
 BF16 = 'bf16-distributed'
@@ -118,13 +120,17 @@ class Configuration(NamedTuple):
     hang_timeout_s: int = HANG_TIMEOUT_S
     verify: str = REPORT
     disk: bool = False
+    guests: bool = False
+    """Nodes are lost for good; at most `replicas` of them are away."""
+    recovery: str = AUTO
 
     def __str__(self) -> str:
         features = ', '.join(self.features) or 'no features'
         return (
             f'{self.layout.name} {self.precision}, window {self.window}, {self.nodes} nodes, '
             f'replicas {self.replicas}, spares {self.spares}, {self.launcher}, '
-            f'verify {self.verify}{", disk" if self.disk else ""}: {features}'
+            f'verify {self.verify}{", disk" if self.disk else ""}'
+            f'{f", guests, {self.recovery}" if self.guests else ""}: {features}'
         )
 
     @property
@@ -142,12 +148,15 @@ class Configuration(NamedTuple):
         variables = {UNFLAGGED: _RESTLESS} if self.window == AUTO else {}
         return Launch(
             folder, flags, self.nodes, self.workers_per_node, max_restarts,
-            self.spares if max_restarts else 0, variables, self.share_gpu, program_file=program,
+            self.spares if max_restarts else 0, variables, self.share_gpu, self.guests,
+            program_file=program,
         )  # fmt: skip
 
     def kinds(self) -> list[Kind]:
-        agents = self.launcher is Launcher.TORCHRUN
-        return [kind for kind in Kind if agents or kind is not Kind.AGENT]
+        impossible = {Kind.JOB} if self.guests else {Kind.AWAY, Kind.BACK}
+        if self.launcher is not Launcher.TORCHRUN:
+            impossible.add(Kind.AGENT)
+        return [kind for kind in Kind if kind not in impossible]
 
     @property
     def _stuck_timeout_s(self) -> int:
@@ -171,6 +180,7 @@ class Configuration(NamedTuple):
     def sparse_flags(self, memory: Path, folder: Path) -> list[str]:
         flags = models.sparse_flags(memory, RUN_ID, self.window, folder / 'events')
         flags += ['--sparse-ckpt-replicas', str(self.replicas), '--sparse-ckpt-verify', self.verify]
+        flags += ['--sparse-ckpt-recovery', self.recovery]
         flags += ['--sparse-ckpt-hang-timeout', str(self.hang_timeout_s)]
         flags += ['--sparse-ckpt-stuck-timeout', str(self._stuck_timeout_s)]
         if self.disk:
@@ -250,6 +260,17 @@ def draw_configuration(
         verify=deal('verify', *(REPORT, STOP) * (_BLOCK // 2)),
         disk=chosen('disk'),
     )
+
+
+def draw_without_spares(seed: int, number: int) -> Configuration:
+    """Draw a job on four nodes that are lost for good; layouts come from a shuffled deck."""
+    shuffled = random.Random(f'{seed} layout').sample(WITHOUT_SPARES, len(WITHOUT_SPARES))
+    layout, precision, recovery = shuffled[number % len(shuffled)]
+    rng = random.Random(f'{seed} without spares {number}')
+    return Configuration(
+        parse_layout(layout), precision, ('dropout',), rng.randint(1, LONGEST_WINDOW), nodes=4,
+        replicas=rng.randint(1, 2), guests=True, recovery=recovery,
+    )  # fmt: skip
 
 
 def _layout_for(precision: str, layout: Layout) -> Layout:

@@ -9,7 +9,7 @@ from ..lab.job import Kind
 
 _DECK = {
     Kind.KILL: 5, Kind.STOP: 1, Kind.NODE: 2, Kind.DOUBLE: 2, Kind.STUCK: 1, Kind.WHOLE: 1,
-    Kind.JOB: 1, Kind.AGENT: 2,
+    Kind.JOB: 1, Kind.AGENT: 2, Kind.AWAY: 4, Kind.BACK: 3,
 }  # fmt: skip
 _LATEST_ITERATIONS = 8
 _AT_ONCE = 0.25
@@ -21,7 +21,8 @@ class Fault(NamedTuple):
 
     kind: Kind
     victims: tuple[int, ...]
-    """Ranks; all ranks of a node for `NODE`. A `DOUBLE` with `apart_s` may hit the replacement."""
+    """Ranks; all ranks of a node for `NODE`, the first of each for `AWAY` and `BACK`. A `DOUBLE`
+    with `apart_s` may hit the replacement."""
     after: int
     """Iterations trained before the fault, since the last recovery."""
     phase: float
@@ -36,17 +37,27 @@ class Fault(NamedTuple):
 
 
 def draw_faults(
-    seed: int, count: int, kinds: Sequence[Kind], nodes: int, workers_per_node: int, job: int = 0
+    seed: int,
+    count: int,
+    kinds: Sequence[Kind],
+    nodes: int,
+    workers_per_node: int,
+    job: int = 0,
+    most_away: int = 0,
 ) -> list[Fault]:
-    """Draw the faults of one job.
+    """Draw the faults of one job, of whose nodes at most `most_away` are lost at any time.
 
     Kinds come from a shuffled deck, so that a few dozen faults have all of them. No two faults have
     the same kind, victims and number of iterations before them.
     """
     rng = random.Random(f'{seed} faults {job}')
     drawn: dict[object, Fault] = {}
+    away: list[int] = []
     for kind, _ in zip(_kinds(rng, kinds), range(count), strict=False):
-        fault = _draw(rng, kind, nodes, workers_per_node)
+        if kind in (Kind.AWAY, Kind.BACK):
+            fault = _move(rng, kind, nodes, workers_per_node, away, most_away)
+        else:
+            fault = _draw(rng, kind, nodes, workers_per_node)
         while fault[:3] in drawn:
             fault = fault._replace(after=fault.after + 1)
         drawn[fault[:3]] = fault
@@ -67,9 +78,32 @@ def _kinds(rng: random.Random, kinds: Sequence[Kind]) -> Iterator[Kind]:
         yield from deck
 
 
+def _move(
+    rng: random.Random,
+    kind: Kind,
+    nodes: int,
+    workers_per_node: int,
+    away: list[int],
+    most_away: int,
+) -> Fault:
+    """Add nodes to those that are away, or remove one; the other if `kind` is impossible."""
+    if away and (kind is Kind.BACK or len(away) == most_away):
+        kind, moved = Kind.BACK, [away.pop(rng.randrange(len(away)))]
+    else:
+        here = [node for node in range(nodes) if node not in away]
+        kind, moved = Kind.AWAY, rng.sample(here, rng.randint(1, most_away - len(away)))
+        away += moved
+    victims = tuple(node * workers_per_node for node in moved)
+    return Fault(kind, victims, _after(rng), rng.uniform(0.0, 2.0))
+
+
+def _after(rng: random.Random) -> int:
+    return 0 if rng.random() < _AT_ONCE else rng.randint(1, _LATEST_ITERATIONS)
+
+
 def _draw(rng: random.Random, kind: Kind, nodes: int, workers_per_node: int) -> Fault:
     ranks = range(nodes * workers_per_node)
-    after = 0 if rng.random() < _AT_ONCE else rng.randint(1, _LATEST_ITERATIONS)
+    after = _after(rng)
     apart_s = 0.0
     match kind:
         case Kind.NODE:

@@ -18,6 +18,9 @@ LAST_ITERATIONS = 6
 FEWEST_ITERATIONS = 3
 """Iterations that a job needs for each fault, for the fault and for its analysis."""
 
+# Faults that delete memory of nodes, or wait for windows on others.
+_MEMORY = Kind.NODE, Kind.AWAY, Kind.BACK
+
 
 @dataclass
 class FaultInjector:
@@ -42,7 +45,7 @@ class FaultInjector:
                 break
             self._one(fault)
         self._wait_for('the end', lambda: None)
-        if waiting and waiting.kind is Kind.NODE and not self._protected():
+        if waiting and waiting.kind in _MEMORY and not self._protected():
             raise LabError(
                 f'from iteration {self._from} to the end no window was persisted on all ranks, '
                 f'waiting for {waiting}; see {self.job.folder}'
@@ -54,7 +57,7 @@ class FaultInjector:
         due = self._from + min(fault.after, max(0, share))
         arrived = self._wait_for(
             'the next fault',
-            lambda: self._at() >= due and (fault.kind is not Kind.NODE or self._protected()),
+            lambda: self._at() >= due and (fault.kind not in _MEMORY or self._protected()),
         )
         if not arrived or self._at() > self.last - LAST_ITERATIONS:
             return False

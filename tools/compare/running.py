@@ -202,7 +202,7 @@ def _inject(job: Job, row: Row, fault: PlannedFault, due: float) -> float:
         # All stop first: a worker that survived its peers would end, and restart, by itself.
         job.send(_EVERYTHING, signal.SIGSTOP)
         job.lose_node(fault.rank)
-        lost = job.ranks_of_node(fault.rank)
+        lost = job.ranks_beside(fault.rank)
     return job.send([rank for rank in _EVERYTHING if rank not in lost], signal.SIGKILL)
 
 

@@ -14,12 +14,13 @@ from typing import NamedTuple, Self
 
 from moevement_ext.errors import EXIT_WHOLE_JOB
 from moevement_ext.events import Event, WorkerStarted
+from moevement_ext.launch.launch_config import StagedAction
 
 from .digests import StateDigest, kinds_of_difference, read_digest
 from .errors import LabError
 from .evidence import Recovery, kind_of, recovers_locally, recovery
 from .following import Follower
-from .launch import Death, Launch, Launcher, node_name
+from .launch import Death, Launch, Launcher
 from .local_cluster import LocalCluster
 from .run_log import RunLog, parse_log
 from .torchrun import Agents
@@ -48,6 +49,10 @@ class Kind(enum.StrEnum):
     """SIGKILL of the launcher and all workers; then a new launch of the same job."""
     AGENT = 'agent'
     """SIGKILL of a node's agent and its worker; then a restart of the agent."""
+    AWAY = 'away'
+    """Like `NODE`, for one or more nodes, which do not come back: their ranks become guests."""
+    BACK = 'back'
+    """A node returns after `AWAY`, to which its ranks move."""
 
 
 class Injection(NamedTuple):
@@ -200,9 +205,11 @@ class Job:
             if death.code not in (0, EXIT_WHOLE_JOB) and death.pid not in self._faulted
         ]
 
-    def ranks_of_node(self, rank: int) -> range:
-        size = self._launch.workers_per_node
-        return range(rank // size * size, (rank // size + 1) * size)
+    def ranks_beside(self, rank: int) -> list[int]:
+        """Ranks that are now on the node of a rank, guests included."""
+        hosts = self._launcher.hosts()
+        beside = [node for node in hosts if hosts[node] == hosts[self._node_of(rank)]]
+        return [one for node in beside for one in self._launch.ranks_of(node)]
 
     # Faults
 
@@ -211,7 +218,7 @@ class Job:
 
         Args:
             kind: kind of the fault; `NODE` hits the node of the first victim.
-            victims: ranks.
+            victims: ranks; of `AWAY` and `BACK` one of each node.
         """
         pid, at = self.pids()[victims[0]], time.time()
         match kind:
@@ -224,6 +231,8 @@ class Job:
                 self._stall.with_name(f'{_STALL}.{pid}').touch()
             case Kind.AGENT:
                 self._lose_agent(victims[0])
+            case Kind.AWAY | Kind.BACK:
+                self._order(kind, victims)
             case Kind.JOB:
                 self.kill()
                 self._launcher.start()
@@ -260,7 +269,7 @@ class Job:
         Returns:
             The time (seconds since the epoch), and the bytes of that memory.
         """
-        ranks, node = self.ranks_of_node(rank), node_name(self._node_of(rank))
+        ranks, node = self.ranks_beside(rank), self._launcher.hosts()[self._node_of(rank)]
         if self._memory is None or not (memory := self._memory / node).is_dir():
             raise LabError(f'{node} has no memory to lose in {self._memory}')
         self.send(ranks, signal.SIGSTOP)
@@ -268,11 +277,23 @@ class Job:
         shutil.rmtree(memory)
         return self.send(ranks, signal.SIGKILL), nbytes
 
+    def _order(self, kind: Kind, victims: Iterable[int]) -> None:
+        if not isinstance(self._launcher, LocalCluster):
+            raise LabError('only a job under `moevement launch` can do without nodes')
+        action = StagedAction.LOSE_NODE
+        if kind is Kind.BACK:
+            action = StagedAction.RETURN_NODE
+        else:
+            pids = self.pids()
+            lost = (one for victim in victims for one in self.ranks_beside(victim))
+            self._faulted.update(pids[one] for one in lost)
+        self._launcher.order(action, map(self._node_of, victims))
+
     def _lose_agent(self, rank: int) -> None:
         """Kill the agent of a rank with its workers, and restart it."""
         if not isinstance(self._launcher, Agents):
             raise LabError('only a job under torchrun has agents to lose')
-        self._faulted.update(self.pids()[one] for one in self.ranks_of_node(rank))
+        self._faulted.update(self.pids()[one] for one in self.ranks_beside(rank))
         self._launcher.kill(self._node_of(rank))
         self._launcher.start_agent(self._node_of(rank))
 

@@ -64,6 +64,8 @@ class Launch(NamedTuple):
     """Environment variables of the workers, in addition to `ENVIRONMENT`."""
     share_gpu: bool = False
     """All ranks use the first GPU, over NCCL, instead of the CPU, over gloo."""
+    guests: bool = False
+    """Nodes may be lost for good; their ranks go on at others. Under `Launcher.LOCAL`."""
     checkout: Path = ROOT
     """Checkout of the program; one other than this tool's requires torchrun."""
     program_file: str = PROGRAM
@@ -71,6 +73,9 @@ class Launch(NamedTuple):
     @property
     def world_size(self) -> int:
         return self.nodes * self.workers_per_node
+
+    def ranks_of(self, node: int) -> range:
+        return range(node * self.workers_per_node, (node + 1) * self.workers_per_node)
 
     @property
     def logs(self) -> Path:
@@ -118,6 +123,7 @@ class Launched:
     def __init__(self, launch: Launch) -> None:
         self._launch = launch
         self._launchers: dict[int, subprocess.Popen[bytes]] = {}
+        self._hosts = {node: node_name(node) for node in range(launch.nodes)}
 
     def _start(
         self, node: int, command: Sequence[str], environment: Mapping[str, str], log: Path
@@ -132,6 +138,10 @@ class Launched:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C reaches only this tool, which then ends the job
             )
+
+    def hosts(self) -> dict[int, str]:
+        """Name of the emulated node where the ranks of each node are."""
+        return self._hosts
 
     def exit_status(self) -> int | None:
         """Exit status of a failed launcher, else 0; None while the job runs."""

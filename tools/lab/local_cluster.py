@@ -2,14 +2,26 @@
 """Jobs under `moevement launch`, which replaces single workers on all emulated nodes."""
 
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
-from moevement_ext.launch.launcher_events import FILE, JobFailed, WorkerEnded, WorkerLaunched
+from moevement_ext.launch.launch_config import StagedAction
+from moevement_ext.launch.launcher_events import (
+    FILE,
+    GuestsSeated,
+    JobFailed,
+    NodeSeated,
+    WorkerEnded,
+    WorkerLaunched,
+)
 
 from .following import FollowedFile
-from .launch import Death, Launch, Launched
+from .launch import PACKAGE, Death, Launch, Launched
 
+_LAUNCHER, _UNSPARED = 'moevement_ext.launch.command_line', f'{PACKAGE}.lab.unspared'
 _TAIL_LINES = 12
+ORDERS = 'orders'
+"""File in the folder of the logs. A line has the action of a staged failure, and the node."""
 
 
 def log_file(folder: Path, rank: int) -> Path:
@@ -23,6 +35,7 @@ class LocalCluster(Launched):
         super().__init__(launch)
         self._events = FollowedFile(launch.logs / FILE)
         self._pids: dict[int, int] = {}
+        self._moved: set[int] = set()  # processes of nodes that have moved since
         self._deaths: list[Death] = []
         self._given_up = ''
 
@@ -34,17 +47,27 @@ class LocalCluster(Launched):
     def command(self) -> list[str]:
         launch = self._launch
         return [
-            sys.executable, '-m', 'moevement_ext.launch.command_line',
+            sys.executable, '-m', _UNSPARED if launch.guests else _LAUNCHER,
             '--nodes', str(launch.nodes),
             '--workers-per-node', str(launch.workers_per_node),
             '--spares', str(launch.spares),
             '--max-restarts', str(launch.max_restarts),
             *(['--share-gpu'] if launch.share_gpu else []),
+            *(['--when-no-spare', 'guests'] if launch.guests else []),
             '--log-dir', str(launch.logs), '--', *launch.program(),
         ]  # fmt: skip
 
     def log_of(self, rank: int) -> Path:
         return log_file(self._launch.folder, rank)
+
+    def hosts(self) -> dict[int, str]:
+        self._note_events()
+        return super().hosts()
+
+    def order(self, action: StagedAction, nodes: Iterable[int]) -> None:
+        """Let nodes be lost for good, or return."""
+        with (self._launch.logs / ORDERS).open('a') as file:
+            file.writelines(f'{action} {node}\n' for node in nodes)
 
     def pids(self) -> dict[int, int]:
         self._note_events()
@@ -73,7 +96,11 @@ class LocalCluster(Launched):
             match event:
                 case WorkerLaunched(rank, pid):
                     self._pids[rank] = pid
-                case WorkerEnded(rank, pid, code):
+                case NodeSeated(host, node) | GuestsSeated(host, node):
+                    self._hosts[node] = host
+                    ranks = self._launch.ranks_of(node)
+                    self._moved.update(self._pids.get(rank, 0) for rank in ranks)
+                case WorkerEnded(rank, pid, code) if pid not in self._moved:
                     status = None if code < 0 else code
                     self._deaths.append(Death(rank, pid, status, event.time))
                 case JobFailed(reason):
