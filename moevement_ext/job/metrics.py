@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sized
 from functools import partial
 from typing import Any, NamedTuple
 
-from moevement_ext.config import ConfigurationError, node_name
+from moevement_ext.config import ConfigurationError, is_guest, node_name
 from moevement_ext.events import (
     DenseSaveFailed,
     Event,
@@ -81,11 +81,15 @@ _VERIFIED = 'Operators compared with captures after a recovery.'
 _DIFFERING = 'Operators, losses and gradient norms that differed after a recovery.'
 
 TARGET = _state('train_iterations', 'Iteration at which training ends.')
+GUEST = _state(
+    'guest', '1 if the node of this rank is lost, and it works on that of others, else 0.'
+)
 FINISHED = _state('finished', '1 once this process has ended as planned, else 0.', None, Finished)
 INSTRUMENTS = (
     _state('iteration', 'Newest iteration committed on this rank.', 'iteration'),
     TARGET,
     FINISHED,
+    GUEST,
     _state('layout_ranks', _LAYOUT, 'layout', JobDescribed, 'kind'),
     _state('loss', _LOSS, 'loss', LossLogged),  # the library drops values that are not finite
     _state('loss_finite', _FINITE, 'finite', LossLogged),
@@ -312,6 +316,7 @@ class Observer:
         """Show these figures from now on; any thread calls `figures`."""
         self._set(TARGET, last_iteration)
         self._set(FINISHED, 0)
+        self._set(GUEST, int(is_guest()))
         self._figures = figures
 
     def close(self) -> None:

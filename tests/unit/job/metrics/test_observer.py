@@ -7,6 +7,7 @@ import math
 import pytest
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
+from moevement_ext.config import GUEST
 from moevement_ext.events import (
     Event,
     LossLogged,
@@ -94,3 +95,10 @@ def test_window_age_is_never_negative(iteration: int, age: int) -> None:
     values = seen(Figures(iteration=iteration, committed=iteration, persisted=8))
     assert values['window_age_iterations'] == age
     assert values['replication_lag_iterations'] == age
+
+
+@pytest.mark.parametrize('guest', [False, True])
+def test_guests_are_shown(guest: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if guest:
+        monkeypatch.setenv(GUEST, '1')
+    assert seen(Figures())['guest'] == guest

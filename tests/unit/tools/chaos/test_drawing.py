@@ -16,6 +16,7 @@ from tools.chaos.configuration import (
     WIDE,
     Configuration,
     draw_configuration,
+    draw_without_spares,
     parse_layout,
 )
 from tools.chaos.drawing import draw_faults
@@ -23,7 +24,8 @@ from tools.lab import precisions
 from tools.lab.job import Kind
 from tools.lab.launch import PROGRAM, Launcher
 
-KINDS = list(Kind)
+MOVES = (Kind.AWAY, Kind.BACK)
+KINDS = [kind for kind in Kind if kind not in MOVES]
 FAULTS = ['node   rank 0', 'double ranks 3, 0', 'agent  rank 3']
 CONFIGURATION = (
     'pp2-ep2 fp32, window 5, 4 nodes, replicas 2, spares 0, local, verify stop, disk: evaluation, '
@@ -65,6 +67,22 @@ def test_victims_match_the_kind_of_fault() -> None:
                 assert len(fault.victims) == 1 and (fault.victims[0] or fault.kind != Kind.AGENT)
         assert set(fault.victims) <= set(range(4))
         assert fault.kind is Kind.DOUBLE or not fault.apart_s
+
+
+def test_nodes_without_spares_are_lost_and_return() -> None:
+    for number in range(12):
+        one = draw_without_spares(4, number)
+        away: set[int] = set()
+        for fault in draw_faults(4, 40, one.kinds(), one.nodes, 1, number, one.replicas):
+            if fault.kind is Kind.AWAY:
+                assert away.isdisjoint(fault.victims)
+                away.update(fault.victims)
+            elif fault.kind is Kind.BACK:
+                away.remove(fault.victims[0])
+            assert len(away) <= one.replicas, 'a window may have no copy left'
+    layouts = [draw_without_spares(4, number).layout for number in range(6)]
+    assert len(set(layouts)) == 6 and {one.ranks for one in layouts} == {4}
+    assert {*MOVES, Kind.WHOLE} < {*one.kinds()} and Kind.JOB not in one.kinds()
 
 
 @pytest.mark.parametrize('seed', range(0, 20, 5))

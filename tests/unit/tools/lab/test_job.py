@@ -66,3 +66,22 @@ def test_faults_of_each_kind_are_injected(job: Job, tmp_path: Path) -> None:
     assert not (tmp_path / 'memory' / 'node0').exists()
     job.hurt(Kind.WHOLE, range(4))
     assert not psutil.wait_procs(workers, timeout=WAIT_S)[1]
+
+
+def test_node_is_lost_for_good(tmp_path: Path) -> None:
+    """Its ranks go on beside those of another; nobody else is to blame for their ends."""
+    window = tmp_path / 'memory' / 'run' / 'node1' / 'a.window'
+    window.parent.mkdir(parents=True)
+    window.touch()
+    program = tmp_path / 'program.py'
+    program.write_text('import time\ntime.sleep(600)\n')
+    flags = ['--sparse-ckpt-dir', str(tmp_path / 'memory'), '--sparse-ckpt-run-id', 'run']
+    launch = Launch(tmp_path / 'job', flags, 2, 1, 9, program_file=str(program), guests=True)
+    with Job(launch, memory=tmp_path / 'memory' / 'run') as job:
+        lost = job.pids()[1]
+        job.hurt(Kind.AWAY, [1])
+        until = time.monotonic() + WAIT_S
+        while job.pids()[1] == lost and time.monotonic() < until:
+            time.sleep(0.05)
+        assert job.ranks_beside(0) == [0, 1]
+        assert not window.exists()
