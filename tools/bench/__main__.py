@@ -4,6 +4,7 @@
     moevement bench overhead --json overhead.json
     moevement bench recovery --lose all
     moevement bench spare-node --rounds 3
+    moevement bench guests
     moevement bench regroup
     moevement bench start
 
@@ -16,7 +17,7 @@ from importlib import import_module
 
 from ..lab.arguments import Parser
 
-BENCHMARKS = ('overhead', 'recovery', 'spare-node', 'regroup', 'start')
+BENCHMARKS = ('overhead', 'recovery', 'spare-node', 'guests', 'regroup', 'start')
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measures what a job without spare nodes loses in speed, and how soon its guests train.
+
+    moevement bench guests --json guests.json
+
+Four data-parallel ranks train on four emulated nodes, with all experts on each rank, and an
+emulated device on each node: micro-batches take turns there. First a node loses its worker and its
+memory, and a hot spare replaces the worker there. Later the node is lost for good, and its rank is
+a guest of another. Two variants take turns: peers compute the guest's micro-batches, or the guest
+does. Iterations with the guest are compared with those before any failure, and the seconds from
+each SIGKILL to a new iteration with each other.
+
+Exit status: 0 done, 1 states differ from those of plain Megatron, 2 a run failed.
+"""
+
+import argparse
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+
+import msgspec
+
+from ..lab.arguments import above_0
+from ..lab.job import Job, Kind, Trained, memory_directory, train
+from ..lab.launch import Launch
+from ..lab.models import ToyModel, native_precision, sparse_flags
+from ..lab.precisions import NATIVE
+from ..lab.run_log import RunLog
+from . import emulated, model
+from .frame import Bench, Figure, Report
+
+_NODES, _VICTIM, _WINDOW = 4, 1, 2
+_WARM_UP, _KILL_AT, _LOSE_AT, _ITERATIONS = 3, 10, 18, 30
+_SETTLED = 3  # iterations from a recovery on that do not count
+_MODEL = ToyModel(hidden=32, heads=2, sequence=32, experts=4)
+_TRAINING = '--num-layers 2 --micro-batch-size 1 --global-batch-size 12 --lr 1e-3'.split()
+ROUTES, GUESTS = 'routes', 'guests'
+_FLAG = {ROUTES: 'auto', GUESTS: 'off'}
+"""By way, the value of --sparse-ckpt-routes."""
+
+
+class Lived(msgspec.Struct, frozen=True):
+    """One job whose node failed, and was lost later."""
+
+    fault_free_s: float
+    guest_s: float
+    """Median iterations before the failures, and after them."""
+    spare_seconds: float
+    seconds: float
+    """Seconds from SIGKILL to a new iteration: of a hot spare, and of a guest."""
+    different: list[str]
+    """Kinds of state that differ from plain Megatron at the end."""
+
+
+def lived(log: RunLog, killed_at: Sequence[float], different: list[str]) -> Lived:
+    """Evaluate a job; `killed_at`: times of both failures (seconds since the epoch)."""
+    before = [log.newest_until(at) for at in killed_at]
+    new = [log.first_after(number) for number in before]
+    spare_s, guest_s = (one.time - at for one, at in zip(new, killed_at, strict=True))
+
+    def median(first: int, last: int) -> float:
+        return statistics.median(
+            after.time - one.time
+            for one, after in pairwise(log.iterations)
+            if first < after.number <= last
+        )
+
+    with_guest = median(new[1].number + _SETTLED, _ITERATIONS)
+    return Lived(median(_WARM_UP, before[0]), with_guest, spare_s, guest_s, different)
+
+
+class GuestsBench(Bench):
+    """Losses of a node without a spare one."""
+
+    PROG = 'moevement bench guests'
+    FIGURES = {
+        'fault_free_s': Figure('s an iteration'),
+        'guest_s': Figure('with a guest'),
+        'iteration': Figure('ratio', of=lambda one, first: one.guest_s / one.fault_free_s),
+        'spare_seconds': Figure('s to a new one, hot spare'),
+        'seconds': Figure('guest'),
+        'ratio': Figure('ratio', of=lambda one, first: one.seconds / one.spare_seconds),
+    }
+
+    @classmethod
+    def add_flags(cls, parser: argparse.ArgumentParser) -> None:
+        about = 'seconds of a micro-batch on an emulated device (default: 0.3)'
+        parser.add_argument('--device', type=above_0, default=0.3, metavar='S', help=about)
+
+    def __init__(self, args: argparse.Namespace, output: Path, data: Path) -> None:
+        super().__init__(args, output, data)
+        own = [*_TRAINING, *NATIVE[native_precision()].split()]
+        self._plain = _MODEL.training_flags(own, data, _ITERATIONS)
+
+    @cached_property
+    def _reference(self) -> Trained:
+        return train(Launch(self.output / 'plain', self._plain, _NODES, 1))
+
+    def titles(self) -> Mapping[str, str]:
+        return {ROUTES: 'peers compute for the guest', GUESTS: 'the guest computes'}
+
+    def run(self, way: str, number: int) -> Lived:
+        with memory_directory() as memory:
+            flags = [*self._plain, *sparse_flags(memory, model.RUN_ID, _WINDOW)]
+            devices = {emulated.SECONDS: str(self.args.device), emulated.DEVICES: str(memory)}
+            launch = Launch(
+                self.output / f'{number}-{way}', [*flags, '--sparse-ckpt-routes', _FLAG[way]],
+                _NODES, 1, max_restarts=9, spares=1, variables=devices, guests=True,
+                program_file=emulated.__file__,
+            )  # fmt: skip
+            killed_at: list[float] = []
+
+            def hurt(job: Job) -> None:
+                for kind, at in ((Kind.NODE, _KILL_AT), (Kind.AWAY, _LOSE_AT)):
+                    job.await_iteration(at)
+                    killed_at.append(job.hurt(kind, [_VICTIM]).time)
+
+            done = train(launch, hurt, memory=memory / model.RUN_ID)
+        return lived(done.log, killed_at, done.different(self._reference))
+
+    def different(self, rounds: Sequence[Mapping[str, Lived]]) -> list[str]:
+        return sorted({kind for one in rounds for way in one.values() for kind in way.different})
+
+    def notes(self, report: Report) -> Iterator[str]:
+        routes, guests = (report.ways[way].figures for way in (ROUTES, GUESTS))
+        yield (
+            f'{_NODES} nodes of one rank, one is lost; micro-batches of {self.args.device} s; '
+            f'states: {", ".join(report.different) or "equal"}.'
+        )
+        iteration, alone = routes['iteration'].median, guests['iteration'].median
+        yield f'routes: iteration={iteration:.2f} guests={alone:.2f}'
+        yield f'guests: seconds={routes["ratio"].median:.2f}'
+
+
+main = GuestsBench.main
