@@ -23,6 +23,7 @@ RANDOM = {
     'one layout': '--faults 8 --faults-per-job 8',
     # Layout, precision, features, window, replicas, tiers and launcher; kinds and moments.
     'drawn configurations': '--configurations 5 --faults 20 --faults-per-job 4',
+    'without spares': '--without-spares --faults 12 --faults-per-job 4',
 }
 
 
