@@ -69,7 +69,7 @@ def test_faults_of_each_kind_are_injected(job: Job, tmp_path: Path) -> None:
 
 
 def test_node_is_lost_for_good(tmp_path: Path) -> None:
-    """Its ranks go on beside those of another; nobody else is to blame for their ends."""
+    """Its ranks go on beside those of another node."""
     window = tmp_path / 'memory' / 'run' / 'node1' / 'a.window'
     window.parent.mkdir(parents=True)
     window.touch()
