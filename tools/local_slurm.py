@@ -31,6 +31,7 @@ import psutil
 
 from .lab.arguments import Parser
 from .lab.errors import LabError
+from .lab.launch import free_port
 
 PACKAGES = ('slurm-wlm', 'munge')
 NODES = tuple(f'n{number}' for number in range(1, 6))
@@ -144,9 +145,9 @@ class LocalSlurm:
         key.write_bytes(secrets.token_bytes(1024))
         key.chmod(0o400)
         text = Path(__file__).with_suffix('.toml').read_text('utf-8')
-        lines = [*tomllib.loads(text.format(port=_free_port(), folder=self.folder)).items()]
+        lines = [*tomllib.loads(text.format(port=free_port(), folder=self.folder)).items()]
         host = socket.gethostname()
-        lines += [('NodeName', _NODE.format(name=n, host=host, port=_free_port())) for n in NODES]
+        lines += [('NodeName', _NODE.format(name=n, host=host, port=free_port())) for n in NODES]
         self.configuration.write_text(''.join(f'{name}={value}\n' for name, value in lines))
         (self.folder / 'gres.conf').write_text(_DEVICES)
 
@@ -218,11 +219,6 @@ def _lives(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     return False
-
-
-def _free_port() -> int:
-    with socket.create_server(('127.0.0.1', 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

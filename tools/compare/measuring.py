@@ -2,6 +2,7 @@
 """Figures of a job of a comparison: pure functions of its log and events."""
 
 import itertools
+import math
 import statistics
 from collections.abc import Iterator, Sequence
 
@@ -10,7 +11,7 @@ import numpy as np
 
 from moevement_ext.events import TokensLost
 
-from ..bench.comeback import PHASES, Comeback, comeback, kept, stage_iterations
+from ..bench.comeback import PHASES, comeback, kept, stage_iterations
 from ..lab.errors import LabError
 from ..lab.evidence import kind_of
 from ..lab.figures import medians
@@ -70,7 +71,10 @@ def figures(row: Row, lived: Lived, plain: Lived, course: Course) -> RowRun:
     """
     log, reference = lived.trained.log, plain.trained.log
     iteration_s = pace_s(reference)
-    back = list(comebacks(lived))
+    back = [
+        comeback(log, lived.trained.events, lived.started, at, end)
+        for at, end in itertools.pairwise([*lived.faults, math.inf])
+    ]
     phases = medians([one.phases for one in back])
     captured = sum(slot.nbytes for slot in log.captured) / len(log.iterations)
     saved = lived.checkpoint_bytes / RANKS / course.interval
@@ -126,13 +130,6 @@ def undisturbed(log: RunLog, faults: Sequence[float]) -> Iterator[tuple[int, flo
         struck = any(before.time <= at <= after.time for at in faults)
         if after.number == before.number + 1 and not struck:
             yield before.number, after.time - before.time
-
-
-def comebacks(lived: Lived) -> Iterator[Comeback]:
-    """Yield the recovery from each fault. Raises LabError: no new iteration followed a fault."""
-    trained = lived.trained
-    for at, end in itertools.pairwise([*lived.faults, float('inf')]):
-        yield comeback(trained.log, trained.events, lived.started, at, end)
 
 
 def curves(lived: Lived) -> Curves:

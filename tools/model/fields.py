@@ -14,7 +14,6 @@ Positive = Annotated[float, Meta(gt=0, le=_MOST, description='give a number abov
 PositiveOrInfinite = Annotated[float, Meta(gt=0, description='give a number above 0 (inf: never)')]
 NotNegative = Annotated[float, Meta(ge=0, le=_MOST, description='give a number, 0 or more')]
 Number = Annotated[float, Meta(ge=-_MOST, le=_MOST, description='give a number')]
-Power = Annotated[float, Meta(ge=-100, le=100, description='give a number from -100 to 100')]
 Share = Annotated[float, Meta(ge=0, le=1, description='a share; give a number from 0 to 1')]
 Chance = Annotated[
     float, Meta(ge=0, le=math.nextafter(1, 0), description='give a number from 0 to below 1')
