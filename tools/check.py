@@ -2,7 +2,7 @@
 """Reports the protection of a job from its flags, without starting it.
 
     moevement check -- --num-layers 32 --hidden-size 4096 ...
-    moevement check --nproc 64 -- --num-layers 32 --hidden-size 4096 ...
+    moevement check --nproc 64 --json -- --num-layers 32 --hidden-size 4096 ...
 
 After `--` come all flags of pretrain_gpt.py; --sparse-ckpt is implied. Refusals are those of the
 start, in the same words. The tool looks for files and directories on this machine. For the host
@@ -14,11 +14,13 @@ Exit status: 0 the job would be protected, 2 the start would be refused, or a fl
 import os
 import warnings
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from moevement_ext.errors import EXIT_USER_ERROR
 
 from .lab.arguments import Parser, at_least, split_at_end
+from .lab.figures import print_json
 from .lab.trainer_flags import prepare_megatron
 
 if TYPE_CHECKING:
@@ -40,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar='N',
         help='ranks of the job; default: WORLD_SIZE, else the fewest that parallel sizes need',
     )
+    parser.add_argument('--json', action='store_true', help='print JSON')
     args = parser.parse_args(own)
     if not flags:
         parser.error('give -- and the flags of the job')
@@ -50,7 +53,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         from megatron.moevement.checking import judge
 
     judgement = judge(flags, args.nproc)
-    print('\n'.join(_lines(judgement)))
+    if args.json:
+        found = {name: getattr(judgement, name) for name in ('protected', 'localized')}
+        print_json(found | asdict(judgement))
+    else:
+        print('\n'.join(_lines(judgement)))
     return 0 if judgement.protected else EXIT_USER_ERROR
 
 

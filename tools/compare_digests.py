@@ -15,6 +15,7 @@ from rich.console import Console
 
 from .lab.arguments import Parser
 from .lab.digests import DigestFileError, difference_table, differences, read_digest
+from .lab.figures import print_json
 
 _ONLY_GENERATORS = (
     'Only states of random number generators differ; weights and optimizers are equal. A generator '
@@ -27,6 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog='moevement compare-digests', description=__doc__)
     parser.add_argument('first', type=Path, metavar='A')
     parser.add_argument('second', type=Path, metavar='B')
+    parser.add_argument('--json', action='store_true', help='print the differences as JSON')
     args = parser.parse_args(argv)
     try:
         first, second = read_digest(args.first), read_digest(args.second)
@@ -34,6 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f'compare_digests: {error}', file=sys.stderr)
         return 2
     found = differences(first, second)
+    if args.json:
+        print_json({'equal': not found, 'differences': [one._asdict() for one in found]})
+        return int(bool(found))
     if found:
         console = Console()
         console.print(difference_table(found, first, second))

@@ -3,19 +3,26 @@ r"""Shows the state of a running job, from its events (`--sparse-ckpt-events`), 
 
     moevement status runs/events
     moevement status runs/events --once
+    moevement status runs/events --json
+    moevement status runs/events --serve 8080
 
 Iteration and pace, age of the newest safe window, activity of each stage's ranks, silent ranks, the
 last failures and their recoveries. The tool ends with the job, or by Ctrl-C. The folder may be on a
 file system shared with the nodes; the tool does not contact the job itself.
 
-Exit status: 0 done, 2 there are no events to read.
+Exit status: 0 done, 2 there are no events to read. With --once and --json: 0 the job is well or has
+finished; 1 it recovers, ranks are silent or missing, or the newest safe window is old; 2 it is
+dead: no heartbeat for long, or no events.
 """
 
+import argparse
 import contextlib
+import io
 import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +35,7 @@ from moevement_ext.events import WINDOW_EVERY_S
 
 from .lab.arguments import Parser, above_0
 from .lab.errors import LabError
+from .lab.figures import print_json
 from .lab.following import Follower
 from .lab.history import History, Pace, read_history, shares
 from .lab.plots import Doing
@@ -38,22 +46,69 @@ from .lab.text import clock, duration, loss
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog='moevement status', description=__doc__)
     parser.add_argument('events', type=Path, help='folder of --sparse-ckpt-events')
-    parser.add_argument('--once', action='store_true', help='print the present state and exit')
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument('--once', action='store_true', help='print the present state and exit')
+    how.add_argument('--json', action='store_true', help='print it as JSON and exit')
+    how.add_argument('--serve', type=_address, metavar='[HOST:]PORT', help='show it as a page; '
+                     'without HOST to this machine only')  # fmt: skip
     parser.add_argument(
         '--every', type=above_0, default=2.0, metavar='S', help='seconds (default: %(default)s)'
     )
     args = parser.parse_args(argv)
     console = Console()
     try:
-        if args.once:
-            console.print(show(read_history(args.events), time.time()))
-        else:
-            with contextlib.suppress(KeyboardInterrupt):
+        if args.once or args.json:
+            history, now = read_history(args.events), time.time()
+            if args.json:
+                print_json(summary(history, now))
+            else:
+                console.print(show(history, now))
+            return health(history, now)
+        with contextlib.suppress(KeyboardInterrupt):
+            if args.serve:
+                _serve(Follower(args.events), args.every, args.serve)
+            else:
                 _follow(Follower(args.events), args.every, console)
     except LabError as error:
         print(f'status: {error}', file=sys.stderr)
         return 2
     return 0
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(':')
+    if not port.isdecimal() or int(port) > 65535:
+        raise argparse.ArgumentTypeError(f'{text}: give a port, or HOST:PORT')
+    return host or '127.0.0.1', int(port)
+
+
+def _serve(follower: Follower, every_s: float, address: tuple[str, int]) -> None:
+    """Answer requests with the screen until Ctrl-C. Raises LabError: the address is taken."""
+
+    class Page(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            follower.look()
+            console = Console(record=True, file=io.StringIO(), width=_PAGE_WIDTH)
+            history = History(follower.events) if follower.events else None
+            console.print(show(history, time.time()) if history else 'no events yet')
+            page = console.export_html(inline_styles=True).encode()
+            self.send_response(200)
+            self.send_header('Content-Type', 'text/html; charset=utf-8')
+            self.send_header('Content-Length', str(len(page)))
+            self.send_header('Refresh', f'{every_s:g}')
+            self.end_headers()
+            self.wfile.write(page)
+
+        def log_message(self, *_: object) -> None:
+            """Requests are not worth a line."""
+
+    try:
+        server = HTTPServer(address, Page)
+    except OSError as error:
+        raise LabError(f'--serve {":".join(map(str, address))}: {error.strerror}') from error
+    with server:
+        print(f'http://{address[0]}:{server.server_port}', flush=True)
+        server.serve_forever()
 
 
 def _follow(follower: Follower, every_s: float, console: Console) -> None:
@@ -74,12 +129,18 @@ _RECENT = 5  # number of windows per rank that the present pace averages
 _LATE_WINDOWS = 3  # as in the corresponding alert
 _DEAD_WINDOWS = 10
 _LATE_S, _DEAD_S = 60.0, 600.0  # minimum: other hosts see events some seconds late
-_WELL = 'bold green'
+_STYLES = 'bold green', 'bold yellow', 'bold red'  # by health
+_PAGE_WIDTH = 120
+_OF_FAILURE = (
+    'start', 'end', 'scope', 'reasons', 'replaced', 'replayed', 'verified', 'differing', 'phases'
+)  # fmt: skip
 _BARE: dict[str, Any] = {'title_justify': 'left', 'box': None, 'pad_edge': False}
 
 
 def show(history: History, now: float) -> Group:
-    parts: list[Text | Table] = [_headline(history, now), _figures(history), _stages(history)]
+    said, harm = _headline(history, now)
+    headline = Text(said, _STYLES[harm])
+    parts: list[Text | Table] = [headline, _figures(history), _stages(history)]
     if history.episodes:
         parts.append(failure_table(history, now))
     reduced = history.reduced
@@ -112,32 +173,73 @@ def missing(history: History) -> list[int]:
     return sorted(set(range(size)) - history.by_rank.keys())
 
 
-def _headline(history: History, now: float) -> Text:
+def _headline(history: History, now: float) -> tuple[str, int]:
+    """The activity of the job, and its health as far as that says it."""
     if history.finished:
-        return Text(f'finished at iteration {history.of_iterations}', _WELL)
-    doing, style = _state(history, now)
+        return f'finished at iteration {history.of_iterations}', 0
     silence = max(now - history.end, 0.0)
     late = max(_LATE_S, _LATE_WINDOWS * history.window_s)
     dead = max(_DEAD_S, _DEAD_WINDOWS * history.window_s)
-    if silence > (late if style == _WELL else dead):
-        return Text(
-            f'NO HEARTBEAT for {duration(silence)}; before that: {doing}. Look whether its '
-            'processes run, and at the log of the launcher',
-            'bold red' if silence > dead else 'bold yellow',
-        )
-    return Text(f'{doing}, last event {duration(silence)} ago', style)
-
-
-def _state(history: History, now: float) -> tuple[str, str]:
-    """Activity of the job at the newest event, and its style."""
     last = history.episodes[-1] if history.episodes else None
+    doing, harm, most = f'training, iteration {history.of_iterations}', 0, late
     if last is not None and last.end is None:
         reasons = '; '.join(last.reasons) or 'all workers start again'
         lasting = duration(max(now - last.start, 0.0))
-        return f'RECOVERING for {lasting}: {reasons}', 'bold yellow'
-    if history.trained_from >= history.end:
-        return 'starting', 'bold'
-    return f'training, iteration {history.of_iterations}', _WELL
+        doing, harm, most = f'RECOVERING for {lasting}: {reasons}', 1, dead
+    elif history.trained_from >= history.end:
+        doing, most = 'starting', dead
+    if silence <= most:
+        return f'{doing}, last event {duration(silence)} ago', harm
+    said = (
+        f'NO HEARTBEAT for {duration(silence)}; before that: {doing}. Look whether its '
+        'processes run, and at the log of the launcher'
+    )
+    return said, 2 if silence > dead else 1
+
+
+def health(history: History, now: float) -> int:
+    """0 well, 1 lagging, silent or recovering, 2 dead."""
+    if history.finished:
+        return 0
+    lags = bool(silent(history) or missing(history) or _is_late(history))
+    return max(_headline(history, now)[1], int(lags))
+
+
+def _is_late(history: History) -> bool:
+    """True if a failure now would cost many windows."""
+    newest = history.newest_window
+    age = history.kept if newest is None else history.iteration - newest
+    return age > _LATE_WINDOWS * _between_windows(history)
+
+
+def summary(history: History, now: float) -> dict[str, Any]:
+    """The screen, and all failures, as JSON; seconds, iterations and shares; None: unknown."""
+    pace, time = history.pace, shares(history)
+    return {
+        'health': ('well', 'lagging', 'dead')[health(history, now)],
+        'state': _headline(history, now)[0],
+        'finished': history.finished,
+        'iteration': history.iteration,
+        'train_iterations': history.about and history.about.train_iterations,
+        'last_event': history.end,
+        'iteration_s': pace and pace.iteration_s,
+        'exposed_s': pace and pace.exposed_s,
+        'loss': history.losses[-1].loss if history.losses else None,
+        'ettr': time and time.ettr,
+        'seconds': time and time._asdict(),
+        'window': history.window,
+        'newest_window': history.newest_window,
+        'silent': silent(history),
+        'missing': missing(history),
+        'stages': [
+            {'stage': stage, 'ranks': {rank: history.doing[rank] for rank in ranks}}
+            for stage, ranks in history.by_stage(history.members)
+        ],
+        'failures': [
+            {name: getattr(one, name) for name in _OF_FAILURE} for one in history.episodes
+        ],
+        'protection_reduced': [one.reason for one in history.reduced],
+    }
 
 
 def _figures(history: History) -> Table:
@@ -173,8 +275,7 @@ def _protection(history: History) -> Text:
         return Text('no window is safe on all ranks yet: a failure starts over', 'red')
     age = history.iteration - newest
     text = f'newest window that all have begins at {newest}, {age} iterations ago'
-    late = age > _LATE_WINDOWS * _between_windows(history)
-    return Text(f'{text}; windows of {history.window}', 'red' if late else '')
+    return Text(f'{text}; windows of {history.window}', 'red' if _is_late(history) else '')
 
 
 def _stages(history: History) -> Table:

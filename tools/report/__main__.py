@@ -2,6 +2,7 @@
 r"""Writes one page about a run, from its events (`--sparse-ckpt-events`).
 
     moevement report runs/events -o report.html
+    moevement report runs/events --json
 
 The page has the activity of each rank, the use of time (effective training time ratio), each
 failure with the phases and verification of its recovery, host memory and slots. The page is
@@ -13,6 +14,7 @@ Exit status: 0 done, 2 there is nothing to report, or the page cannot be written
 import shlex
 import statistics
 import sys
+import time
 from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -23,9 +25,10 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from ..lab.arguments import Parser
 from ..lab.errors import LabError
-from ..lab.figures import replacing
+from ..lab.figures import print_json, replacing
 from ..lab.history import PROCESS_START, Episode, History, read_history, shares
 from ..lab.text import duration, loss, readable, size
+from ..status import summary
 from . import charts
 
 _PHASES = {
@@ -39,11 +42,17 @@ _NOTES = 20
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog='moevement report', description=__doc__)
     parser.add_argument('events', type=Path, help='folder of --sparse-ckpt-events')
-    parser.add_argument('-o', '--output', type=Path, required=True, help='HTML file to write')
+    how = parser.add_mutually_exclusive_group(required=True)
+    how.add_argument('-o', '--output', type=Path, help='HTML file to write')
+    how.add_argument('--json', action='store_true', help='print figures as JSON, as `status` does')
     parser.add_argument('--title', help='name of the run (default: the folder)')
     args = parser.parse_args(argv)
     try:
-        page = render(read_history(args.events), args.title or str(args.events))
+        history = read_history(args.events)
+        if args.json:
+            print_json(summary(history, time.time()))
+            return 0
+        page = render(history, args.title or str(args.events))
         with replacing(args.output) as partial:
             partial.write_text(page, 'utf-8')
     except LabError as error:

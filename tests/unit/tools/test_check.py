@@ -4,6 +4,7 @@
 That a start says the same: `tests/distributed/test_refusals.py`.
 """
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -41,6 +42,9 @@ def test_ranks_are_as_given_or_those_of_the_environment(
     assert main([*own, '--', *JOB.split()]) == 0
     assert capsys.readouterr().out.endswith(f'; world size {ranks}\n')
     assert (sys.argv, dict(os.environ)) == (before, environment)
+    assert main([*own, '--json', '--', *JOB.split()]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found['protected'], found['ranks'], found['refused']) == (True, ranks, [])
 
 
 def test_nothing_is_set_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

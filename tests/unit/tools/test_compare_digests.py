@@ -52,6 +52,9 @@ def test_one_changed_entry_is_named_by_rank_and_kind(
     assert main([str(first), str(second)]) == 1
     row = next(line for line in capsys.readouterr().out.splitlines() if kind in line)
     assert [cell.strip() for cell in row.strip('│').split('│')][:4] == ['1', kind, '1', '1']
+    assert main([str(first), str(second), '--json']) == 1
+    [found] = json.loads(capsys.readouterr().out)['differences']
+    assert found == {'rank': '1', 'kind': kind, 'name': name}
 
 
 @pytest.mark.parametrize(('other', 'said'), [('rng/torch', True), ('loss_scale', False)])
