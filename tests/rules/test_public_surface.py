@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What users may import: a name goes or comes only by a change of this file."""
 
-import ast
 import importlib
 import subprocess
 import sys
@@ -65,20 +64,3 @@ def test_exit_statuses_are_those_that_scripts_rely_on() -> None:
     engine = importlib.import_module('moevement_ext')
     assert (engine.EXIT_USER_ERROR, engine.EXIT_OTHER_BITS) == (2, 77)
     assert (engine.EXIT_WHOLE_JOB, engine.EXIT_STUCK) == (75, 76)
-
-
-@pytest.mark.parametrize('package', SURFACES)
-def test_types_are_shipped(package: str) -> None:
-    assert (ROOT / package.replace('.', '/') / 'py.typed').is_file()
-    (setup,) = (
-        node
-        for node in ast.walk(ast.parse((ROOT / 'setup.py').read_text('utf-8')))
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == 'setup'
-    )
-    (data,) = (word.value for word in setup.keywords if word.arg == 'package_data')
-    named = {
-        key.value: value
-        for key, value in zip(data.keys, data.values, strict=True)
-        if key is not None
-    }
-    assert 'py.typed' in ast.literal_eval(named[package])

@@ -2,7 +2,6 @@
 """What the documents say is so: flags, figures, snippets, commands, links."""
 
 import ast
-import importlib.util
 import inspect
 import json
 import re
@@ -253,13 +252,3 @@ def anchors(page: Path) -> set[str]:
     """As forges make them of headings."""
     titles = re.findall(r'^#+ (.*)$', page.read_text('utf-8'), re.M)
     return {re.sub(r'[^\w -]', '', title).lower().replace(' ', '-') for title in titles}
-
-
-@each('page', PAGES)
-def test_documented_programs_exist(page: Path) -> None:
-    text = page.read_text('utf-8')
-    for module in re.findall(r'python -m ((?:tools|tests)\.[\w.]*\w)', text):
-        assert importlib.util.find_spec(module), module
-    for script in re.findall(r'\bscripts/[\w.]+\w', text):
-        assert (ROOT / script).exists(), script
-    assert not re.search(r'\btools/\w+\.py\b', text), 'tools are started by python -m'

@@ -2,17 +2,15 @@
 """Rules about the tree as a whole: layering, licences, sizes, packaging, scripts and Dockerfile."""
 
 import ast
-import importlib.util
 import os
 import platform
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.rules.trees import ROOT, name_of, python_files, sources, text, tree
+from tests.rules.trees import ROOT, name_of, python_files, sources, text
 
 TREE = ('moevement_ext', 'megatron', 'tools', 'examples', 'tests', 'setup.py', 'pretrain_gpt.py')
 SHELL_SCRIPTS = sorted(
@@ -61,52 +59,6 @@ def test_every_package_folder_is_packaged(package: str) -> None:
     folders = {path.parent for path in (ROOT / package).rglob('*.py')}
     assert folders
     assert not [folder for folder in folders if not (folder / '__init__.py').exists()]
-
-
-OURS = r'(?:moevement_ext|megatron\.moevement|tools|tests)(?:\.\w+)*'
-MODULES_IN_TEXT = re.compile(rf'(?:from|import) +({OURS})\b')
-IMPORTS_IN_TEXT = re.compile(rf'from +({OURS}) +import +(\w+)')
-
-
-def is_module(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:
-        return False
-
-
-def test_imports_in_text_are_of_modules_that_exist() -> None:
-    """In docstrings and in programs that tests start; imports proper are checked by mypy."""
-    dangling = [
-        f'{name_of(path)}: {name}'
-        for path in python_files(*TREE)
-        for node in ast.walk(tree(path))
-        if isinstance(node, ast.Constant) and isinstance(node.value, str)
-        for name in {
-            *MODULES_IN_TEXT.findall(node.value),
-            # What is imported from a folder is a module, if the folder itself has no such name.
-            *(
-                f'{folder}.{module}'
-                for folder, module in IMPORTS_IN_TEXT.findall(node.value)
-                if not defines(folder, module)
-            ),
-        }
-        if not is_module(name)
-    ]
-    assert not dangling
-
-
-def defines(module: str, name: str) -> bool:
-    """True if a module of ours has a name; also if there is no such module, which is told apart."""
-    place = ROOT / module.replace('.', '/')
-    sources = [path for path in (place.with_suffix('.py'), place / '__init__.py') if path.is_file()]
-    names = {
-        getattr(node, field, None)
-        for path in sources
-        for node in ast.walk(tree(path))
-        for field in ('name', 'id')
-    }
-    return not sources or name in names
 
 
 # ---- docstrings

@@ -13,7 +13,6 @@ from rich.console import Console
 
 from tests.unit.tools.samples import HARDWARE
 from tools.bench.frame import Bench, Figure, Report, markdown, print_report
-from tools.bench.start import StartBench
 from tools.compare.peers import PeersBench
 from tools.compare.strategies import CompareBench
 from tools.lab.errors import LabError
@@ -93,16 +92,6 @@ def test_exit_status_shows_whether_runs_are_identical(
         assert Turns.main([*flags, '--output', str(tmp_path)]) == status
         assert json.loads(target.read_text())['different'] == ['parity'] * status
         assert table.read_text() == markdown(found, Turns.FIGURES)
-
-
-@pytest.mark.parametrize('bench', [CompareBench, PeersBench, StartBench])
-def test_help_is_the_text_of_the_module(
-    bench: type[Bench], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        bench.parse(['--help'])
-    said = capsys.readouterr().out
-    assert said.startswith(f'usage: {bench.PROG} ') and '\nExit status: 0 done' in said
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from tests.unit.tools.samples import HARDWARE, iteration_line
 from tools.bench import model, overhead
 from tools.bench.overhead import AGAIN, FORMATS, PLAIN, SPARSE, OverheadBench, Run
 from tools.lab import models
-from tools.lab.launch import ROOT, Launch
 from tools.lab.run_log import RunLog, parse_log
 from tools.model.layout import PRECISIONS
 
@@ -43,28 +42,6 @@ def test_runs_are_compared_within_a_precision() -> None:
     assert found.ways[f'c1/{SPARSE}'].words == {'windows': '4'}
     assert 'exposed_ms' not in found.ways[f'c1/{SPARSE}'].figures
     assert found.different == ['c1'] and found.notes[-1].endswith(': DIFFERENT in c1.')
-
-
-@pytest.mark.parametrize(
-    'flags',
-    [
-        ['--iterations', '5'],
-        ['--against', '/nowhere'],
-        ['--stand-ins', '--precision', 'c9'],
-        ['--stand-ins', '--precision', 'c1', '--iterations', '10', '--window', '8'],
-        ['--stand-ins', '--precision', 'c1', '--against', str(ROOT)],
-    ],
-)
-def test_wrong_flags_of_overhead_are_refused(flags: list[str]) -> None:
-    with pytest.raises(SystemExit) as refused:
-        OverheadBench.parse(flags)
-    assert refused.value.code == 2
-
-
-def test_a_launch_of_another_checkout_finds_only_its_modules(tmp_path: Path) -> None:
-    launch = Launch(tmp_path, ['--flag'], 1, 1, checkout=tmp_path / 'before')
-    assert launch.program() == [str(tmp_path / 'before' / 'pretrain_gpt.py'), '--flag']
-    assert launch.environment()['PYTHONPATH'].split(':')[0] == str(tmp_path / 'before')
 
 
 # Formats

@@ -8,7 +8,7 @@ import pytest
 from megatron.moevement.arguments import config_from_args
 from tests.unit.tools.samples import HARDWARE, logged
 from tools.compare import measuring
-from tools.compare.rows import ROWS, Keeps, chosen
+from tools.compare.rows import ROWS, Keeps
 from tools.compare.running import Course, Lived, draw_faults, since
 from tools.compare.strategies import CompareBench
 from tools.lab.digests import StateDigest
@@ -133,14 +133,6 @@ def test_only_a_broken_promise_fails() -> None:
         assert found.different == broken
     assert found.notes[-1] == 'MoEvement, localized: the final state differs in parameter, rank.'
     assert found.ways['torch-dist-sync'].title == 'torch_dist, synchronous *'
-
-
-def test_rows_are_chosen_by_name() -> None:
-    assert {'windows', 'localized-spare'}.isdisjoint(chosen('all', forked=True))
-    assert [*chosen('global,none', forked=True)] == ['global', 'none']
-    for names, said in {'nope': 'no row nope', 'localized-spare': 'starts as a hot spare'}.items():
-        with pytest.raises(ValueError, match=said):
-            chosen(names, forked=True)
 
 
 def test_iterations_that_were_trained_again_count_for_nothing() -> None:

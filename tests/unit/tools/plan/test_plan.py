@@ -4,13 +4,10 @@
 import json
 import subprocess
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
-from tools.model.fields import FieldError
-from tools.model.shape import layers_with_experts
 from tools.plan import __main__ as plan
 from tools.plan.flags import parse_megatron_flags
 
@@ -25,8 +22,6 @@ MEGATRON = (
     '--use-distributed-optimizer --pipeline-model-parallel-size 2 --expert-model-parallel-size 2 '
     '--sparse-ckpt --sparse-ckpt-window 3 --lr 1e-3'
 ).split()
-
-_TENSOR, _REPLICAS = '--tensor-model-parallel-size', '--sparse-ckpt-replicas'
 
 CLUSTER = {
     'name': 'two',
@@ -126,15 +121,6 @@ def test_megatron_model_is_counted_as_megatron_does():
     assert plain.training(None, 4).precision.compute == 'fp32'
 
 
-@pytest.mark.parametrize(
-    ('text', 'layers'),
-    [('2', (1, 0, 1, 0, 1)), ('[0]+[1,0]*2', (0, 1, 0, 1, 0)), ('[2]*3', None), ('f()', None)],
-)
-def test_layer_frequency_is_parsed(text, layers):
-    with nullcontext() if layers else pytest.raises(FieldError):
-        assert layers_with_experts(text, 5) == layers
-
-
 def test_planning_needs_neither_torch_nor_megatron():
     code = (
         'import sys, tools.plan.__main__, tools.simulate.__main__, tools.simulate.scenario; '
@@ -144,9 +130,8 @@ def test_planning_needs_neither_torch_nor_megatron():
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize('tool', ['plan', 'simulate', 'chaos', 'bench.overhead'])
-def test_python_without_the_packages_prints_a_remedy(tool):
-    command = [sys.executable, '-S', '-m', f'tools.{tool}', '--help']
+def test_python_without_the_packages_prints_a_remedy():
+    command = [sys.executable, '-S', '-m', 'tools.plan', '--help']
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1
     [line] = done.stderr.splitlines()

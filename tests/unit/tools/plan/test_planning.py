@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans of whole jobs: never over budget, W = 1 where it fits, costs that follow the settings."""
 
-import math
 from types import SimpleNamespace
 
 import pytest
@@ -11,14 +10,12 @@ from msgspec.structs import replace
 
 from moevement_ext.config import SparseCheckpointConfig
 from moevement_ext.events import EventLog
-from moevement_ext.plan.byte_planner import InfeasiblePlan, bytes_over_budget, fewest_slots
+from moevement_ext.plan.byte_planner import InfeasiblePlan
 from moevement_ext.plan.strategy.moevement import Measured
 from moevement_ext.protect.protection import Reserved
 from moevement_ext.protect.statistics import CaptureStatistics
-from tests.unit.plan.test_byte_planner import one_size, table
-from tools.model.algorithm1 import plan_as_printed
-from tools.model.description import CLUSTERS, PRESETS, Cluster
-from tools.model.layout import Batch, Layout, Precision
+from tools.model.description import Cluster
+from tools.model.layout import Batch, Layout
 from tools.model.shape import ModelShape
 from tools.plan import report
 from tools.plan.planning import (
@@ -26,7 +23,6 @@ from tools.plan.planning import (
     Job,
     ProtectionSettings,
     hidden_budgets,
-    iteration_seconds,
     plan_job,
 )
 
@@ -69,23 +65,6 @@ def test_plans_stay_within_budget(copy_bytes_per_s, replicas):
     assert plan.replicated_bytes() <= plan.network_bytes()
 
 
-def test_bytes_of_every_slot_count_against_the_budget():
-    """The state of delayed scaling; the training adds it to every slot as well."""
-    scaled = replace(JOB, precision=Precision('fp8', amax_history=1024))
-    plan = plan_job(protected(on(scaled, copy_bytes_per_s=6e6), replicas=0))
-    assert plan.window > 2 and plan.kinds[0].always > plan.budgets.bytes // 20
-    assert max(kind.slot_bytes().max() for kind in plan.kinds) <= plan.budgets.bytes
-    assert plan.exposed_s().max() == 0
-
-
-def test_host_memory_has_room_for_the_bytes_of_every_slot():
-    scaled = replace(JOB, precision=Precision('fp8', amax_history=4096))
-    plan = plan_job(protected(scaled, window=4))
-    whole = max(int(kind.slot_bytes().sum(axis=0).max()) for kind in plan.kinds)
-    assert plan.kinds[0].always > 128 * 1024, 'more than the usual room'
-    assert plan.host_memory().by_kind()['own_windows'] >= 2 * 2 * whole
-
-
 def test_a_limit_of_the_network_is_that_of_the_training():
     """What training asks for its window, at rates that it has measured."""
     rate = 0.02e9
@@ -109,18 +88,6 @@ def test_a_limit_of_the_network_is_that_of_the_training():
     for unlimited in ('auto', 'off', 0):
         free = protected(job, network_gb_per_s=unlimited)
         assert free.send_bytes_per_s == link * free.protection.network_share
-
-
-@pytest.mark.parametrize('name', ['moe-llava', 'qwen-moe', 'mixtral-8x7b'])
-def test_unsent_bytes_wait_in_the_file_of_their_window(name):
-    preset = PRESETS[name]
-    of = preset.model, preset.layout, preset.batch, CLUSTERS['a100-80gbit']
-    plan = plan_job(Job(*of, iteration_seconds(*of, 0.35)))
-    for kind in plan.kinds:
-        assert kind.slot_bytes().max() <= plan.queued(kind).max() <= plan.queue_bytes()
-        assert (plan.queued(kind) <= kind.slot_bytes().cumsum(axis=0)).all()
-        left = plan.queued(kind)[-1]
-        assert (left <= plan.budgets.link_bytes).all(), 'sent before the next window begins'
 
 
 def test_auto_stops_at_the_longest_window_and_exposes_the_rest():
@@ -159,32 +126,3 @@ def test_node_reserves_memory_for_the_window_in_force():
     assert short.taken_bytes() == short.host_memory(2).node_total
     fixed = plan_job(protected(window=5))
     assert fixed.taken_bytes() == fixed.host_memory().node_total
-
-
-def test_recovery_and_ettr_follow_the_closed_form():
-    plan = plan_job(JOB)
-    effect = plan.effectiveness()
-    assert effect.expected_recovery_s() == pytest.approx(30 + 1.5 * plan.window * 0.25)
-    never = replace(JOB, failures=FailureRate(mtbf_s=math.inf), overhead_s=0.05)
-    assert plan_job(never).effectiveness().ettr_exact() == pytest.approx(1 / 1.2)
-
-
-# ---- Algorithm 1 as printed has the faults that its docstring states
-
-
-@pytest.mark.parametrize('count, budget, window', [(1200, 4400, 6), (1000, 2500, 20)])
-def test_equal_operators_take_more_slots_than_needed(count, budget, window):
-    operators = one_size(count)
-    plan = plan_as_printed(operators, budget)
-    assert plan.window == window > fewest_slots(operators, budget).window
-    assert bytes_over_budget(plan, operators, budget) == 0
-
-
-def test_mean_sizes_hide_a_large_operator_and_a_loaded_rank():
-    small = [(str(index), (6,), (1,)) for index in range(6)]
-    operators = table(*small[:5], ('embedding', (34,), (5,)), small[5])
-    plan = plan_as_printed(operators, 40)
-    assert bytes_over_budget(plan, operators, 40) > 0
-    assert bytes_over_budget(fewest_slots(operators, 40), operators, 40) == 0
-    lopsided = table(*((str(index), (12, 0), (2, 0)) for index in range(6)))
-    assert bytes_over_budget(plan_as_printed(lopsided, 36), lopsided, 36) == 36

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The simulation: against the closed form, against one played by hand, and its special cases."""
+"""The simulation: against the closed form, against histories played by hand."""
 
 import math
 
@@ -9,75 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tools.simulate.closed_form import Dense, Sparse
-from tools.simulate.failures import FailureTimes, Process, Trace
+from tools.simulate.failures import Trace
 from tools.simulate.monte_carlo import Pipeline, Run, Spares, SparseRun, simulate
-
-SYSTEMS: list[Dense | Sparse] = [
-    Sparse(2.9, 6, 0.06, 0.0, 600.0),
-    Sparse(2.0, 10, 0.1, 5.0, 60.0, 0.2, 0.33),
-    Sparse(1.0, 1, 0.0, 0.0, 20.0),
-    Dense(3.12, 150, 0.345, 15.0, 450.0),
-    Dense(3.0, 20, 0.1, 30.0, 100.0, 5.0),
-]
-
-
-def slow_ettr(system: Dense | Sparse, failures: list[float], position: int) -> float:
-    """One history, iteration by iteration, from a failure at 0 to the last one."""
-    strikes = iter(failures)
-    strike = next(strikes)
-    clock = useful = 0.0
-    done = 0  # iterations of the running period
-    recovering = True
-    while True:
-        if recovering:
-            span = system.restart_s
-            if isinstance(system, Sparse):
-                span = float(system.recovery_s()[position])
-        else:
-            span = system.step_s
-            if isinstance(system, Dense) and done == system.period - 1:
-                span += system.stall_s
-        if clock + span > strike:
-            clock, recovering, done = strike, True, 0
-            strike = next(strikes, math.inf)
-            if strike == math.inf:
-                return useful / clock
-            continue
-        clock += span
-        if recovering:
-            recovering = False
-        elif isinstance(system, Sparse):
-            useful += system.iteration_s
-            position = (position + 1) % system.period
-        else:
-            done = (done + 1) % system.period
-            useful += system.period * system.iteration_s * (done == 0)
-
-
-@pytest.mark.parametrize('system', SYSTEMS, ids=str)
-def test_vectorized_histories_equal_a_simulation_iteration_by_iteration(
-    system: Dense | Sparse,
-) -> None:
-    class Given(Process):
-        def first(
-            self, rng: np.random.Generator, histories: int, count: int, nodes: int
-        ) -> FailureTimes:
-            return FailureTimes(np.array([times, times]), np.zeros((2, 300), dtype=int))
-
-    gaps = np.random.default_rng(5).exponential(system.mtbf_s, 300)
-    times = gaps.cumsum()
-    positions: list[np.ndarray] = []
-
-    def make(histories: int, rng: np.random.Generator) -> Run:
-        assert isinstance(system, Sparse)
-        run = SparseRun(system, histories, rng)
-        positions.append(run.position.copy())
-        return run
-
-    found = simulate(make if isinstance(system, Sparse) else system, Given(1.0), histories=2)
-    starts = positions[0] if positions else [0, 0]
-    expected = [slow_ettr(system, times.tolist(), int(start)) for start in starts]
-    assert found.ettr == pytest.approx(np.mean(expected), rel=1e-9)
 
 
 @settings(max_examples=8, deadline=None, derandomize=True)

@@ -19,7 +19,6 @@ from moevement_ext.events import (
 )
 from tests.unit.tools.runs import LOST, localized_run, write
 from tests.unit.tools.samples import event
-from tools.lab.following import Follower
 from tools.lab.history import History
 from tools.lab.plots import Doing
 from tools.status import missing, show, silent
@@ -92,17 +91,6 @@ def test_silent_and_missing_ranks() -> None:
     assert silent(History(short)) == []
     assert missing(History([one for one in localized_run() if one.rank != 1])) == [1]
     assert 'MISSING ranks 1' in shown([one for one in localized_run() if one.rank != 1], 30.0)
-
-
-class TestFollower:
-    def test_appended_events_are_read_once(self, tmp_path: Path) -> None:
-        follower = Follower(tmp_path)
-        assert not follower.look()
-        write(tmp_path, until(12))
-        assert follower.look() and not follower.look()
-        write(tmp_path, [one for one in localized_run() if one.time >= 12])
-        assert follower.look()
-        assert follower.events == localized_run()
 
 
 def test_screen_follows_a_job_to_its_end(tmp_path: Path) -> None:

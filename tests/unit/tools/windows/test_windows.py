@@ -189,21 +189,6 @@ def test_prune_keeps_all_where_no_window_is_complete(root: Path, run: Run) -> No
     assert run.files() == before
 
 
-def test_files_whose_deletion_was_cut_off_are_no_windows(root: Path, run: Run) -> None:
-    former = run.store.holder_path(1).rename(run.store.path / 'former-1-99')
-    run.store.close()
-    assert complete(find(root))['run1'] == []
-    assert main(['prune', str(root), '--yes']) == 0
-    assert not list(former.rglob('*.window')) and len(run.store.scan()) == 2
-
-
-def test_free_files_of_a_dead_job_are_pruned(root: Path, run: Run) -> None:
-    run.windows[0].discard(named(3))
-    run.store.close()
-    assert main(['prune', str(root), '--keep', '2', '--yes']) == 0
-    assert not any('free-' in name for name in run.files())
-
-
 def test_windows_on_disk_are_recognised_regardless_of_the_run_id(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
