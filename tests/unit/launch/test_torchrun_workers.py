@@ -27,7 +27,11 @@ def main():
     print(f'err of {{rank}}', file=sys.stderr)
     if attempt == '1':
         sys.exit(0)
-    if rank == '1':
+    if rank == '0':
+        open(sys.argv[1] + '-0', 'w').close()
+    else:
+        while not os.path.exists(sys.argv[1] + '-0'):  # the agent ends rank 0 at this death
+            time.sleep(0.01)
         if {kills_template}:
             started = psutil.Process().parent().children()
             min(started, key=psutil.Process.create_time).kill()
