@@ -3,7 +3,6 @@
 
 import os
 import struct
-import subprocess
 import tarfile
 from pathlib import Path
 
@@ -11,8 +10,6 @@ import pytest
 
 from scripts import pack_libraries
 
-ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = ROOT / 'scripts' / 'build_transformer_engine.sh'
 ELF, PTX = 2, 1
 
 
@@ -88,27 +85,3 @@ def test_unusable_or_large_package_is_not_written(
     first, second = capsys.readouterr().err.splitlines()
     assert 'device code of sm_75' in first and 'MiB packed' in second
     assert [path.name for path in tmp_path.iterdir()] == ['site']
-
-
-@pytest.mark.parametrize(
-    ('arguments', 'says'),
-    [
-        ('', 'Builds Transformer Engine'),
-        ('--torch 2.11.0', 'Builds Transformer Engine'),
-        ('--torch 2.11 te', 'like 2.11.0'),
-        ('--arch sm_90 --pack te.tar.xz te', 'like 90'),
-        ('--arch 90 te', 'go together'),
-        ('--pack te.tar.xz te', 'go together'),
-        ('--arch 90 --pack nowhere/te.tar.xz te', 'no such folder'),
-        ('--fast yes te', 'unknown: --fast'),
-    ],
-)
-def test_a_wrong_argument_is_named_before_anything_is_made(
-    arguments: str, says: str, tmp_path: Path
-) -> None:
-    ended = subprocess.run(
-        ['bash', str(SCRIPT), *arguments.split()], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert ended.returncode == 2
-    assert says in ended.stderr and 'scripts/build_transformer_engine.sh' in ended.stderr
-    assert list(tmp_path.iterdir()) == []

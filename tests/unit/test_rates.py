@@ -4,9 +4,6 @@
 import threading
 import time
 
-import pytest
-
-from moevement_ext import rates
 from moevement_ext.rates import CpuCost, TokenBucket, helper_cpu_s
 
 
@@ -36,21 +33,6 @@ def test_a_second_pass_counts_its_time_but_no_bytes() -> None:
     assert cost.s_per_byte() == 0, 'of no bytes yet'
     cost.add(100, 3.0)
     assert cost.s_per_byte() == 0.04
-
-
-def test_failed_work_does_not_count() -> None:
-    cost = CpuCost()
-    with pytest.raises(OSError, match='gone'), cost.of(100):
-        raise OSError('gone')
-    assert cost.s_per_byte() == 0
-
-
-def test_old_work_is_forgotten() -> None:
-    cost = CpuCost()
-    cost.add(1, 1e6)
-    for _ in range(rates._NEWEST):
-        cost.add(100, 1.0)
-    assert cost.s_per_byte() == 0.01
 
 
 def test_threads_beside_the_training_thread_are_counted_while_they_live() -> None:

@@ -85,11 +85,3 @@ def test_torch_of_a_trial_is_installed_first_from_an_index_without_cuda(checkout
     first, second = (call for call in calls if 'pip install' in call)
     assert '--index-url https://' in first and first.endswith(' torch>=2.11')
     assert '--index-url' not in second and '--editable' in second
-
-
-def test_file_system_without_locks_is_named(checkout: Path) -> None:
-    """As Lustre, if it is mounted so."""
-    refuses = '#!/usr/bin/env bash\necho "flock: 9: Function not implemented" >&2; exit 65\n'
-    done = set_up(checkout, flock=refuses)
-    assert done.returncode == 0, done.stderr
-    assert 'this file system has no locks' in done.stderr and 'waiting' not in done.stderr

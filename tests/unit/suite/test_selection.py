@@ -3,10 +3,7 @@
 
 import pytest
 
-from tests.suite.__main__ import main
-from tests.suite.selection import ROOT, UnknownName, with_paths
-
-UNIT = ROOT / 'tests' / 'unit'
+from tests.suite.selection import UnknownName, with_paths
 
 
 def test_folder_or_file_is_found_by_its_name() -> None:
@@ -28,16 +25,6 @@ def test_paths_and_cases_are_unchanged() -> None:
     assert with_paths(['test_rank_state.py::test_x']) == [
         'tests/unit/recover/test_rank_state.py::test_x'
     ]
-
-
-def test_options_alone_select_all_tests() -> None:
-    assert with_paths(['-k', 'verdict', '-x']) == ['-k', 'verdict', '-x', 'tests']
-
-
-def test_help_lists_the_flags_of_the_suite(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(['--help'])
-    assert '--shard I/N' in capsys.readouterr().out
 
 
 def test_unknown_name_is_refused() -> None:

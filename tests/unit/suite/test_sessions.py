@@ -84,20 +84,3 @@ def test_bit_differences_are_not_retried(flaky: Path) -> None:
     assert tried_again(Result('timed', red=['the session ended with exit status 3'])).red
     assert not flaky.exists()
     assert [phase.name for phase in phases.phases(thorough=True) if phase.retried] == ['timed']
-
-
-def test_later_phases_run_after_a_failed_phase(
-    monkeypatch: pytest.MonkeyPatch, flaky: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ran = []
-
-    def session(name: str, arguments: Sequence[str], may_be_empty: bool = False) -> Result:
-        ran.append(name)
-        return Result(name, red=['the_case'] if name == 'unit' else [])
-
-    monkeypatch.setattr(phases, 'session', session)
-    monkeypatch.setattr(phases, '_lint', lambda: Result('lint'))
-    monkeypatch.setattr(sessions, 'OUTCOMES', flaky.with_name('outcomes.json'))
-    assert phases.run_all(phases.Plan()) == 1
-    assert ran[:4] == ['timed', 'unit', 'train', 'launchers']
-    assert 'red: the_case' in capsys.readouterr().out
