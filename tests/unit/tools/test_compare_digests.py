@@ -57,16 +57,6 @@ def test_one_changed_entry_is_named_by_rank_and_kind(
     assert found == {'rank': '1', 'kind': kind, 'name': name}
 
 
-@pytest.mark.parametrize(('other', 'said'), [('rng/torch', True), ('loss_scale', False)])
-def test_difference_of_generators_alone_is_explained(
-    first: Path, tmp_path: Path, other: str, said: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
-    changed = state()
-    changed['ranks']['0'] |= {'rng/torch': 'other', other: 'other'}
-    assert main([str(first), str(write(tmp_path / 'second.json', changed))]) == 1
-    assert ('Only states of random number generators' in capsys.readouterr().out) is said
-
-
 @pytest.mark.parametrize(
     'change',
     [

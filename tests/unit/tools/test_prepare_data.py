@@ -84,14 +84,6 @@ def test_json_lines_give_a_document_each(tmp_path: Path, out: Path) -> None:
     assert texts(out) == ['erste Zeile ü'.encode(), b'two\nlines']
 
 
-def test_limit_stops_after_the_document_that_reaches_it(tmp_path: Path, out: Path) -> None:
-    for name in 'abc':
-        (tmp_path / f'{name}.txt').write_bytes(name.encode() * 700_000)
-    command = ['--input', str(tmp_path), '--output-prefix', str(out), '--limit-mb', '1']
-    assert main(command) == 0
-    assert texts(out) == [b'a' * 700_000, b'b' * 700_000]
-
-
 def test_standard_library_is_the_default_and_repeats_exactly(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -128,29 +120,6 @@ def test_upstream_trains_on_it_with_the_printed_flags(tmp_path: Path, out: Path)
     dataset = GPTDataset(indexed, str(out), np.arange(1, dtype=np.int32), 4, Split.train, config)
     samples = sorted(bytes(dataset[i]['tokens'].tolist()) for i in range(4))
     assert samples == [b'abcdefgh' * 2] * 4
-
-
-def test_megatron_tokenizer_is_built_from_its_own_flags(
-    tmp_path: Path, out: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / 'ids.txt').write_text('5 70000 7')
-    command = ['--input', str(tmp_path / 'ids.txt'), '--output-prefix', str(out), '--append-eod']
-    assert main([*command, '--tokenizer', 'NullTokenizer', '--vocab-size', '80000']) == 0
-    assert documents(out) == [[5, 70000, 7, 79999]]
-    flags = f'--data-path {out} --tokenizer-type NullTokenizer --vocab-size 80000\n'
-    assert capsys.readouterr().out.endswith(flags)
-
-
-@pytest.mark.parametrize(('text', 'wrong'), [('5 70000 7', 70000), ('5 -2', -2)])
-def test_token_that_the_type_cannot_hold_is_named(
-    text: str, wrong: int, tmp_path: Path, out: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / 'ids.txt'
-    path.write_text(text)
-    command = ['--input', str(path), '--output-prefix', str(out), '--append-eod']
-    assert main([*command, '--tokenizer', 'NullTokenizer', '--vocab-size', '100']) == 1
-    assert f'{path}: token {wrong} does not fit uint16, ' in capsys.readouterr().err
-    assert not files_in(out.parent)
 
 
 @pytest.mark.parametrize(

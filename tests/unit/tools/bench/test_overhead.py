@@ -5,13 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from moevement_ext.events import WindowCommitted
 from tests.unit.megatron.moevement.job.test_identity import parsed
-from tests.unit.tools.samples import HARDWARE, iteration_line
-from tools.bench import model, overhead
+from tests.unit.tools.samples import HARDWARE
+from tools.bench import model
 from tools.bench.overhead import AGAIN, FORMATS, PLAIN, SPARSE, OverheadBench, Run
 from tools.lab import models
-from tools.lab.run_log import RunLog, parse_log
 from tools.model.layout import PRECISIONS
 
 
@@ -47,18 +45,6 @@ def test_runs_are_compared_within_a_precision() -> None:
 # Formats
 
 
-def log_of(*losses: float) -> RunLog:
-    lines = (iteration_line(number, number, loss) for number, loss in enumerate(losses, 1))
-    return parse_log(''.join(lines))
-
-
-def test_the_losses_of_the_last_tenth_are_averaged() -> None:
-    falling = [float(20 - number) for number in range(20)]
-    assert overhead.final_loss(log_of(*falling), 20) == 1.5
-    assert overhead.final_loss(log_of(*falling[:5]), 5) == 16
-    assert overhead.final_loss(log_of(*falling[:19], float('nan')), 20) is None
-
-
 def test_a_cpu_that_emulates_bf16_trains_in_fp32(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -79,21 +65,3 @@ def test_flags_include_those_of_upstream_and_of_the_formats(name: str) -> None:
     moments = (kept.master, kept.first_moment, kept.second_moment)
     assert (master, args.exp_avg_dtype, args.exp_avg_sq_dtype) == moments
     assert args.seed == (4321 if name == AGAIN else 1234)
-
-
-def committed(rank: int, start: int, slots: int, helpers_s: float) -> WindowCommitted:
-    return WindowCommitted(
-        rank=rank, start=start, plan='plan', slots=[1] * slots, training_s=0.0, exposed_s=0.0,
-        copy_bytes_per_s=None, send_bytes_per_s=None, helpers_s=helpers_s,
-    )  # fmt: skip
-
-
-def test_cpu_time_of_helpers_is_per_iteration_after_the_warm_up() -> None:
-    events = [
-        *(committed(0, start, 2, 9.0) for start in (0, 2)),  # reserving memory is not repeated
-        *(committed(0, 4, 2, 10.0), committed(0, 6, 5, 10.7), committed(0, 11, 5, 11.0)),
-        *(committed(1, 4, 2, 20.0), committed(1, 6, 5, 21.0)),
-        committed(2, 6, 5, 30.0),  # a single window tells nothing
-    ]
-    assert overhead.helpers_s(events, 4) == pytest.approx(2.0 / 15)
-    assert overhead.helpers_s(events[:2], 4) == 0

@@ -2,15 +2,14 @@
 """How a job came back: phases out of logs and events; what the benchmark takes for a recovery."""
 
 from datetime import timedelta
-from typing import Any
 
 import pytest
 
-from moevement_ext.events import Event, FailureDetected, NextTier, Recovered, WorkerStarted
+from moevement_ext.events import Event, FailureDetected, Recovered, WorkerStarted
 from tests.unit.tools.samples import CONVERTED, START, event, iteration_line, logged
 from tools.bench import recovery
 from tools.bench.comeback import PHASES, comeback, kept, stage_iterations
-from tools.bench.recovery import VICTIM, recovered
+from tools.bench.recovery import recovered
 from tools.lab.errors import LabError
 from tools.lab.run_log import RunLog, parse_log
 
@@ -61,37 +60,6 @@ def test_phases_of_a_sparse_recovery_add_up() -> None:
         expected | {'find': 0.5, 'convert': 2.0, 'catch up': 1.0, 'noticed': 0.2}
     )
     assert found.stage_iterations == 4 * recovery.STAGES, 'three replayed, and one more'
-
-
-@pytest.mark.parametrize(
-    ('events', 'said'),
-    [
-        ([event(NextTier, 0, KILLED_AT + 1, reason='too small', tier='the start')],
-         'host memory was not used: too small'),
-        ([], r'ranks \[0, 1, 2, 3\] did not report'),
-    ],
-)  # fmt: skip
-def test_a_job_that_gave_up_host_memory_is_no_result(events: list[Event], said: str) -> None:
-    with pytest.raises(LabError, match=said):
-        recovered(BACK, KILLED_AT, events, [], dense=False)
-
-
-# One worker
-
-
-def test_localized_recovery_has_the_phases_of_the_rolled_back_stage() -> None:
-    """A worker is killed at 100 s and started again at 101 s; all are back at 104 s."""
-    events: list[Event] = [event(WorkerStarted, VICTIM, 101.0)]
-    for rank in range(recovery.STAGES):
-        fields: dict[str, Any] = {'replayed': 0, 'seconds': {'unblock': 0.1}}
-        if rank == VICTIM:
-            fields = {'replayed': 6, 'seconds': {'regroup': 0.5, 'catch_up': 0.5, 'fetch': 0.0}}
-        events.append(event(Recovered, rank, 104.0, **fields))
-    log = logged((99.5, 35), (99.6, 40), (105.5, 41))
-    found = recovered(log, 100.0, events, [], dense=False)
-    assert found.seconds == 5.5 and found.stage_iterations == 6
-    expected = dict(zip(PHASES, (1.0, 3.0, 0.0, 1.5), strict=True))
-    assert found.phases == {**expected, 'regroup': 0.5, 'catch up': 0.5}
 
 
 # A fault among others

@@ -9,7 +9,7 @@ from megatron.moevement.arguments import config_from_args
 from tests.unit.tools.samples import HARDWARE, logged
 from tools.compare import measuring
 from tools.compare.rows import ROWS, Keeps
-from tools.compare.running import Course, Lived, draw_faults, since
+from tools.compare.running import Course, Lived, draw_faults
 from tools.compare.strategies import CompareBench
 from tools.lab.digests import StateDigest
 from tools.lab.errors import LabError
@@ -76,15 +76,6 @@ def test_figures_are_relative_to_plain_megatron() -> None:
         measuring.span_s(logged((1, 1)))
 
 
-def test_the_warm_up_does_not_count() -> None:
-    attempts = [*logged((1, 1), (2, 2), (3, 3)).attempts, *logged((5, 1), (6, 2)).attempts]
-    found = since(RunLog(attempts, []), 3)
-    assert [item.number for item in found.iterations] == [3, 1, 2]
-    assert not since(RunLog(attempts, []), 4).iterations
-    slots = [Captured(number, 2, 10, 0.0) for number in (2, 3, 1)]
-    assert since(RunLog(attempts, slots), 3).captured == slots[1:]
-
-
 def test_save_costs_the_additional_time_of_its_iteration() -> None:
     """Every third iteration saves for half a second; every fourth evaluates for longer."""
     times, now = [], 0.0
@@ -100,23 +91,6 @@ def test_save_costs_the_additional_time_of_its_iteration() -> None:
     log = RunLog(job.trained.log.attempts, [Captured(1, 2, 10, 3.0), Captured(3, 2, 10, 9.0)])
     captured = job._replace(trained=Trained(log, SAME, []))
     assert measuring.waited_ms(Keeps.MEMORY, captured, COURSE) == 1.0, 'of twelve iterations'
-
-
-def capturing(*slots: Captured) -> Lived:
-    """Ten iterations of a second after a warm-up of two."""
-    log = since(RunLog(PLAIN.attempts, list(slots)), 3)
-    return RESTARTED._replace(trained=Trained(log, SAME, []))
-
-
-def test_interval_is_that_of_most_iterations() -> None:
-    """Not of most windows: `auto` begins with short ones."""
-    windows = [2, 2, 2, 2, 2, 2, 8, 8, 8, 8]
-    job = capturing(*(Captured(1 + n, window, 10, 0.0) for n, window in enumerate(windows)))
-    assert measuring.period(Keeps.MEMORY, job, 6) == 2
-    dense = capturing(*(Captured(number, 1, 10, 0.0, 3) for number in range(1, 11)))
-    assert measuring.period(Keeps.MEMORY, dense, 6) == 3
-    assert measuring.period(Keeps.DISK, job, 6) == 6
-    assert measuring.period(Keeps.NOTHING, RESTARTED, 6) is None
 
 
 # ---- report

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files are read into checked descriptions; what is wrong is named with file, field and rule."""
 
-import importlib.util
 import json
 from typing import Any
 
@@ -30,12 +29,3 @@ def test_presets_survive_a_file(written, name):
 def test_a_file_without_end_is_no_crash(written):
     with pytest.raises(DescriptionError, match='nested too deeply'):
         read(written('[' * 100_000), Any)
-
-
-def test_yaml_is_read_or_its_package_is_requested(written):
-    path = written('- {bytes: 12}\n', 'listed.yaml')
-    if importlib.util.find_spec('yaml'):
-        assert read(path, Any) == [{'bytes': 12}]
-    else:
-        with pytest.raises(DescriptionError, match='PyYAML'):
-            read(path, Any)

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Host memory and log are those that the training reserves."""
 
-import mmap
 from datetime import timedelta
 
-import numpy as np
 import pytest
 import torch
 
@@ -15,7 +13,6 @@ from tools.model.layout import Batch, Layout, Precision
 from tools.model.shape import ModelShape
 from tools.plan import memory
 
-PAGE = mmap.PAGESIZE
 MODEL = ModelShape('m', 8, 64, 4, 128, ffn_hidden_size=64)
 
 
@@ -56,24 +53,6 @@ def test_lag_is_the_part_of_the_log_that_is_written_by_then(pipeline, chunks, se
     layout = Layout(32, pipeline=pipeline, chunks=chunks)
     batch = Batch(global_batch_size=8 * layout.data)
     assert memory.log_lag(layout, batch, seconds, iteration_s=10.0) == pytest.approx(lag)
-
-
-def fullest_node(files, logs=None, replicas=2, families=None, disk=False, ranks_per_node=2):
-    """With stubs of a page each."""
-    families = range(len(files)) if families is None else families
-    logs = np.zeros_like(files) if logs is None else logs
-    shared = families, ranks_per_node, replicas, disk
-    return memory.fullest_node(files, np.full_like(files, PAGE), logs, *shared)
-
-
-@pytest.mark.parametrize('replicas', [1, 2])
-def test_ranks_of_other_instances_hold_stubs_instead_of_windows(replicas):
-    """As in training: a peer captures the same, so that only what differs is sent."""
-    files = np.full(6, 8 * PAGE)
-    alone = fullest_node(files, replicas=replicas)
-    plan = fullest_node(files, replicas=replicas, families=[0, 1, 0, 1, 0, 1])
-    assert alone.by_kind()['replicas'] == replicas * 2 * 2 * 8 * PAGE
-    assert plan.by_kind()['replicas'] == replicas * 2 * 2 * PAGE
 
 
 def test_instances_of_the_optimizer_share_nothing_but_have_equal_shards():

@@ -114,15 +114,3 @@ def test_auto_takes_no_longer_windows_than_host_memory_has_room_for():
     assert any('find host memory' in text for text in told)
     assert plan_job(on(lag, host_memory_bytes=room - 1)).longest == 2
     assert plan_job(protected(on(host_memory_bytes=room), window=9)).longest == 9
-
-
-def test_node_reserves_memory_for_the_window_in_force():
-    plan = plan_job(protected(max_window=50, log_lag=1.0))
-    assert plan.taken_bytes() == plan.host_memory(plan.window).node_total
-    assert 1 < plan.window < plan.longest
-    fast = on(copy_bytes_per_s=1e9, network_bytes_per_s=1e9)
-    short = plan_job(protected(fast, log_lag=1.0, max_window=50))
-    assert short.window == 1, 'the training begins with 2'
-    assert short.taken_bytes() == short.host_memory(2).node_total
-    fixed = plan_job(protected(window=5))
-    assert fixed.taken_bytes() == fixed.host_memory().node_total

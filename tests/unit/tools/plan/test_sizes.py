@@ -3,11 +3,8 @@
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from megatron.core.distributed import DistributedDataParallelConfig
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from msgspec.structs import replace
 
 from tools.model.layout import PRECISIONS, Layout, Precision
@@ -80,14 +77,6 @@ def test_a_tied_embedding_of_several_stages_is_sharded_by_itself():
     assert (last.full[0] // 12).tolist() == [4096 + 64, 4096, 4096, 4096]
     whole = operator_sizes(tied, Layout(4), Precision(), 0)
     assert whole.full[0, 0] == 0, 'one stage: nothing is shared between ranks'
-
-
-def test_upstream_gives_shared_weights_a_bucket():
-    words, rest = (torch.nn.Parameter(torch.empty(size, 64)) for size in (256, 1024))
-    words.shared_embedding = True
-    config = DistributedDataParallelConfig(use_distributed_optimizer=True)
-    found = DistributedOptimizer._compute_per_buffer_param_layout([words, rest], None, 4, config)
-    assert [end - begin for begin, end in found.bucket_indices] == [1024 * 64, 256 * 64]
 
 
 def test_an_expert_is_on_the_ranks_that_compute_with_it():

@@ -4,15 +4,11 @@
 import re
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from moevement_ext.events import FailureDetected, WorkerStarted
 from tests.unit.tools.runs import localized_run, write
-from tools.lab.history import Episode, History
-from tools.report.__main__ import _headline, main
-from tools.report.charts import pace_chart
+from tools.report.__main__ import main
 
 
 def report(tmp_path: Path, *flags: str) -> str:
@@ -37,15 +33,6 @@ def test_the_page_needs_nothing_but_itself(tmp_path: Path) -> None:
     assert not [name for name in used - {'folds'} if f'.{name}' not in styles]
 
 
-def test_no_line_is_drawn_through_an_outage() -> None:
-    chart = pace_chart(History(localized_run()))
-    assert chart is not None
-    before, after = chart.points.removeprefix('M').split(' M')
-    assert float(before.split(' L')[-1].split(',')[0]) < 100 * 10.5 / 26
-    assert float(after.split(',')[0]) > 100 * 15 / 26
-    assert [text for _, text in chart.ticks] == ['0', '500 ms', '1 s']
-
-
 @pytest.mark.parametrize(
     ('flags', 'message'),
     [
@@ -62,15 +49,3 @@ def test_mistakes_end_in_one_line(
     assert main(flags) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith('report: ') and re.search(message, line)
-
-
-def test_message_of_gloo_is_no_headline() -> None:
-    """The ranks that were replaced are; else the words of a launcher, which saw the death."""
-    noticed = 'RuntimeError: [/w/gloo/pair.cc:5] Read error: reset by peer. GLHF!'
-    events = [FailureDetected(reason=noticed, rank=0), WorkerStarted(rank=2), WorkerStarted(rank=3)]
-    history = SimpleNamespace(places={2: SimpleNamespace(node='n2'), 3: SimpleNamespace(node='n2')})
-    found = _headline(history, Episode(0.0, 1.0, events))  # type: ignore[arg-type]
-    assert found == 'ranks 2 3 (now on n2) replaced'
-    seen = FailureDetected(reason='rank 2 (pid 7) was killed by SIGKILL', rank=0)
-    found = _headline(history, Episode(0.0, 1.0, [*events, seen]))  # type: ignore[arg-type]
-    assert found == 'rank 2 (pid 7) was killed by SIGKILL'

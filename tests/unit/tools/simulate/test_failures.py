@@ -50,15 +50,3 @@ def test_trace_is_read(tmp_path: Path, start: int, times: list[int], length: int
     assert trace.nodes.tolist() == [0, 0, 1] and trace.least_nodes == 2
     assert trace.repair_s.tolist() == [60, 30, math.inf]
     assert trace.length_s == length and trace.mtbf_s == pytest.approx(length / 3)
-
-
-def test_first_history_is_the_trace_and_others_start_within_it(tmp_path: Path) -> None:
-    trace = read_trace(
-        write(tmp_path, 'time,node,event\n0,a,failure\n10,b,failure\n90,a,failure\n')
-    )
-    drawn = trace.until(RNG(0), 40, trace.length_s, 2)
-    assert drawn.times[0].tolist() == [0, 10, 90]
-    assert ((drawn.times < math.inf).sum(axis=1) == 3).all()
-    gaps = {round(gap, 6) for gap in np.diff(drawn.times, axis=1).ravel()}
-    assert gaps == {10, 80, 45}
-    assert drawn.repair_s is not None and drawn.repair_s.shape == drawn.times.shape

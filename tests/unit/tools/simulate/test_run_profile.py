@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from moevement_ext.events import Protected, WindowCommitted
+from moevement_ext.events import WindowCommitted
 from tests.unit.tools.runs import EXPOSED_S, localized_run, write
 from tests.unit.tools.samples import event
 from tools.model.description import DescriptionError
@@ -44,18 +44,6 @@ def test_events_give_the_profile(run: Path) -> None:
         OperatorProfile('layer1.expert0', 240, 40, 1.0),
         OperatorProfile('layer1.expert1', 240, 40, 1.0),
     )
-
-
-def test_profile_has_the_largest_rank_and_the_slowest_rates(tmp_path: Path) -> None:
-    events = [
-        event(Protected, 1, one.time, pid=one.pid,
-              **{**one.own_fields(), 'operators': {'embedding': (999, 99)}, 'experts': []})
-        if isinstance(one, Protected) and one.rank == 1 else one
-        for one in changed(WindowCommitted, copy_bytes_per_s=5e8)
-    ]  # fmt: skip
-    found = derive(write(tmp_path, events), {})
-    assert found.operators == (OperatorProfile('embedding', 999, 99),)
-    assert found.copy_bytes_per_s == 5e8
 
 
 @pytest.mark.parametrize(

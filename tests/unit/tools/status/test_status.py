@@ -2,10 +2,6 @@
 """A running job in the terminal."""
 
 import re
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -17,13 +13,11 @@ from moevement_ext.events import (
     RecoveryPhase,
     WindowCommitted,
 )
-from tests.unit.tools.runs import LOST, localized_run, write
+from tests.unit.tools.runs import LOST, localized_run
 from tests.unit.tools.samples import event
 from tools.lab.history import History
 from tools.lab.plots import Doing
 from tools.status import missing, show, silent
-
-ROOT = Path(__file__).resolve().parents[4]
 
 
 def until(seconds: float) -> list[Event]:
@@ -91,14 +85,3 @@ def test_silent_and_missing_ranks() -> None:
     assert silent(History(short)) == []
     assert missing(History([one for one in localized_run() if one.rank != 1])) == [1]
     assert 'MISSING ranks 1' in shown([one for one in localized_run() if one.rank != 1], 30.0)
-
-
-def test_screen_follows_a_job_to_its_end(tmp_path: Path) -> None:
-    write(tmp_path, until(12))
-    command = [sys.executable, '-m', 'tools.status', str(tmp_path), '--every', '0.05']
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as shell:
-        time.sleep(0.2)
-        assert shell.poll() is None
-        write(tmp_path, [one for one in localized_run() if one.time >= 12])
-        said, _ = shell.communicate(timeout=120)
-    assert shell.returncode == 0 and 'finished at iteration 18' in said
