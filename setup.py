@@ -68,6 +68,8 @@ setup(
     package_data={
         'moevement_ext': ['py.typed'],
         'megatron.moevement': ['py.typed'],
+        'megatron.moevement.job': ['*.toml'],
+        'megatron.moevement.seams': ['*.toml'],
         **dict.fromkeys(TOOLS, ['*.j2', '*.json', '*.toml']),
     },
     install_requires=[

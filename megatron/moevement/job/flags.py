@@ -8,9 +8,12 @@
 
 The start of a job reports the first rule that applies; `checking` reports all, in the same words.
 A new flag of upstream counts until it is known to have no effect on bits, and needs a rule only
-once it is found to break recovery. `docs/compatibility.md` is generated from this file
-(`python -m tools.compatibility --write`).
+once it is found to break recovery. `docs/compatibility.md` is generated from this file and
+`flags.toml` (`python -m tools.compatibility --write`).
 """
+
+import tomllib
+from pathlib import Path
 
 import megatron.core
 
@@ -52,101 +55,14 @@ from megatron.moevement.job.flag_rules import (
 from megatron.moevement.seams.patches import CHECKED_VERSION
 from moevement_ext.config import RESTART, ConfigurationError
 
-NO_BIT = {
-    'the place, time and form of dense checkpoints':
-        'save load save_interval save_retain_interval non_persistent_save_interval '
-        'non_persistent_ckpt_type non_persistent_global_ckpt_dir non_persistent_local_ckpt_dir '
-        'non_persistent_local_ckpt_algo exit_on_missing_checkpoint ckpt_format '
-        'auto_detect_ckpt_format ckpt_fully_parallel_save ckpt_fully_parallel_load '
-        'ckpt_fully_parallel_load_exchange_algo ckpt_fully_parallel_save_process_group '
-        'ckpt_fully_parallel_load_process_group ckpt_fully_parallel_save_deprecated '
-        'ckpt_assume_constant_structure ckpt_load_validate_sharding_integrity '
-        'dist_ckpt_strictness dist_ckpt_workers use_dist_ckpt use_dist_ckpt_deprecated '
-        'dist_ckpt_format_deprecated dist_ckpt_optim_fully_reshardable '
-        'distrib_optim_fully_reshardable_mem_efficient async_save async_strategy '
-        'use_persistent_ckpt_worker async_ckpt_cpu_priority async_ckpt_io_priority '
-        'async_ckpt_use_cpu_shm replication replication_jump replication_factor '
-        'verify_integrity no_save_optim no_save_rng',
-    'logs':
-        'log_interval log_params_norm log_throughput log_progress log_num_zeros_in_grad '
-        'log_timers_to_tensorboard log_loss_scale_to_tensorboard '
-        'log_validation_ppl_to_tensorboard log_memory_to_tensorboard log_memory_interval '
-        'log_device_memory_used log_world_size_to_tensorboard log_energy log_straggler '
-        'timing_log_level timing_log_option barrier_with_L1_time tensorboard_dir '
-        'tensorboard_log_interval tensorboard_queue_size logging_level wandb_project '
-        'wandb_exp_name wandb_save_dir wandb_entity enable_one_logger one_logger_project '
-        'one_logger_run_name one_logger_async app_tag_run_name app_tag_run_version '
-        'moe_per_layer_logging config_logger_dir dump_param_to_param_group_map '
-        'straggler_ctrlr_port straggler_minmax_count disable_straggler_on_startup '
-        'result_rejected_tracker_filename timers moe_routing_trace_path '
-        'moe_routing_trace_max_training_iters moe_routing_trace_capture_logits '
-        'moe_routing_trace_capture_hidden_states moe_routing_trace_dump_weights',
-    'profiles and records':
-        'profile profile_step_start profile_step_end profile_ranks use_pytorch_profiler '
-        'pytorch_profiler_collect_shapes pytorch_profiler_collect_callstack '
-        'pytorch_profiler_collect_chakra record_memory_history memory_snapshot_path '
-        'record_shapes nvtx_ranges run_workload_inspector_server flight_recorder_dump_path '
-        'flight_recorder_trace_buffer_size flight_recorder_dump_on_timeout '
-        'flight_recorder_include_stack_trace flight_recorder_include_only_active '
-        'flight_recorder_extra_dump_on_exec',
-    'how the host reads data and frees memory':
-        'data_cache_path object_storage_cache_path mmap_bin_files num_workers '
-        'num_dataset_builder_threads dataloader_fast_cache_load '
-        'dataloader_defer_npy_index_mmap manual_gc manual_gc_interval manual_gc_eval '
-        'empty_unused_memory_level enable_msc disable_msc_deprecated',
-    'the launch, its time limits, exits and checks':
-        'rank local_rank timeout distributed_timeout_minutes exit_interval '
-        'exit_duration_in_mins exit_signal exit_signal_handler '
-        'exit_signal_handler_for_dataloader exit_signal_handler_for_training '
-        'distributed_timeout_seconds_after_init use_gloo_process_groups train_sync_interval '
-        'check_weight_hash_across_dp_replicas_interval adlr_autoresume '
-        'adlr_autoresume_interval enable_ft_package calc_ft_timeouts ft_num_warmup_iters '
-        'fault_injector_ranks fault_injector_num_ranks fault_injector_fault_types '
-        'fault_injector_fault_probabilities fault_injector_fault_delay '
-        'fault_injector_mtti_seconds fault_injector_offset_seconds '
-        'fault_injector_delay_start_iteration fault_injector_seed',
-}  # fmt: skip
+_TABLES = tomllib.loads(Path(__file__).with_suffix('.toml').read_text('utf-8'))
+NO_BIT: dict[str, str] = _TABLES['no_bit']
 """Settings that change no bit of training, by what they are about."""
-
-# The progress of training, not its definition; and settings that set-up derives from the data.
-_PROGRESS = (
-    'iteration curr_iteration consumed_train_samples consumed_valid_samples skipped_train_samples '
-    'num_floating_point_operations_so_far do_train do_valid do_test '
-    '_is_global_batch_size_explicitly_specified'  # the size itself counts
-)
-
-LAYOUT = frozenset(
-    (
-        'world_size data_parallel_size tensor_model_parallel_size pipeline_model_parallel_size '
-        'transformer_pipeline_model_parallel_size virtual_pipeline_model_parallel_size '
-        'num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank '
-        'pipeline_model_parallel_layout decoder_first_pipeline_num_layers '
-        'decoder_last_pipeline_num_layers num_layers_in_first_pipeline_stage '
-        'num_layers_in_last_pipeline_stage account_for_embedding_in_pipeline_split '
-        'account_for_loss_in_pipeline_split expert_model_parallel_size expert_tensor_parallel_size '
-        'context_parallel_size hierarchical_context_parallel_sizes sequence_parallel '
-        'num_distributed_optimizer_instances use_tp_pp_dp_mapping '
-        'tensor_parallel_num_weight_shards expert_tensor_parallel_num_weight_shards '
-        'gtp_weight_remat_size expert_gtp_weight_remat_size'
-    ).split()
-)
+LAYOUT = frozenset(_TABLES['layout'].split())
 """Settings of the parallel layout, which has a digest of its own."""
-
-MAY_CHANGE = frozenset(
-    (
-        'use_distributed_optimizer overlap_grad_reduce overlap_param_gather '
-        'overlap_param_gather_with_optimizer_step align_grad_reduce align_param_gather '
-        'ddp_bucket_size ddp_num_buckets ddp_pad_buckets_for_high_nccl_busbw '
-        'ddp_average_in_collective overlap_p2p_comm overlap_p2p_comm_warmup_flush batch_p2p_comm '
-        'microbatch_group_size_per_vp_stage defer_embedding_wgrad_compute wgrad_deferral_limit '
-        'recompute_granularity recompute_method recompute_num_layers recompute_modules '
-        'distribute_saved_activations inprocess_active_world_size'
-    ).split()
-)
-"""Settings of the run that decide how a layout works, not what is trained: sharding of the
-optimizer, overlap, buckets, recomputation. Upstream derives some of them from the layout."""
-
-INDIFFERENT = frozenset(' '.join((*NO_BIT.values(), _PROGRESS)).split())
+MAY_CHANGE = frozenset(_TABLES['may_change'].split())
+"""Settings of the run that decide how a layout works, not what is trained."""
+INDIFFERENT = frozenset(' '.join((*NO_BIT.values(), _TABLES['progress'])).split())
 """All settings that do not count."""
 
 
