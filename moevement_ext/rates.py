@@ -48,6 +48,16 @@ class CpuCost:
         return sum(seconds for _, seconds in newest) / moved if moved else 0.0
 
 
+@contextmanager
+def timed(figures: object, field: str) -> Iterator[None]:
+    """Add the seconds of the context, even of one that fails, to a field of `figures`."""
+    began = time.perf_counter()
+    try:
+        yield
+    finally:
+        setattr(figures, field, getattr(figures, field) + time.perf_counter() - began)
+
+
 class OtherWork:
     """CPU time of helper threads for all other work than moving captured bytes.
 

@@ -27,19 +27,12 @@ from moevement_ext.config import (
 )
 from moevement_ext.errors import EXIT_STUCK, HostMemoryError, UserError
 from moevement_ext.events import Finished, ProtectionReduced, RecoveryStarted, WorkerStarted
-from moevement_ext.job import before_training, metrics, own_device
+from moevement_ext.job import before_training, metrics, modes, own_device
 from moevement_ext.job.before_training import leave_for_successors, node_store, reserve_early
 from moevement_ext.job.digest_file import digest_of_bytes, digest_of_slices, write_digest
 from moevement_ext.job.ending import LastBarrier, end, trained_together
 from moevement_ext.job.joining import connect, join_launched, own_store
 from moevement_ext.job.loop_entry import LoopEntry
-from moevement_ext.job.modes import (
-    LocalizedMode,
-    Restart,
-    UnprotectedMode,
-    WholeJobMode,
-    tokens_lost,
-)
 from moevement_ext.job.other_layouts import OtherLayouts
 from moevement_ext.logger import logger_of
 from moevement_ext.membership.membership import Membership
@@ -107,8 +100,8 @@ class Job:
         self._on_disk: WindowName | None = None
         self._history = ''
         self._layouts = OtherLayouts(rank)
-        self._restart: Restart | None = None
-        self._mode: UnprotectedMode | WholeJobMode | None = None
+        self._restart: modes.Restart | None = None
+        self._mode: modes.UnprotectedMode | modes.WholeJobMode | None = None
         self._guard: Guard | None = None
         self._device_watch: DeviceWatch | None = None
         self._watchdog: watchdog.Watchdog | None = None
@@ -287,7 +280,7 @@ class Job:
         """True if the upstream log is needed, as a stage may replay alone."""
         return self.membership is not None and self.rank.config.recovery == LOCALIZED
 
-    def _obtain(self, predecessor: whole_job.Predecessor, find_s: float) -> Restart | None:
+    def _obtain(self, predecessor: whole_job.Predecessor, find_s: float) -> modes.Restart | None:
         """Fetch and verify the window to convert; set the data position to the replay's start."""
         assert self.reserved is not None  # it was required
         memory = self.reserved.memory
@@ -314,7 +307,7 @@ class Job:
         ledger, newest = memory.ledger, predecessor.committed
         wanted = self.rank.config.verify != OFF
         recorded = ledger.entries(first.iteration, newest) if wanted else []
-        return Restart(predecessor, conversion, captured, recorded, seconds)
+        return modes.Restart(predecessor, conversion, captured, recorded, seconds)
 
     # Training
 
@@ -336,7 +329,7 @@ class Job:
         self._mode = self._start()
         if self._observer is not None and self.protection is not None:
             self._observer.watch(self.protection.figures, self.trainer.last_iteration)
-        if not isinstance(self._mode, UnprotectedMode):
+        if not isinstance(self._mode, modes.UnprotectedMode):
             mode = self._mode
             self.trainer.around_update(mode.before_update, mode.updating, mode.stepped)
         return self._mode.train(partial(self.entry.enter, run))
@@ -371,11 +364,11 @@ class Job:
             self._guard.lose_device(what)
         os._exit(EXIT_STUCK)
 
-    def _start(self) -> UnprotectedMode | WholeJobMode:
+    def _start(self) -> modes.UnprotectedMode | modes.WholeJobMode:
         """Start capturing, with the running job's plan if joining, otherwise with a new plan."""
         reserved, restart, last = self.reserved, self._restart, self.trainer.last_iteration
         if reserved is None:
-            return UnprotectedMode(self.trainer)
+            return modes.UnprotectedMode(self.trainer)
         store = own_store(self.membership, self.rank)
         if self.membership is not None and self.joining:
             in_force = handovers(self.membership.reports)[0]
@@ -406,19 +399,19 @@ class Job:
                 protection.room_for_recovery(conversion.window.start, restart.catches_up_to)
                 protection.windows.go_back_to(conversion.window)
             protection.windows.replicate_again(conversion.window, conversion.file())
-            restart.tokens_lost = tokens_lost(self.rank, protection, conversion)
+            restart.tokens_lost = modes.tokens_lost(self.rank, protection, conversion)
         else:
             protection.windows.forget_the_past()
         return self._protected(protection)
 
-    def _protected(self, protection: Protection) -> WholeJobMode:
+    def _protected(self, protection: Protection) -> modes.WholeJobMode:
         if self.membership is None:
             guard, outside = self._guard, self.rank.config.store is not None
             lost = guard.store_lost if guard is not None and outside else None
-            return WholeJobMode(self.rank, self.trainer, protection, self._restart, lost)
+            return modes.WholeJobMode(self.rank, self.trainer, protection, self._restart, lost)
         membership = self.membership
         protection.stop_waiting_if(lambda: membership.broken)
-        return LocalizedMode(self.rank, self.trainer, protection, self._restart, membership)
+        return modes.LocalizedMode(self.rank, self.trainer, protection, self._restart, membership)
 
     def failed(self) -> None:
         """Handle an error of the program; if another rank caused it, all workers restart."""

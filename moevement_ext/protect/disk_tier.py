@@ -13,13 +13,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from functools import partial
-from typing import NamedTuple
-
-from torch.distributed import PrefixStore, Store
 
 from moevement_ext.events import WindowOnDisk
-from moevement_ext.membership.rank import Rank
 from moevement_ext.memory.disk import KEPT, DiskWindows
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.generations import OwnerWindows
@@ -34,24 +29,11 @@ from moevement_ext.memory.window.refusal import UNKNOWN, UnreadableWindow
 from moevement_ext.protect.persistence import PersistenceTracker
 from moevement_ext.protect.statistics import CaptureStatistics
 from moevement_ext.rates import TokenBucket
-from moevement_ext.replicate.host_memory import HostMemory
 
-GIGA = 1e9
 _ROLL_BACK_SECONDS = 10.0
 _STOP_SECONDS = 10.0
 # Idle seconds before the used disk space is measured.
 _IDLE_SECONDS = 1.0
-
-
-class _DiskSettings(NamedTuple):
-    """Interval and rate of copies to disk."""
-
-    every: int
-    """Minimum iterations between the starts of two windows on disk."""
-    bytes_per_s: float
-    """Rate limit of this rank."""
-    complete: WindowName | None = None
-    """Newest window that all ranks had on disk when the job began."""
 
 
 class _CopyEnds(Exception):
@@ -61,7 +43,11 @@ class _CopyEnds(Exception):
 class DiskTier:
     """The disk tier of one rank.
 
-    `tracker` makes the tracker that counts copies, given a callback for new agreements.
+    Args:
+        every: minimum iterations between the starts of two windows on disk.
+        bytes_per_s: rate limit of this rank.
+        tracker: makes the tracker that counts copies, given a callback for new agreements.
+        complete: the newest window that all ranks had on disk when the job began.
     """
 
     def __init__(
@@ -69,21 +55,24 @@ class DiskTier:
         disk: DiskWindows,
         windows: OwnerWindows,
         identity: RankIdentity,
-        settings: _DiskSettings,
+        every: int,
+        bytes_per_s: float,
         tracker: Callable[[Callable[[Agreed], None]], PersistenceTracker],
         statistics: CaptureStatistics,
+        complete: WindowName | None = None,
     ) -> None:
         self._disk = disk
         self._windows = windows
         self._identity = identity
-        self._settings = settings
+        self._every = every
+        self._bytes_per_s = bytes_per_s
         self._statistics = statistics
         self._changed = threading.Condition()
         self._offered: WindowName | None = None
         self._tried: WindowName | None = None
         self._pending: WindowName | None = None  # being copied, or copied on this rank only
         self._agreed = self._settled = NOTHING_AGREED
-        self._complete = [] if settings.complete is None else [settings.complete]
+        self._complete = [] if complete is None else [complete]
         try:
             self._newest = max((window.name.start for window in disk.stored()), default=-1)
         except UnreadableWindow:
@@ -92,8 +81,8 @@ class DiskTier:
         self._rollbacks: deque[tuple[int, threading.Event]] = deque()
         self._last: WindowName | None = None  # if set, no other window is copied
         self._stopping = False
-        if settings.complete is not None:
-            statistics.on_disk = settings.complete.start
+        if complete is not None:
+            statistics.on_disk = complete.start
         self._tracker = tracker(self.agreed)
         self._tracker.look()  # for a new process in a job with windows on disk
         self._thread = threading.Thread(target=self._run, name='sparse-ckpt-disk', daemon=True)
@@ -185,7 +174,7 @@ class DiskTier:
         offered = self._offered
         if offered is None or self._pending is not None or offered == self._tried:
             return None
-        every = 0 if offered == self._last else self._settings.every
+        every = 0 if offered == self._last else self._every
         least = self._complete[-1].start + every if self._complete else 0
         if offered.start < least or self._agreed.is_given_up(offered.start):
             return None
@@ -301,34 +290,8 @@ class DiskTier:
         bucket = TokenBucket(wait)
 
         def advance(nbytes: int) -> None:
-            rate = None if window == self._last else self._settings.bytes_per_s
+            rate = None if window == self._last else self._bytes_per_s
             if bucket.take(nbytes, rate):
                 raise _CopyEnds
 
         return advance
-
-
-def disk_tier(
-    rank: Rank,
-    memory: HostMemory,
-    store: Store,
-    complete: WindowName | None,
-    statistics: CaptureStatistics,
-) -> DiskTier | None:
-    """Create the disk tier of a job with `--sparse-ckpt-disk`; None without the flag.
-
-    `store` is that of this start of the job; `complete` is the newest window on all ranks'
-    disks.
-    """
-    if memory.disk is None:
-        return None
-    config = rank.config
-    counts = PrefixStore('disk', store.clone())
-    return DiskTier(
-        memory.disk,
-        memory.windows,
-        rank.identity,
-        _DiskSettings(config.disk_every, config.disk_gb_per_s * GIGA, complete),
-        partial(PersistenceTracker, counts, rank.number, rank.world_size),
-        statistics,
-    )

@@ -19,19 +19,10 @@ from moevement_ext.config import ConfigurationError
 from moevement_ext.events import TokensLost
 from moevement_ext.membership.rank import Rank
 from moevement_ext.memory.mapped_file import Bytes
+from moevement_ext.memory.window import slot
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.format import damaged
 from moevement_ext.memory.window.name import WindowName
-from moevement_ext.memory.window.slot import (
-    ExpertCopies,
-    ExpertCopy,
-    Kept,
-    Range,
-    SlotHeader,
-    align_up,
-    decode_context,
-    merged,
-)
 from moevement_ext.plan.replanning import Cycle, TokenCounter, WindowLoad
 from moevement_ext.plan.strategy.choice import LossyStrategy, lossy_strategy
 
@@ -47,7 +38,7 @@ class Checkpoint(NamedTuple):
     """Experts and their versions in one checkpoint."""
 
     digest: str
-    copies: ExpertCopies
+    copies: slot.ExpertCopies
     older: frozenset[str]
     """Operators whose bytes come from an earlier checkpoint."""
     base: WindowFile | None
@@ -55,16 +46,16 @@ class Checkpoint(NamedTuple):
 
     def older_bytes(self, layout: SlotLayout) -> int:
         """Return the bytes of a slot that are not copied from the training state."""
-        return sum(align_up(record.nbytes) for record in layout.left_out(self.older))
+        return sum(slot.align_up(record.nbytes) for record in layout.left_out(self.older))
 
-    def take_older(self, layout: SlotLayout, payload: Bytes) -> Kept | None:
+    def take_older(self, layout: SlotLayout, payload: Bytes) -> slot.Kept | None:
         """Copy the omitted operators from the base, and return their ranges. Sealing thread.
 
         Raises `RefusedWindow` if the base's bytes do not match their checksum.
         """
         if self.base is None or not self.older:
             return None
-        ranges: list[Range] = []
+        ranges: list[slot.Range] = []
         content = self.base.payload(0)
         known = {record.key: record for record in self.base.header(0).records}
         for record in layout.left_out(self.older):
@@ -73,8 +64,8 @@ class Checkpoint(NamedTuple):
             part[:] = content[source.offset : source.offset + source.nbytes]
             if xxhash.xxh3_64_intdigest(memoryview(part)) != source.checksum:
                 raise damaged(self.base.path, 0, source)
-            ranges.append((record.offset, source.offset, align_up(record.nbytes)))
-        return Kept(self.base.required_name(), merged(ranges))
+            ranges.append((record.offset, source.offset, slot.align_up(record.nbytes)))
+        return slot.Kept(self.base.required_name(), slot.merged(ranges))
 
 
 def refuse_too_many(most: int | str, of: int | None) -> None:
@@ -186,7 +177,7 @@ class ExpertLedger:
         """
         if self._since is None:
             self._since = iteration
-        before: dict[str, ExpertCopy] = {}
+        before: dict[str, slot.ExpertCopy] = {}
         if base is not None:
             if file is None:
                 raise ValueError(
@@ -198,25 +189,25 @@ class ExpertLedger:
         if before and cycle.experts:
             chosen = set(self._strategy.choose(self._layers, cycle, iteration, ages))
         experts = {
-            name: ExpertCopy(iteration, routed, routed)
+            name: slot.ExpertCopy(iteration, routed, routed)
             if name in chosen
             else self._as_before(name, before[name])
             for name, routed in self._routed.items()
         }
         reached = max(self._reached, (cycle.experts, cycle.lost))
-        copies = ExpertCopies(experts, self._since, self._lost, *reached)
+        copies = slot.ExpertCopies(experts, self._since, self._lost, *reached)
         digest = self._digest(cycle, base)
         return Checkpoint(digest, copies, older=copies.older_than(iteration), base=file)
 
-    def _as_before(self, name: str, copy: ExpertCopy) -> ExpertCopy:
+    def _as_before(self, name: str, copy: slot.ExpertCopy) -> slot.ExpertCopy:
         learned = max(copy.learned, self._restored.get(name, 0.0))
-        return ExpertCopy(copy.version, learned, self._routed[name])
+        return slot.ExpertCopy(copy.version, learned, self._routed[name])
 
     def _digest(self, cycle: Cycle, base: WindowName | None) -> str:
         parts = [cycle.digest, base, base is not None and base == self._from]
         return xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode(parts))
 
-    def go_back(self, header: SlotHeader, last: int) -> TokensLost:
+    def go_back(self, header: slot.SlotHeader, last: int) -> TokensLost:
         """Continue counting from a window after a rollback to it; returns the lost tokens.
 
         `header` is that of the window's slot, `last` the last iteration of training.
@@ -251,8 +242,8 @@ def expert_ledger(rank: Rank, tokens: TokenCounter, operators: Operators) -> Exp
     return ExpertLedger(tokens, lossy_strategy(rank.config), own, others)
 
 
-def _copies(header: SlotHeader) -> ExpertCopies:
-    copies = decode_context(header.context).copies
+def _copies(header: slot.SlotHeader) -> slot.ExpertCopies:
+    copies = slot.decode_context(header.context).copies
     if copies is None:
         raise ValueError(f'window {header.name} has no data about its experts')
     return copies

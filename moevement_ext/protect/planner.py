@@ -17,15 +17,8 @@ from torch.distributed import Store
 from moevement_ext.capture.layout import Operators, TensorSlice, operator_table
 from moevement_ext.membership.rank import Place, Rank
 from moevement_ext.memory.budget import stub_file_bytes, window_file_bytes
-from moevement_ext.memory.window import settings
+from moevement_ext.memory.window import settings, slot
 from moevement_ext.memory.window.format import window_capacity
-from moevement_ext.memory.window.slot import (
-    FORMAT_VERSION,
-    LOSS_BYTES,
-    Record,
-    SlotHeader,
-    frame_bytes_bound,
-)
 from moevement_ext.memory.window.twin import OwnParts, stub_capacity
 from moevement_ext.plan.byte_planner import OperatorTable, balanced, window_bytes_bound
 from moevement_ext.plan.popularity import order_by_popularity
@@ -197,7 +190,7 @@ class Planner:
         """Return bytes that suffice for this rank's window file under any plan of up to W slots."""
         operators = operator_table(list(self._own.sizes), [self._own.sizes])
         payload = int(window_bytes_bound(operators, window)[0]) + window * self._own.always
-        frame = frame_bytes_bound(self._largest_header(window, context_bytes))
+        frame = slot.frame_bytes_bound(self._largest_header(window, context_bytes))
         frames = ((0, frame) for _ in range(window))
         needed = window_capacity([(payload, settings.MAX_BYTES), *frames])
         return window_file_bytes(self._state_bytes(window), window, needed)
@@ -259,10 +252,10 @@ class Planner:
         )
         return list(dict.fromkeys([*tied, *experts, *others]))
 
-    def _largest_header(self, window: int, context_bytes: int) -> SlotHeader:
+    def _largest_header(self, window: int, context_bytes: int) -> slot.SlotHeader:
         """Return a header with all records of this rank, in full and as weights."""
         records = [
-            Record(
+            slot.Record(
                 operator=part.operator,
                 tensor=part.tensor,
                 part=part.part,
@@ -276,8 +269,8 @@ class Planner:
             for part in (*item.full, *item.weights, *item.always)
         ]
         names = max(rank.names for rank in self._ranks if rank.stage == self.place.stage)
-        return SlotHeader(
-            version=FORMAT_VERSION,
+        return slot.SlotHeader(
+            version=slot.FORMAT_VERSION,
             run='0' * 16,
             topology='0' * 16,
             owner=0,
@@ -288,7 +281,7 @@ class Planner:
             plan='0' * 33,
             payload_bytes=0,
             records=records,
-            context=bytes(context_bytes + names + LOSS_BYTES),
+            context=bytes(context_bytes + names + slot.LOSS_BYTES),
             placed=self._rank.identity.placed,
         )
 

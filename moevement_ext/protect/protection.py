@@ -7,8 +7,8 @@ Sizes and reserves the host memory, of all ranks or of a joining rank.
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -35,13 +35,13 @@ from moevement_ext.plan.strategy.choice import strategy_of
 from moevement_ext.plan.strategy.moevement import Measured
 from moevement_ext.plan.windows import budgets, checkpoint_s
 from moevement_ext.protect.checkpointer import SparseCheckpointer
-from moevement_ext.protect.disk_tier import DiskTier, disk_tier
+from moevement_ext.protect.disk_tier import DiskTier
 from moevement_ext.protect.lifecycle import WindowLifecycle
 from moevement_ext.protect.persistence import PersistenceTracker
 from moevement_ext.protect.planner import Planner
 from moevement_ext.protect.replanner import Replanner, event
 from moevement_ext.protect.statistics import CaptureStatistics, Figures
-from moevement_ext.rates import OtherWork
+from moevement_ext.rates import OtherWork, timed
 from moevement_ext.replicate.host_memory import HostMemory, WindowRoom
 from moevement_ext.replicate.node_plan import JobMemory, Member, Share, copies_of, described
 from moevement_ext.replicate.secret import agree
@@ -293,7 +293,19 @@ class Protection:
         self._device = with_index(operators.device)
         self._room = WindowRoom(memory, self._statistics.degraded)
         self._room.before(present.plan.window)
-        self._disk = disk_tier(rank, memory, store, on_disk, self._statistics)
+        self._disk: DiskTier | None = None
+        if memory.disk is not None:
+            on_disks = torch.distributed.PrefixStore('disk', store.clone())
+            self._disk = DiskTier(
+                memory.disk,
+                memory.windows,
+                rank.identity,
+                rank.config.disk_every,
+                1e9 * rank.config.disk_gb_per_s,
+                partial(PersistenceTracker, on_disks, rank.number, rank.world_size),
+                self._statistics,
+                on_disk,
+            )
         self._reached = memory.peer_addresses()
         self.windows = WindowLifecycle(
             rank.number,
@@ -413,14 +425,9 @@ class Protection:
         self._reached = self.memory.peer_addresses()
         self.windows.change_peers(self.memory.peers(), newest)
 
-    @contextmanager
-    def exposed(self) -> Iterator[None]:
+    def exposed(self) -> AbstractContextManager[None]:
         """Count the duration of the context as time taken from training."""
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._statistics.exposed_s += time.perf_counter() - began
+        return timed(self._statistics, 'exposed_s')
 
     def begin(self, iteration: int, state: bytes) -> None:
         """Start capturing the state after `iteration`. Training thread."""

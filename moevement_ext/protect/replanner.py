@@ -28,7 +28,7 @@ logger = logger_of(__name__)
 
 _FIRST_POLL_SECONDS = 0.02
 _LAST_POLL_SECONDS = 0.32
-_COUNTS_KEPT = 4
+_LOADS_KEPT = 4
 VERSIONS_KEPT = 4
 """Plans kept in the store; the plan in force is the newest or the previous one."""
 # Wait for the stage's first rank; if it is lost, its replacement hands the plan out.
@@ -128,8 +128,7 @@ class Replanner:
         self._adopt = adopt
         self._changed = threading.Condition()
         self._observed: WindowLoad | None = None
-        # On rank 0: the newest windows, with counts in the store.
-        self._counted: deque[int] = deque()
+        self._published: deque[int] = deque()  # newest windows, with loads in the store
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name='sparse-ckpt-replan', daemon=True)
         self._thread.start()
@@ -174,42 +173,28 @@ class Replanner:
         return self._connection.store
 
     def _publish(self, load: WindowLoad) -> None:
-        self._store.set(f'load/{self._rank}', msgspec.json.encode(load).decode())
-        self._store.add(_count_key(load.start), 1)
-        if self._rank == 0:
-            self._forget_counts(load.start)
-            if load.start >= self._present.origin:
-                self._lead(load.start)
+        self._store.set(_load_key(load.start, self._rank), msgspec.json.encode(load).decode())
+        self._published.append(load.start)
+        if len(self._published) > _LOADS_KEPT:
+            self._store.delete_key(_load_key(self._published.popleft(), self._rank))
+        if self._rank == 0 and load.start >= self._present.origin:
+            self._lead(load.start)
         self._follow()
 
     def _lead(self, start: int) -> None:
         """On rank 0: decide once every rank has published this window, unless it is outdated."""
+        keys = [_load_key(start, rank) for rank in range(self._world_size)]
         pause_s = _FIRST_POLL_SECONDS
-        while not self._stopping.is_set() and self._observed is None:
-            # The counter avoids reading all loads too early; a rank that repeats the window counts
-            # twice.
-            if self._store.add(_count_key(start), 0) >= self._world_size:
-                loads = self._loads()
-                if all(load.start == start for load in loads):
-                    self._announce(self._decide(self._present, loads))
-                    return
+        while not self._store.check(keys):
             self._stopping.wait(pause_s)
+            if self._stopping.is_set() or self._observed is not None:
+                return
             pause_s = min(2 * pause_s, _LAST_POLL_SECONDS)
-
-    def _forget_counts(self, start: int) -> None:
-        """Delete old counts; late ranks may still add to the newest."""
-        self._counted.append(start)
-        while len(self._counted) > _COUNTS_KEPT:
-            self._store.delete_key(_count_key(self._counted.popleft()))
-
-    def _announce(self, chosen: PlanParameters | None) -> None:
+        loads = [_LOAD.decode(value) for value in read_in_parts(self._store, keys)]
+        chosen = self._decide(self._present, loads)
         if chosen is not None:
             publish(self._store, chosen)
             self._store.set(_NEWEST, str(chosen.version))
-
-    def _loads(self) -> list[WindowLoad]:
-        keys = [f'load/{rank}' for rank in range(self._world_size)]
-        return [_LOAD.decode(value) for value in read_in_parts(self._store, keys)]
 
     def _follow(self) -> None:
         newest = int(peek(self._store, _NEWEST) or 0)
@@ -227,5 +212,5 @@ class Replanner:
 _NEWEST = 'plan/newest'
 
 
-def _count_key(start: int) -> str:
-    return f'loads/{start}'
+def _load_key(start: int, rank: int) -> str:
+    return f'load/{start}/{rank}'

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Figures of protection for the log line and the metrics."""
 
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from moevement_ext.events import EventLog
+from moevement_ext.rates import timed
 
 # Seconds of training with one failure, before this job has shown its own rate.
 _PRIOR_S = 3600.0
@@ -77,14 +77,9 @@ class CaptureStatistics(Figures):
         self._reported = 0.0, 0
         self._observed_s = 0.0
 
-    @contextmanager
-    def device_wait(self) -> Iterator[None]:
+    def device_wait(self) -> AbstractContextManager[None]:
         """Context whose duration counts as a wait for the device. Training thread."""
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.device_wait_s += time.perf_counter() - began
+        return timed(self, 'device_wait_s')
 
     def exposed_ms(self) -> float:
         """Milliseconds exposed per iteration since the last call. Training thread."""

@@ -28,6 +28,7 @@ from moevement_ext.membership.report import NOWHERE, Report
 from moevement_ext.membership.store_loss import StoreLost
 from moevement_ext.memory.window.name import TRIES, Window
 from moevement_ext.protect.protection import Protection
+from moevement_ext.rates import timed
 from moevement_ext.recover.fruitless import Fruitless, in_words, lost_peer
 from moevement_ext.recover.outage import Outage, Phases, recovered_line
 from moevement_ext.recover.own_report import OwnReport, handovers
@@ -184,7 +185,7 @@ class LocalizedRecovery:
         verdict = self._position.pending
         assert verdict is not None
         self._watch()
-        with self._phases.timed('respawn'):
+        with timed(self._phases, 'respawn'):
             self._enters('respawn')
             if verdict.window is not None and self._rank.number in verdict.ranks:
                 # Before any rank reads this log or counts new captures: other replaying stages wait
@@ -264,7 +265,7 @@ class LocalizedRecovery:
         logger.warning('recovering: %s', self._membership.reason)
 
     def _meet(self) -> None:
-        with self._phases.timed('respawn'):
+        with timed(self._phases, 'respawn'):
             self._enters('meet')
             if not self._membership.joining:  # while the new process is starting
                 self._trainer.loop.leave()
@@ -440,12 +441,12 @@ class LocalizedRecovery:
 
         All ranks must agree about each group; they do, as it follows from the reports of all.
         """
-        with self._phases.timed('regroup'):
+        with timed(self._phases, 'regroup'):
             self._membership.renew(self._connected_with(verdict))
 
     def _connect_all(self, verdict: Localized) -> None:
         """Connect all ranks, once no rank replays."""
-        with self._phases.timed('regroup'):
+        with timed(self._phases, 'regroup'):
             kept = self._connected_with(verdict)
             if len(kept) < len(self._membership.reports):
                 self._membership.renew(None, kept)
@@ -472,7 +473,7 @@ class LocalizedRecovery:
         source = next((have for lack, have in verdict.copies.items() if lack in family), None)
         if source is None:
             return
-        with self._phases.timed('fetch'):
+        with timed(self._phases, 'fetch'):
             if rank in verdict.copies:
                 self._protection.checkpointer.stop_capturing()
             self._trainer.operators.copy(source)

@@ -170,13 +170,6 @@ class Phases:
     convert: float = 0.0
     catch_up: float = 0.0
 
-    @contextmanager
-    def timed(self, phase: str) -> Iterator[None]:
-        """Add the seconds of the context to a phase."""
-        began = time.perf_counter()
-        yield
-        setattr(self, phase, getattr(self, phase) + time.perf_counter() - began)
-
     def in_words(self) -> dict[str, float]:
         """Return the phases that every rank passes through, by their names in the log line."""
         return {

@@ -8,16 +8,9 @@ import msgspec
 from moevement_ext.config import SparseCheckpointConfig, node_name
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.shelf import Part, Shelf
+from moevement_ext.memory.window import settings
 from moevement_ext.memory.window.name import RankIdentity
 from moevement_ext.memory.window.refusal import UnreadableWindow, not_read
-from moevement_ext.memory.window.settings import (
-    Placed,
-    RunSettings,
-    decode,
-    differences,
-    of_same_training,
-    told,
-)
 from moevement_ext.memory.window.slot import SlotHeader
 from moevement_ext.plan.strategy.choice import disk_only
 
@@ -26,7 +19,7 @@ class _Seen(msgspec.Struct, frozen=True):
     """A part that a rank can read, with fields of its first slot."""
 
     part: Part
-    placed: Placed
+    placed: settings.Placed
     operators: list[str]
     """Operators of which the owner has any byte."""
 
@@ -64,13 +57,15 @@ def take_stock(identity: RankIdentity, config: SparseCheckpointConfig, shelf: Sh
         return Stock([], [], unread=not_read(refusal))
     for run in found:
         parts = shelf.look(run)
-        ours = [one for one in parts if of_same_training(one[1].placed, placed)]
+        ours = [one for one in parts if settings.of_same_training(one[1].placed, placed)]
         skipped = shelf.unread.get(run, {})
         unread |= skipped
         refused.update(f'{run}: {reason}' for reason in skipped)
         if len(ours) == len(parts) and not skipped:
             runs.append(run)
-        foreign = (header for _, header in parts if not of_same_training(header.placed, placed))
+        foreign = (
+            header for _, header in parts if not settings.of_same_training(header.placed, placed)
+        )
         refused.update(f'{run}: {_in_what(header, identity)}' for header in foreign)
         seen += [
             _seen(part, header) for part, header in ours if part.on_disk or not disk_only(config)
@@ -82,9 +77,9 @@ def _in_what(header: SlotHeader, identity: RankIdentity) -> str:
     """Settings in which the job that captured a slot differs, so that it is another training."""
     if header.placed is None:
         return 'it names no layout, so only a job in the same layout can read it'
-    was = decode(header.settings) if header.settings else RunSettings()
+    was = settings.decode(header.settings) if header.settings else settings.RunSettings()
     was, now = (msgspec.structs.replace(one, layout={}) for one in (was, identity.settings))
-    return told(differences(was, now).decisive) or 'it is of another training'
+    return settings.told(settings.differences(was, now).decisive) or 'it is of another training'
 
 
 def _seen(part: Part, header: SlotHeader) -> _Seen:

@@ -21,7 +21,7 @@ from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.memory.window.name import RankIdentity, WindowName
-from moevement_ext.protect.disk_tier import DiskTier, _DiskSettings
+from moevement_ext.protect.disk_tier import DiskTier
 from moevement_ext.protect.persistence import PersistenceTracker
 from moevement_ext.protect.statistics import CaptureStatistics
 from tests.unit.memory.samples import (
@@ -68,16 +68,17 @@ class Rank:
         self.disk = Disk(job.root, 'run1', number)
         self.events = job.root / f'rank{number}.jsonl'
         self.statistics = CaptureStatistics(EventLog(str(job.root), number))
-        self.settings = _DiskSettings(every=1, bytes_per_s=bytes_per_s)
+        self.bytes_per_s = bytes_per_s
+        self.complete: WindowName | None = None
         self.tier = self.start(job)
 
     def start(self, job: 'Job') -> DiskTier:
         counts = TCPStore('127.0.0.1', job.store.port, is_master=False, timeout=timedelta(0, 20))
         number = self.identity.rank
         self.tier = DiskTier(
-            self.disk, self.windows, self.identity, self.settings,
+            self.disk, self.windows, self.identity, 1, self.bytes_per_s,
             partial(PersistenceTracker, PrefixStore('disk', counts), number, job.ranks_in_all),
-            self.statistics,
+            self.statistics, self.complete,
         )  # fmt: skip
         return self.tier
 
@@ -197,7 +198,7 @@ def test_slow_disk_skips_windows_and_delays_no_rank(
 def test_windows_on_disk_keep_the_configured_interval(make: Callable[..., Job]) -> None:
     job = make(FAST)
     (rank,) = job.ranks
-    rank.tier._settings = rank.settings._replace(every=7)
+    rank.tier._every = 7
     for start in range(0, 24, 3):
         job.persist(start)
         if start in (0, 9, 18):
@@ -217,7 +218,7 @@ def test_last_window_is_copied_at_once_regardless_of_limits(make: Callable[..., 
     """The copy of another one, which would take hours, ends for it."""
     job = make(1.0, 1.0)
     for rank in job.ranks:
-        rank.tier._settings = rank.settings._replace(every=7)
+        rank.tier._every = 7
     job.persist(0)
     wait_for(lambda: all(rank.tier._pending is not None for rank in job.ranks))
     job.persist(3)
@@ -294,7 +295,7 @@ def test_rollback_ends_the_copy_of_a_withdrawn_window(make: Callable[..., Job]) 
     rank.tier.withdraw_after(WindowName(0, 'plan1'))
     rank.windows.discard_after(0)
     assert names(rank) == []
-    rank.tier._settings = rank.settings._replace(bytes_per_s=FAST)
+    rank.tier._bytes_per_s = FAST
     rank.persist(6)
     job.wait_for(6)
 
@@ -355,7 +356,7 @@ def test_new_attempt_keeps_the_window_that_it_resumed_from(
         job.wait_for(start)
     rank.tier.stop()
     job.store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
-    rank.settings = rank.settings._replace(complete=named(3))
+    rank.complete = named(3)
     rank.start(job)
     assert rank.statistics.on_disk == 3
     rank.tier.persisted(named(3))  # it is there
