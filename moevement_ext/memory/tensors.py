@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors in headers and copies: element types by name, and batches with a limit on their bytes.
+"""Tensors in headers, messages and copies: types by name, bytes, and batches of limited size.
 
 A batch is copied by one call, which releases the GIL once, not once per tensor. torch's optimizers
 use `torch._foreach_copy_`, which has no public name (checked with torch 2.11 and 2.15); without it
@@ -8,6 +8,7 @@ this import fails, so no job starts.
 
 from collections.abc import Callable, Iterable, Iterator
 
+import msgspec
 import torch
 
 # A fixed list, not attributes of torch: names come from files and from the wire.
@@ -32,6 +33,28 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def dtype_of(name: str) -> torch.dtype | None:
     return _DTYPES.get(name)
+
+
+_EXTENSION = 1
+_PARTS = msgspec.msgpack.Decoder(tuple[str, list[int], bytes])
+
+
+def encoded(tensor: torch.Tensor) -> msgspec.msgpack.Ext:
+    """A tensor of a known type in a message; an `enc_hook` of msgspec."""
+    flat = tensor.detach().cpu().contiguous().view(-1)
+    content = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b''
+    parts = dtype_name(tensor.dtype), list(tensor.shape), content
+    return msgspec.msgpack.Ext(_EXTENSION, msgspec.msgpack.encode(parts))
+
+
+def decoded(code: int, parts: memoryview) -> torch.Tensor:
+    """Inverse of `encoded`, on the CPU; an `ext_hook` of msgspec."""
+    name, shape, content = _PARTS.decode(parts)
+    dtype = dtype_of(name)
+    assert code == _EXTENSION and dtype is not None  # as `encoded` wrote it
+    if not content:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8).view(dtype).view(shape)
 
 
 def copy_all(targets: Tensors, sources: Tensors, non_blocking: bool = False) -> None:

@@ -6,7 +6,7 @@ numbers: all that the next micro-batch of the same rank reads or adds to. The te
 `BrokenIteration`, and the gradients.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 import torch
@@ -19,15 +19,7 @@ from megatron.moevement.state import iteration_state
 from megatron.moevement.state.iteration_state import RngState
 from megatron.moevement.state.model_operators import Operator
 from moevement_ext.capture.trainer_state import receive_packed, send_packed
-from moevement_ext.memory.tensors import copy_all, dtype_name, dtype_of
-
-
-class PackedTensor(msgspec.Struct, frozen=True):
-    """A tensor as bytes."""
-
-    dtype: str
-    shape: list[int]
-    data: bytes
+from moevement_ext.memory.tensors import copy_all, decoded, encoded
 
 
 class Metric(msgspec.Struct, frozen=True):
@@ -44,13 +36,13 @@ class Accumulated(msgspec.Struct, frozen=True, kw_only=True):
 
     rng: RngState
     metrics: dict[str, Metric]
-    losses: list[dict[str, PackedTensor]]
+    losses: list[dict[str, torch.Tensor]]
     """Result of the schedule for each micro-batch."""
     tokens: int | None
     """Number that a loss per token is divided by."""
 
 
-_ACCUMULATED = msgspec.msgpack.Decoder(Accumulated)
+_ACCUMULATED = msgspec.msgpack.Decoder(Accumulated, ext_hook=decoded)
 
 
 class Line:
@@ -64,7 +56,8 @@ class Line:
         self.device = torch.device(torch.cuda.current_device() if on_gpu else 'cpu')
 
     def send(self, peer: int, message: object) -> None:
-        data = torch.frombuffer(bytearray(msgspec.msgpack.encode(message)), dtype=torch.uint8)
+        content = msgspec.msgpack.encode(message, enc_hook=encoded)
+        data = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         for tensor in (torch.tensor([data.numel()]), data):
             send_packed([tensor], peer, self.group, self.device)
 
@@ -106,13 +99,13 @@ class Accumulating:
         self,
         line: Line,
         peer: int,
-        losses: Sequence[Mapping[str, torch.Tensor]],
+        losses: list[dict[str, torch.Tensor]],
         tokens: torch.Tensor | None,
     ) -> None:
         state = Accumulated(
             rng=iteration_state.capture_rng(),
             metrics=_metrics(),
-            losses=[{name: packed(value) for name, value in one.items()} for one in losses],
+            losses=losses,
             tokens=None if tokens is None else int(tokens.item()),
         )
         line.send(peer, state)
@@ -154,17 +147,3 @@ def _expect(metrics: Mapping[str, Metric]) -> None:
         entry.reduce_group = groups.get(metric.reduce_group)
         entry.avg_group = groups.get(metric.avg_group)
         entry.needs_dp_avg = metric.needs_dp_avg
-
-
-def packed(tensor: torch.Tensor) -> PackedTensor:
-    flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-    return PackedTensor(dtype_name(tensor.dtype), list(tensor.shape), flat.numpy().tobytes())
-
-
-def unpacked(tensor: PackedTensor) -> torch.Tensor:
-    """Inverse of `packed`, on the CPU."""
-    dtype = dtype_of(tensor.dtype)
-    assert dtype is not None, tensor.dtype
-    if not tensor.data:
-        return torch.empty(tensor.shape, dtype=dtype)
-    return torch.frombuffer(bytearray(tensor.data), dtype=dtype).view(tensor.shape)

@@ -23,10 +23,11 @@ from megatron.core.utils import get_model_config
 from megatron.moevement.facts import Chunks, Settings
 from megatron.moevement.seams import patches
 from megatron.moevement.seams.schedules import SCHEDULES
-from megatron.moevement.state.handing_on import Accumulating, Line, PackedTensor, packed, unpacked
+from megatron.moevement.state.handing_on import Accumulating, Line
 from megatron.moevement.state.model_operators import Operator
 from moevement_ext.config import GLOBAL, SparseCheckpointConfig
 from moevement_ext.logger import logger_of
+from moevement_ext.memory.tensors import decoded
 
 logger = logger_of(__name__)
 
@@ -49,8 +50,7 @@ _NO_OTHER_UNIT = 'a guest in every expert-parallel unit'
 OWN_LOOP = "a loop that is not upstream's"
 """A reason: its forward step may have a state that nothing hands on."""
 
-_Batch = dict[str, PackedTensor | None]
-_BATCHES = msgspec.msgpack.Decoder(list[_Batch])
+_BATCHES = msgspec.msgpack.Decoder(list[dict[str, torch.Tensor | None]], ext_hook=decoded)
 
 
 def not_routed(settings: Settings, config: SparseCheckpointConfig) -> str | None:
@@ -227,8 +227,7 @@ class _Iteration:
         """Give a guest's data and state to the hosts, and get the state back."""
         for host, number in zip(self._hosts, pieces(self._total, len(self._hosts)), strict=True):
             if self._data is not None:
-                batches = [next(self._data) for _ in range(number)]
-                self._line.send(self._rank_of(host), [_packed_batch(one) for one in batches])
+                self._line.send(self._rank_of(host), [next(self._data) for _ in range(number)])
         self._hand_on(self._hosts[0], [])
         self._losses = self._take_over(self._hosts[-1])
 
@@ -253,7 +252,7 @@ class _Iteration:
         if self._data is None:
             return None
         received = self._line.receive(self._rank_of(unit), _BATCHES)
-        return iter([_unpacked_batch(one) for one in received])
+        return iter(received)
 
     def _part(self, data: object, number: int) -> list[Any]:
         if number == 0:
@@ -264,7 +263,7 @@ class _Iteration:
     def _rank_of(self, unit: int) -> int:
         return self._line.ranks[unit * self._size + self._place]
 
-    def _hand_on(self, unit: int, losses: Sequence[Mapping[str, torch.Tensor]]) -> None:
+    def _hand_on(self, unit: int, losses: list[dict[str, torch.Tensor]]) -> None:
         self._state.hand_on(self._line, self._rank_of(unit), losses, self._tokens)
 
     def _take_over(self, unit: int) -> list[dict[str, torch.Tensor]]:
@@ -273,14 +272,4 @@ class _Iteration:
         device = self._state.gradients[0].device
         if taken.tokens is not None:
             self._tokens = torch.tensor(taken.tokens, dtype=torch.int, device=device)
-        return [
-            {name: unpacked(one).to(device) for name, one in loss.items()} for loss in taken.losses
-        ]
-
-
-def _packed_batch(batch: Mapping[str, torch.Tensor | None]) -> _Batch:
-    return {name: None if one is None else packed(one) for name, one in batch.items()}
-
-
-def _unpacked_batch(batch: _Batch) -> dict[str, torch.Tensor | None]:
-    return {name: None if one is None else unpacked(one) for name, one in batch.items()}
+        return [{name: one.to(device) for name, one in loss.items()} for loss in taken.losses]

@@ -15,15 +15,11 @@ from moevement_ext.capture.trainer_state import (
 )
 from moevement_ext.config import ConfigurationError
 from moevement_ext.logger import logger_of
-from moevement_ext.memory.tensors import dtype_name, dtype_of
+from moevement_ext.memory.tensors import decoded, dtype_name, dtype_of, encoded
 
 logger = logger_of(__name__)
 
-_TENSOR = 1
 _SPARE_BYTES = 4096
-
-
-_PARTS = msgspec.msgpack.Decoder(tuple[str, list[int], bytes])
 
 
 class _Encoded(msgspec.Struct, array_like=True):
@@ -71,9 +67,9 @@ class LoopState:
     def now(self) -> bytes:
         """Return the encoded state; between iterations with the generator states of training."""
         generators = self._generators or _capture()
-        encoded = _Encoded(self.iteration, self.reduced, generators, self._state_dict())
+        present = _Encoded(self.iteration, self.reduced, generators, self._state_dict())
         try:
-            state = msgspec.msgpack.encode(encoded, enc_hook=_encode)
+            state = msgspec.msgpack.encode(present, enc_hook=_encode)
         except OverflowError as error:
             raise ConfigurationError(
                 'state_dict() holds an integer of more than 64 bits; give it as a string or bytes.'
@@ -137,10 +133,7 @@ def _decode(state: bytes) -> _Encoded:
 
 def _encode(value: object) -> object:
     if isinstance(value, torch.Tensor) and dtype_of(dtype_name(value.dtype)) is not None:
-        flat = value.detach().cpu().contiguous().view(-1)
-        content = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b''
-        parts = (dtype_name(value.dtype), list(value.shape), content)
-        return msgspec.msgpack.Ext(_TENSOR, msgspec.msgpack.encode(parts))
+        return encoded(value)
     if isinstance(value, np.generic):
         return value.item()
     raise ConfigurationError(
@@ -149,16 +142,4 @@ def _encode(value: object) -> object:
     )
 
 
-def _tensor(code: int, encoded: memoryview) -> torch.Tensor:
-    name, shape, content = _PARTS.decode(encoded)
-    dtype = dtype_of(name)
-    assert code == _TENSOR and dtype is not None  # as `_encode` wrote it
-    tensor = torch.empty(shape, dtype=dtype)
-    if content:
-        tensor.view(-1).view(torch.uint8).copy_(
-            torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        )
-    return tensor
-
-
-_ENCODED = msgspec.msgpack.Decoder(_Encoded, ext_hook=_tensor)
+_ENCODED = msgspec.msgpack.Decoder(_Encoded, ext_hook=decoded)

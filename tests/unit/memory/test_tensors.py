@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
+import msgspec
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moevement_ext.memory.tensors import copy_all, in_batches
+from moevement_ext.memory.tensors import copy_all, decoded, encoded, in_batches
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool, torch.uint8)
 
@@ -35,3 +36,20 @@ def test_batches_are_as_large_as_the_limit_permits(sizes: list[int], limit: int)
     assert [size for batch in batches for size in batch] == sizes
     assert all(batch and sum(batch) <= limit for batch in batches)
     assert all(sum(one) + two[0] > limit for one, two in zip(batches, batches[1:], strict=False))
+
+
+@pytest.mark.parametrize(
+    'tensor',
+    [
+        torch.tensor(1.5),
+        torch.randn(2, 3).to(torch.bfloat16),
+        torch.tensor([[True, False]]),
+        torch.empty(0, dtype=torch.int64),
+        torch.arange(12).view(3, 4).t(),
+    ],
+)
+def test_values_keep_type_shape_and_bits(tensor: torch.Tensor) -> None:
+    content = msgspec.msgpack.encode({'one': tensor}, enc_hook=encoded)
+    again = msgspec.msgpack.decode(content, type=dict[str, torch.Tensor], ext_hook=decoded)['one']
+    assert (again.dtype, again.shape) == (tensor.dtype, tensor.shape)
+    assert torch.equal(again, tensor)

@@ -4,7 +4,6 @@
 import pytest
 import torch
 
-from megatron.moevement.state.handing_on import packed, unpacked
 from megatron.moevement.state.routes import Routes, not_routed, pieces
 from moevement_ext.config import SparseCheckpointConfig
 from tests.unit.megatron.moevement.job.test_identity import parsed
@@ -42,22 +41,6 @@ def test_pipeline_needs_a_recovery_without_logs() -> None:
     settings = vars(parsed('--pipeline-model-parallel-size', '2'))
     assert not_routed(settings, GLOBAL) is None
     assert 'recovery global' in str(not_routed(settings, SparseCheckpointConfig()))
-
-
-@pytest.mark.parametrize(
-    'tensor',
-    [
-        torch.tensor(1.5),
-        torch.randn(2, 3).to(torch.bfloat16),
-        torch.tensor([[True, False]]),
-        torch.empty(0, dtype=torch.int64),
-        torch.arange(12).view(3, 4).t(),
-    ],
-)
-def test_values_keep_type_shape_and_bits(tensor: torch.Tensor) -> None:
-    again = unpacked(packed(tensor))
-    assert (again.dtype, again.shape) == (tensor.dtype, tensor.shape)
-    assert torch.equal(again, tensor)
 
 
 @pytest.mark.parametrize(('guests', 'said'), [([], ''), ([1], 'do not work with --fp8')])
