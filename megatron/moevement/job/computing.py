@@ -9,6 +9,7 @@ import os
 import platform
 import re
 import sys
+import tomllib
 from collections.abc import Iterable
 from contextlib import suppress
 from importlib import metadata
@@ -21,12 +22,9 @@ import xxhash
 import moevement_ext
 from moevement_ext.memory.window.settings import Table, digest_of
 
-_PACKAGES = (
-    'megatron-core torch transformer-engine apex numpy triton flash-attn flash-attn-3 '
-    'nvidia-cudnn-cu12 nvidia-cudnn-cu13 nvidia-cublas nvidia-cublas-cu12 nvidia-nccl-cu12 '
-    'nvidia-nccl-cu13 deep-ep deep-gemm grouped-gemm mamba-ssm causal-conv1d '
-    'emerging-optimizers nvidia-modelopt kitchen tokenizers sentencepiece tiktoken transformers'
-).split()
+_TABLES = tomllib.loads(Path(__file__).with_suffix('.toml').read_text('utf-8'))
+_PACKAGES: list[str] = _TABLES['packages'].split()
+_VARIABLES = re.compile('|'.join(_TABLES['variables']))
 
 _DRIVER = Path('/proc/driver/nvidia')
 _CPU_INFO = Path('/proc/cpuinfo')
@@ -36,24 +34,6 @@ _CPU_UNITS = re.compile(r'\n(?:flags|Features)\s*:(.*)')
 _UNIT = re.compile(r'(?:avx|amx|fma|asimd|sve|sme|bf16)\w*')
 _READ_BYTES = 2**20
 _NCCL_SETTINGS = Path('/etc/nccl.conf'), Path(os.path.expanduser('~/.nccl.conf'))
-_VARIABLES = re.compile(
-    # NCCL: variables that decide the order of a sum. Addresses and time-outs do not.
-    r'NCCL_(ALGO|PROTO|NTHREADS|(MIN|MAX)_(NCHANNELS|CTAS|P2P_NCHANNELS)|\w*BUFFSIZE|\w*CHUNKSIZE'
-    r'|LL\w*|NVLS\w*|COLLNET\w*|MNNVL\w*|P2P_\w+|SHM_\w+|CROSS_NIC|PXN\w*|CTA_POLICY|TOPO_FILE'
-    r'|GRAPH_FILE|TUNER_\w+|CONF_FILE|IB_DISABLE|NET_GDR_LEVEL|PAT_ENABLE|RINGS|TREES'
-    r'|SINGLE_RING_THRESHOLD|TREE_THRESHOLD)'
-    r'|SHARP_COLL_(?!LOG)\w+|NVTE_(?!DEBUG|BUILD)\w+|CUBLAS(?!\w*LOG)\w*|CUDNN_(?!LOG)\w+'
-    r'|NVIDIA_TF32_OVERRIDE|CUTEDSL_\w+|FP4_RECIPE'
-    r'|TORCH_(ALLOW_TF32_\w+|BLAS_\w+|CUDNN_\w+|LINALG_\w+|COMPILE_DISABLE)'
-    r'|TORCHINDUCTOR_(?!\w*DIR)\w+|TORCHDYNAMO_DISABLE|PYTORCH_(JIT|TUNABLEOP_\w+)'
-    r'|CUTLASS_EPILOGUE_FUSION|ENABLE_(PERSISTENT_TMA_MATMUL|HOST_SIDE_TMA|T(EMPLATE|MA)_\w+)'
-    r'|TRITON_(F32_DEFAULT|CACHE_AUTOTUNING|INTERPRET)|MAMBA_DETERMINISTIC|FLASH_ATTENTION_\w+'
-    r'|PYTHONHASHSEED|OMP_(NUM_THREADS|DYNAMIC)|KMP_DETERMINISTIC_REDUCTION'
-    r'|MKL_(NUM_THREADS|CBWR|DYNAMIC|ENABLE_INSTRUCTIONS)|OPENBLAS_(NUM_THREADS|CORETYPE)'
-    r'|ATEN_CPU_CAPABILITY|(ONE)?DNNL?_(MAX_CPU_ISA|DEFAULT_FPMATH_MODE)'
-    # Another libnccl, libcublas, BLAS or libm in place of the installed one.
-    r'|LD_PRELOAD|GLIBC_TUNABLES|OMP_THREAD_LIMIT'
-)
 
 
 def code_of(folders: Iterable[Path]) -> str:

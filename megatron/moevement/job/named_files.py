@@ -14,6 +14,7 @@ import importlib.util
 import json
 import os
 import struct
+import tomllib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -25,36 +26,16 @@ from megatron.moevement.facts import Settings
 from moevement_ext.config import ConfigurationError, node_name
 from moevement_ext.memory.window.settings import Table
 
-BLENDS = ('data_args_path', 'per_split_data_args_path')
-"""Flags that name a file with data prefixes."""
-DATA = (
-    'data_path train_data_path valid_data_path test_data_path titles_data_path evidence_data_path '
-    'block_data_path'
-).split()
-"""Flags that name data prefixes."""
+_TABLES = {
+    name: tuple(flags.split())
+    for name, flags in tomllib.loads(Path(__file__).with_suffix('.toml').read_text('utf-8')).items()
+}
+BLENDS, DATA, FILES = (_TABLES[name] for name in ('blends', 'data', 'files'))
+"""Flags that name a file with data prefixes, data prefixes, and other files that affect bits."""
+MODULES = _TABLES['modules']
+WRITTEN, LARGE = (_TABLES[name] for name in ('written', 'large'))
+"""Flags that name output paths, and large folders."""
 _DATA_SUFFIXES = ('.idx', '.bin')
-FILES = (
-    'vocab_file merge_file tokenizer_model metadata_path chat_template per_dataset_sequences_path '
-    'heterogeneous_layers_config_path te_precision_config_file kitchen_config_file '
-    'tp_comm_overlap_cfg nccl_communicator_config_path yaml_cfg langrl_env_config'
-).split()
-"""Flags that may name a file that affects bits; in a folder (of a tokenizer), all files count."""
-MODULES = ('spec', 'fp8_quantizer_factory', 'fp4_quantizer_factory')
-"""Flags that name Python modules."""
-WRITTEN = 'moe_routing_trace_path logits_save_dir rl_profile_dir ckpt_convert_save'.split()
-"""Flags that name output paths."""
-LARGE = 'pretrained_checkpoint ict_load bert_load embedding_path logits_load_dir'.split()
-"""Flags that name large folders or files, or paths that no supported job reads."""
-
-_READ_BY_ALL = (
-    'tokenizer_model',
-    'vocab_file',
-    'merge_file',
-    'data_args_path',
-    'per_split_data_args_path',
-    'heterogeneous_layers_config_path',
-)
-_CHECKED_DATA = ('data_path', 'train_data_path', 'valid_data_path', 'test_data_path')
 
 _HEAD_BYTES = 4096
 # Number of places at which a data file is read, from its first bytes to its last: files with as
@@ -205,7 +186,7 @@ def refuse_missing(settings: Settings, rank: int) -> None:
     Raises:
         ConfigurationError: a file is missing; the message names flag, path, rank and node.
     """
-    for name in _READ_BY_ALL:
+    for name in _TABLES['read_by_all']:
         path = settings.get(name)
         if isinstance(path, str) and os.path.isabs(path) and not os.path.exists(path):
             raise _missing(rank, name, path)
@@ -213,7 +194,7 @@ def refuse_missing(settings: Settings, rank: int) -> None:
 
 def missing_data(settings: Settings, rank: int) -> ConfigurationError | None:
     """The error for the first dataset file that this node lacks; None if all exist."""
-    for name in _CHECKED_DATA:
+    for name in _TABLES['checked_data']:
         for prefix in _prefixes(settings.get(name)):
             for path in (prefix + part for part in _DATA_SUFFIXES):
                 if not os.path.exists(path):
