@@ -10,12 +10,11 @@ So conversion, replication and further recoveries treat it like any other window
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import batched
 
-import msgspec
 import numpy as np
 import xxhash
 
 from moevement_ext import faults
-from moevement_ext.capture.layout import OperatorSlices, slices_of
+from moevement_ext.capture.layout import OperatorSlices, SlotLayout
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.faults import Phase
 from moevement_ext.logger import logger_of
@@ -25,7 +24,6 @@ from moevement_ext.memory.window.name import History, RankIdentity, Window
 from moevement_ext.memory.window.refusal import CorruptWindow, RefusedWindow, UnreadableWindow
 from moevement_ext.memory.window.settings import Seat, encode
 from moevement_ext.memory.window.slot import (
-    FORMAT_VERSION,
     Record,
     SlotContext,
     SlotHeader,
@@ -33,6 +31,8 @@ from moevement_ext.memory.window.slot import (
     decode_context,
     frame_bytes_bound,
 )
+from moevement_ext.plan.byte_planner import WindowPlan
+from moevement_ext.protect.checkpointer import slot_header
 from moevement_ext.recover.reshard.index import Division, Portion, SlotIndex, Wanted
 from moevement_ext.recover.trainer import Resharding
 from moevement_ext.replicate.client import PeerLost, PeerRefused, ReplicaClient
@@ -208,26 +208,15 @@ class ReshardedWindow:
 
     def _header(self, slot: int) -> SlotHeader:
         context = self._context(slot)
-        records, offset = [], 0
-        for item in slices_of(context.full, context.weights, self._slices):
-            records.append(item.record(offset))
-            offset += align_up(item.nbytes)
-        start = self.window.start
-        return SlotHeader(
-            version=FORMAT_VERSION,
-            run=self._identity.run,
-            topology=self._identity.topology,
-            owner=self._identity.rank,
-            start=start,
+        plan = WindowPlan((tuple(context.full), tuple(context.weights)))
+        return slot_header(
+            self._identity,
+            self.window.name,
+            slot,
+            SlotLayout(plan, 0, self._slices),
+            context,
             window=self.window.length,
-            slot=slot,
-            iteration=start + slot,
-            plan=self.window.name.plan,
-            payload_bytes=offset,
-            records=records,
-            context=msgspec.msgpack.encode(context),
             settings=b'' if slot else encode(self._identity.settings),
-            placed=self._identity.placed,
         )
 
     def _context(self, slot: int) -> SlotContext:
