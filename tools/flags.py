@@ -56,13 +56,17 @@ def write_pages(
 
 
 def document() -> str:
+    known = {row[0]: row for row in rows()}
+    groups = (
+        f'## {title}\n\n' + markdown(
+            ('Flag', 'Default', 'Meaning'),
+            (known.pop(f'`--sparse-ckpt{name and "-"}{name}`') for name in names))
+        for title, names in _TEXTS['groups'].items()
+    )  # fmt: skip
+    page = _TEXTS['head'] + '\n'.join(groups)
+    assert not known, f'flags.toml: no group has {", ".join(known)}'
     went = [(f'`--sparse-ckpt-{name}`', decides) for name, decides in _TEXTS['went'].items()]
-    return (
-        _TEXTS['head']
-        + markdown(('Flag', 'Default', 'Meaning'), rows())
-        + '\n## Flags that went\n\n'
-        + markdown(('Flag', 'What decides now'), went)
-    )
+    return f'{page}\n## Flags that went\n\n{markdown(("Flag", "What decides now"), went)}'
 
 
 def with_fields(page: str) -> str:
