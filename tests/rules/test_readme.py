@@ -21,9 +21,12 @@ if cpu_device.needed():
     cpu_device.install()
 
 from megatron.moevement.attachment import Attachment  # noqa: E402
+from moevement_ext.config import SparseCheckpointConfig  # noqa: E402
+from moevement_ext.memory.window.format import GENERATIONS  # noqa: E402
 from tools import flags  # noqa: E402
 from tools.chaos.__main__ import parse_arguments, verdict  # noqa: E402
 from tools.chaos.results import Results  # noqa: E402
+from tools.model.layout import Precision  # noqa: E402
 
 README = ROOT / 'README.md'
 MEASURED = ROOT / 'docs' / 'measured.md'
@@ -71,6 +74,15 @@ def test_readme_has_six_flags_with_their_defaults() -> None:
     defaults = {flag: default.strip('`') for flag, default, _ in flags.rows()}
     assert len(shown) == 6
     assert shown == {flag: defaults[flag] for flag in shown}
+
+
+def test_rule_of_thumb_for_host_memory_follows_from_the_files() -> None:
+    per_place = GENERATIONS * Precision().full_bytes
+    places = 1 + SparseCheckpointConfig().replicas
+    said = (
+        f'{per_place} bytes per parameter in each of 1 + r places, so {per_place * places} in all'
+    )
+    assert said in ' '.join(section(README, 'Protect a run').split())
 
 
 def test_every_flag_with_a_page_exists() -> None:
