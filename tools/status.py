@@ -83,14 +83,21 @@ def _address(text: str) -> tuple[str, int]:
 
 
 def _serve(follower: Follower, every_s: float, address: tuple[str, int]) -> None:
-    """Answer requests with the screen until Ctrl-C. Raises LabError: the address is taken."""
+    """Answer requests with the screen until Ctrl-C.
+
+    Raises LabError: the folder cannot be read, or the address is taken.
+    """
+    follower.look()
 
     class Page(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            follower.look()
             console = Console(record=True, file=io.StringIO(), width=_PAGE_WIDTH)
-            history = History(follower.events) if follower.events else None
-            console.print(show(history, time.time()) if history else 'no events yet')
+            try:
+                follower.look()
+                history = History(follower.events) if follower.events else None
+                console.print(show(history, time.time()) if history else 'no events yet')
+            except LabError as error:
+                console.print(str(error), markup=False)
             page = console.export_html(inline_styles=True).encode()
             self.send_response(200)
             self.send_header('Content-Type', 'text/html; charset=utf-8')

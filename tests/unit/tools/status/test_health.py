@@ -92,10 +92,20 @@ def test_the_screen_is_served_to_this_machine(tmp_path: Path) -> None:
                 with urlopen(address, timeout=60) as page:
                     assert page.headers['Refresh'] == '2'
                     pages.append(re.sub('<[^>]+>', '', page.read().decode()))
+            (tmp_path / 'rank0.jsonl').write_text('nothing\n')
+            with urlopen(address, timeout=60) as page:
+                assert 'holds something else than events' in page.read().decode()
         finally:
             server.kill()
     assert 'no events yet' in pages[0]
     assert 'NO HEARTBEAT' in pages[1] and 'Newest of 1 failures' in pages[1]
+
+
+def test_a_folder_that_is_not_there_is_refused_before_it_is_served(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert status.main([str(tmp_path / 'none'), '--serve', '0']) == 2
+    assert 'no such folder' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize('address', ['x', '127.0.0.1:', '99999'])
