@@ -3,7 +3,9 @@
 
 import importlib.metadata
 import re
+import tomllib
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import megatron.core
@@ -27,53 +29,14 @@ from tests.unit.megatron.moevement.job import test_identity
 from tests.unit.megatron.moevement.job.test_identity import _parser
 from tools import compatibility
 
-EVALUATIONS = '--eval-interval 4 --eval-iters 1'
+DATA = tomllib.loads(Path(__file__).with_name('flags.toml').read_text('utf-8'))
+VALUES, OTHERS = DATA['values'], DATA['others']
+LOCALIZED = (
+    *DATA['localized_over_nccl'],
+    *(f'--distributed-backend gloo {flags}' for flags in DATA['localized']),
+)
 PRECISION_AWARE = '--use-precision-aware-optimizer'
-SCALES_LOST = '--use-precision-aware-optimizer --fp8-recipe tensorwise --save dense'
 
-# Values of flags that do not follow from their rule or their type, and other flags that rules need.
-VALUES = {
-    '--optimizer': 'sgd',
-    '--exp-avg-dtype': 'fp16',
-    '--exp-avg-sq-dtype': 'fp8',
-    '--main-params-dtype': 'fp32',
-    '--fp8-format': 'hybrid',
-    '--fp4-format': 'e2m1',
-    '--experimental-attention-variant': 'dsa',
-    '--moe-router-load-balancing-type': 'quantile_balancing',
-    '--iterations-to-skip': '3 4',
-    '--ckpt-convert-format': 'torch',
-    '--override-ckpt-iteration': '0',
-    '--pipeline-model-parallel-layout': 'Et|tt|m|L',
-    '--hierarchical-context-parallel-sizes': '2 2',
-    '--symmetric-ar-type': 'two_shot',
-    '--phase-transition-iterations': '5,10',
-    '--cuda-graph-impl': 'local',
-}
-OTHERS = {
-    '--fp16': '--use-precision-aware-optimizer',
-    '--exp-avg-dtype': SCALES_LOST,
-    '--exp-avg-sq-dtype': SCALES_LOST,
-    '--main-params-dtype': '--fp8-format hybrid --fp8-recipe delayed --fp8-param-gather '
-    '--use-precision-aware-optimizer',
-    '--fp8-param-gather': '--fp8-format hybrid --fp8-recipe mxfp8',
-    '--fp8-recipe': '--fp8-format hybrid --mtp-num-layers 1',
-    '--eval-interval': '--eval-iters 1 --dataloader-type cyclic',
-    '--eval-iters': '--eval-interval 4 --fp8-format hybrid --fp8-recipe delayed',
-    '--tensor-parallel-num-weight-shards': '--tensor-model-parallel-size 2',
-    '--cuda-graph-warmup-steps': '--cuda-graph-impl transformer_engine',
-    '--use-grouped-gemm-for-shared-expert': '--delay-wgrad-compute',
-    '--moe-router-enable-expert-bias': '--check-for-large-grads',
-    '--moe-router-load-balancing-type': '--check-for-large-grads',
-    '--disable-gloo-process-groups': '--distributed-backend nccl',
-    '--overlap-p2p-communication-warmup-flush': '--distributed-backend nccl',
-    '--moe-input-jitter-eps': EVALUATIONS,
-    '--moe-router-force-load-balancing': EVALUATIONS,
-    **dict.fromkeys(
-        '--finetune --no-load-optim --no-load-rng --no-save-optim --no-save-rng'.split(),
-        '--save dense --load dense',
-    ),
-}
 # The same, for flags with some values that are refused and others that recover the whole job.
 RECOVERED = {'--cuda-graph-impl': ('transformer_engine', 'full_iteration')}
 BY_TYPE = {None: 'text', str: 'text', int: '5', float: '0.5'}
@@ -150,53 +113,6 @@ def test_default_flags_need_only_gloo_groups_disabled_for_localized_recovery() -
     assert [rule.flag for rule in WHOLE_JOB if rule.applies(settings)] == [
         '--disable-gloo-process-groups'
     ]
-
-
-WITH_GLOO = '--distributed-backend gloo'
-LOCALIZED = (
-    '--disable-gloo-process-groups',
-    f'{WITH_GLOO} --overlap-p2p-communication-warmup-flush',
-    f'{WITH_GLOO} --moe-input-jitter-eps 0.1 --eval-interval 4 --eval-iters 0',
-    f'{WITH_GLOO} --moe-router-force-load-balancing',
-    f'{WITH_GLOO} --check-for-large-grads --rerun-mode disabled',
-    f'{WITH_GLOO} --finetune --load pretrained --save dense',
-    f'{WITH_GLOO} --no-save-optim --save dense',
-    f'{WITH_GLOO} --tensor-parallel-num-weight-shards 2 --tensor-model-parallel-size 2',
-    f'{WITH_GLOO} --moe-token-dispatcher-type alltoall',
-    f'{WITH_GLOO} --dataloader-type cyclic --eval-interval 4 --eval-iters 0',
-    f'{WITH_GLOO} --dataloader-type single --eval-interval 4 --eval-iters 1',
-    f'{WITH_GLOO} --non-persistent-ckpt-type global',
-    f'{WITH_GLOO} --num-distributed-optimizer-instances 2',
-    f'{WITH_GLOO} --optimizer muon',
-    f'{WITH_GLOO} --mtp-num-layers 1 --pipeline-model-parallel-layout Et|tt|mL',
-    f'{WITH_GLOO} --fp8-recipe delayed --eval-iters 2',
-    *(
-        f'{WITH_GLOO} --fp8-format hybrid {flags}'
-        for flags in (
-            '--fp8-recipe tensorwise --mtp-num-layers 1 --eval-interval 4',
-            '--fp8-recipe blockwise --eval-interval 4 --eval-iters 2',
-            '--fp8-recipe blockwise --cuda-graph-impl none',
-            '--fp8-recipe mxfp8',
-            '--fp8-recipe tensorwise --fp8-param-gather',
-            '--fp8-recipe blockwise --fp8-param-gather',
-            '--fp8-recipe delayed --fp8-param-gather',
-            '--eval-iters 0',
-        )
-    ),
-    *(
-        f'{WITH_GLOO} {PRECISION_AWARE} {flags}'
-        for flags in (
-            '--fp16 --accumulate-allreduce-grads-in-fp32 --save dense',
-            '--fp16 --clip-grad 0',
-            '--fp16 --fp8-recipe tensorwise',
-            '--exp-avg-dtype fp8 --save dense',
-            '--exp-avg-dtype fp8 --fp8-recipe tensorwise',
-            '--exp-avg-dtype bf16 --fp8-recipe tensorwise --load dense',
-            '--exp-avg-sq-dtype fp8 --fp8-recipe tensorwise --save dense --main-params-dtype fp16',
-        )
-    ),
-    f'{WITH_GLOO} --fp16',
-)
 
 
 @each('flags', LOCALIZED)
