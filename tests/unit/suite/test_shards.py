@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Each file is in one shard, and the shards take about equal time."""
 
-import argparse
 from pathlib import Path
 
 import pytest
@@ -18,22 +17,6 @@ def test_shards_are_balanced_and_complete() -> None:
     unknown = Recorded(shards.UNKNOWN_S, 1)
     loads = [sum(known.get(file, unknown).seconds for file in part) for part in parts]
     assert max(loads) - min(loads) <= shards.UNKNOWN_S
-
-
-def test_shard_is_parsed_from_text() -> None:
-    assert Shard.parse('2/3') == Shard(2, 3)
-    assert str(Shard(2, 3)) == '2/3'
-    for wrong in ('2', '0/3', '4/3', 'a/b', '1/0', '-1/2'):
-        with pytest.raises(argparse.ArgumentTypeError, match=wrong):
-            Shard.parse(wrong)
-
-
-def test_unrecorded_cases_of_a_file_weigh_as_unknown() -> None:
-    """The default suite runs some cases of a file, the thorough suite all."""
-    known = {'most-thorough': Recorded(1.0, 1), 'default': Recorded(12.0, 3)}
-    cases = ['most-thorough'] * 4 + ['default'] * 3 + ['new']
-    assert Shard(1, 2).files(cases, known) == {'most-thorough'}
-    assert Shard(2, 2).files(cases, known) == {'default', 'new'}
 
 
 def passed(seconds: dict[str, float]) -> dict[str, dict[str, object]]:

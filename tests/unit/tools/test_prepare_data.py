@@ -2,10 +2,6 @@
 """Text to indexed datasets and back, with upstream's own reader as the judge."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -144,31 +140,3 @@ def test_unusable_input_is_named_and_leaves_the_older_dataset(
     assert main(['--input', str(path), '--output-prefix', str(out)]) == 1
     assert message.format(path=path) in capsys.readouterr().err
     assert texts(out) == [b'good'] and files_in(out.parent) == {'data.bin', 'data.idx'}
-
-
-@pytest.mark.parametrize(
-    'sent',
-    [pytest.param(one, marks=pytest.mark.thorough) for one in (signal.SIGTERM, signal.SIGINT)]
-    + [signal.SIGKILL],
-)
-def test_interrupted_run_leaves_no_dataset(tmp_path: Path, out: Path, sent: int) -> None:
-    """Opening the pipe returns once the tool reads from it, in the middle of its work."""
-    pipe = tmp_path / 'pipe'
-    os.mkfifo(pipe)
-    (tmp_path / 'a.txt').write_bytes(b'first document')
-    command = [sys.executable, '-m', 'tools.prepare_data', '--output-prefix', str(out)]
-    tool = subprocess.Popen(
-        [*command, '--input', str(tmp_path / 'a.txt'), str(pipe)],
-        stderr=subprocess.PIPE,
-        # A job in the background of a shell ignores SIGINT, and so would its children.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-    with open(pipe, 'wb'):
-        assert list(out.parent.glob('.prepare_data-*/new.bin'))
-        tool.send_signal(sent)
-        tool.communicate(timeout=300)
-    expected = {signal.SIGTERM: 128 + sent, signal.SIGINT: 130, signal.SIGKILL: -sent}
-    assert tool.returncode == expected[signal.Signals(sent)]
-    assert not list(out.parent.glob('data.*'))
-    if sent != signal.SIGKILL:
-        assert not files_in(out.parent)

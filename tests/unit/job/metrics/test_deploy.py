@@ -75,15 +75,6 @@ def test_expressions_fit_their_metrics(name: str, expression: str) -> None:
         assert one.counts or not rated, f'{name}: {one.name} is a gauge'
 
 
-@each('name, expression', list(expressions()))
-def test_minimum_rate_ignores_the_old_host_of_a_moved_rank(name: str, expression: str) -> None:
-    """The old host still exports the rank's counters, which no longer grow."""
-    least = re.findall(r'min by \([^)]*\) \((.*)', expression)
-    assert all(inner.startswith('sum by (run, rank) (') for inner in least if 'rate(' in inner), (
-        name
-    )
-
-
 def test_every_alert_is_documented() -> None:
     text = (ROOT / 'docs' / 'metrics.md').read_text('utf-8')
     section = text.partition('\n## Alerts\n')[2].partition('\n## ')[0]

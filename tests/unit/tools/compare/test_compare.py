@@ -9,12 +9,11 @@ from megatron.moevement.arguments import config_from_args
 from tests.unit.tools.samples import HARDWARE, logged
 from tools.compare import measuring
 from tools.compare.rows import ROWS, Keeps
-from tools.compare.running import Course, Lived, draw_faults
+from tools.compare.running import Course, Lived
 from tools.compare.strategies import CompareBench
 from tools.lab.digests import StateDigest
 from tools.lab.errors import LabError
-from tools.lab.job import Kind, Trained
-from tools.lab.run_log import Captured, RunLog
+from tools.lab.job import Trained
 from tools.lab.trainer_flags import trainer_parser
 
 VALUES = {'window': '3', 'mtbf_s': 60.0, 'network_gb_per_s': 0.02, 'disk': '/disk'}
@@ -41,16 +40,6 @@ def test_the_trainer_takes_the_flags_of_a_row(name: str) -> None:
 # ---- trace
 
 
-def test_a_trace_is_the_same_for_a_seed_and_apart() -> None:
-    faults = draw_faults(3, 4, 10.0, 50.0, 4)
-    assert faults == draw_faults(3, 4, 10.0, 50.0, 4) != draw_faults(4, 4, 10.0, 50.0, 4)
-    assert [fault.kind for fault in faults] == [Kind.KILL, Kind.NODE] * 2
-    assert 10 <= faults[0].at_s and faults[-1].at_s <= 50
-    gaps = [after.at_s - one.at_s for one, after in zip(faults, faults[1:], strict=False)]
-    assert min(gaps) >= 5.0 - 0.001
-    assert {fault.rank for fault in faults} <= set(range(4))
-
-
 # ---- arithmetic
 
 
@@ -74,23 +63,6 @@ def test_figures_are_relative_to_plain_megatron() -> None:
     assert (found.period, found.mbytes, found.bits) == (3, 4000 / 4 / 3 / 1e6, 'parameter')
     with pytest.raises(LabError, match='fewer than two'):
         measuring.span_s(logged((1, 1)))
-
-
-def test_save_costs_the_additional_time_of_its_iteration() -> None:
-    """Every third iteration saves for half a second; every fourth evaluates for longer."""
-    times, now = [], 0.0
-    for number in range(1, 13):
-        now += 1.0 + (0.5 if number % 3 == 1 else 0) + (7.0 if number % 4 == 1 else 0)
-        times.append((now, number))
-    job = Lived(Trained(logged(*times), SAME, []))
-    assert measuring.waited_ms(Keeps.DISK, job, COURSE) == pytest.approx(500 / 3)
-    slow = [(now + 4.0 * (number > 9), number) for now, number in times]
-    late = job._replace(trained=Trained(logged(*slow), SAME, []))
-    found = measuring.waited_ms(Keeps.DISK, late, COURSE)
-    assert found == pytest.approx((500 + 4000 / 3) / 3), 'one of three saves took 4 s longer'
-    log = RunLog(job.trained.log.attempts, [Captured(1, 2, 10, 3.0), Captured(3, 2, 10, 9.0)])
-    captured = job._replace(trained=Trained(log, SAME, []))
-    assert measuring.waited_ms(Keeps.MEMORY, captured, COURSE) == 1.0, 'of twelve iterations'
 
 
 # ---- report

@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from tools.simulate.closed_form import Dense
-from tools.simulate.monte_carlo import Pipeline, simulate
+from tools.simulate.monte_carlo import Pipeline
 from tools.simulate.profile import OperatorProfile, Profile
 from tools.simulate.systems import Options, build
 
@@ -64,13 +64,3 @@ def test_gemini_spreads_its_traffic_but_not_its_copy() -> None:
     fast = replace(PROFILE, copy_bytes_per_s=1000.0)
     assert dense('gemini', replace(OPTIONS, interval=9), fast).stall_s == 0
     assert dense('gemini', profile=fast).period == 5, 'these hide all of the traffic'
-
-
-def test_copies_lose_only_the_running_iteration() -> None:
-    options = replace(OPTIONS, pipeline=Pipeline(8, 4, 8, copies=2))
-    system = build('copy', options, PROFILE)
-    assert system.costs.expected_recovery_s() == pytest.approx(5 + 3 + 10)
-    # Losses of both copies are so rare here that they do not show.
-    found = simulate(system.run or system.costs, nodes=8)
-    half = (found.ci95[1] - found.ci95[0]) / 2
-    assert abs(found.ettr - system.costs.ettr_exact()) < 3 * half
