@@ -6,12 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from moevement_ext.events import LossLogged, Recovered
-from tests.distributed.conftest import (
-    Make,
-    differences,
-    digest_of_undisturbed,
-    read_digest,
-)
+from tests.distributed.conftest import Make, differences, digest_of_undisturbed, read_digest
 from tests.distributed.harness.cluster import Cluster
 from tests.distributed.harness.faults import STEPPED
 

@@ -8,13 +8,7 @@ from pathlib import Path
 import pytest
 
 from moevement_ext.events import DenseSaveFailed, Recovered
-from tests.distributed.conftest import (
-    Make,
-    Reference,
-    differences,
-    mounted_tmpfs,
-    read_digest,
-)
+from tests.distributed.conftest import Make, Reference, differences, mounted_tmpfs, read_digest
 from tests.distributed.harness.cluster import Cluster
 from tests.distributed.harness.damage import flip_byte
 

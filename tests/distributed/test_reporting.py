@@ -5,9 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import (  # type: ignore[import-untyped]
-    EventAccumulator,
-)
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
 from tests.distributed.conftest import Make, differences, read_digest
 from tests.distributed.harness.cluster import Cluster

@@ -6,11 +6,7 @@ from typing import Any
 
 import pytest
 
-from moevement_ext.config import (
-    ConfigurationError,
-    SparseCheckpointConfig,
-    node_name,
-)
+from moevement_ext.config import ConfigurationError, SparseCheckpointConfig, node_name
 
 NAN = float('nan')
 

@@ -15,12 +15,7 @@ from torch.distributed import Store
 
 from moevement_ext.events import Event
 from moevement_ext.launch.launch_config import LaunchConfig
-from moevement_ext.launch.launcher_events import (
-    JobFailed,
-    SpareReady,
-    WorkerEnded,
-    WorkerLaunched,
-)
+from moevement_ext.launch.launcher_events import JobFailed, SpareReady, WorkerEnded, WorkerLaunched
 from moevement_ext.launch.supervisor import Supervisor
 from moevement_ext.membership.mailbox import of_launch, write_survivors
 

@@ -13,12 +13,7 @@ from moevement_ext.events import Event
 from moevement_ext.launch import messages
 from moevement_ext.launch.agent import Agent, Devices
 from moevement_ext.launch.hosts import SlurmStarter
-from moevement_ext.launch.launcher_events import (
-    DevicesFailing,
-    NodeLost,
-    NodeReady,
-    WorkerLaunched,
-)
+from moevement_ext.launch.launcher_events import DevicesFailing, NodeLost, NodeReady, WorkerLaunched
 from tests.support.readable import dies
 from tests.unit.launch.conftest import failure
 from tests.unit.launch.on_hosts import SlurmJob, connected

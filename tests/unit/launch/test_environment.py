@@ -9,11 +9,7 @@ import pytest
 import torch
 
 from moevement_ext.config import ConfigurationError
-from moevement_ext.launch.environment import (
-    check_devices,
-    default_variables_here,
-    variables_here,
-)
+from moevement_ext.launch.environment import check_devices, default_variables_here, variables_here
 from moevement_ext.launch.launch_config import LaunchConfig
 from moevement_ext.launch.shared_gpu import DEFAULTS
 from tests.unit.launch.conftest import Job

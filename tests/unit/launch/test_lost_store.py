@@ -10,12 +10,7 @@ from torch.distributed import DistError
 from moevement_ext.errors import EXIT_WHOLE_JOB
 from moevement_ext.events import Event
 from moevement_ext.launch import supervisor, worker
-from moevement_ext.launch.launcher_events import (
-    StoreFound,
-    StoreGone,
-    WorkerEnded,
-    WorkerLaunched,
-)
+from moevement_ext.launch.launcher_events import StoreFound, StoreGone, WorkerEnded, WorkerLaunched
 from tests.unit.launch.conftest import Job, failure
 from tests.unit.store.processes import Server
 

@@ -11,12 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from moevement_ext.launch import spare, template
-from moevement_ext.launch.launcher_events import (
-    SpareEnded,
-    SpareReady,
-    WorkerEnded,
-    WorkerLaunched,
-)
+from moevement_ext.launch.launcher_events import SpareEnded, SpareReady, WorkerEnded, WorkerLaunched
 from moevement_ext.launch.machine import Machine
 from tests.unit.launch.conftest import Job, ended, starts_a_thread
 

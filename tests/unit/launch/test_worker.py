@@ -10,11 +10,7 @@ from torch.distributed import Store
 from moevement_ext.errors import EXIT_OTHER_BITS, EXIT_USER_ERROR, EXIT_WHOLE_JOB
 from moevement_ext.events import Event
 from moevement_ext.launch import child, supervisor, worker
-from moevement_ext.launch.launcher_events import (
-    WorkerLate,
-    WorkerLaunched,
-    WorkerUnkillable,
-)
+from moevement_ext.launch.launcher_events import WorkerLate, WorkerLaunched, WorkerUnkillable
 from moevement_ext.launch.worker import Worker
 from moevement_ext.membership.mailbox import evict
 from tests.support.readable import dies

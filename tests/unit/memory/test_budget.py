@@ -10,11 +10,7 @@ import pytest
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory import budget
 from moevement_ext.memory.budget import HostMemoryPlan, RankMemory
-from moevement_ext.memory.file_system import (
-    GIB,
-    reserved_bytes,
-    warn_unless_in_memory,
-)
+from moevement_ext.memory.file_system import GIB, reserved_bytes, warn_unless_in_memory
 from moevement_ext.memory.mapped_file import in_pages
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.generations import OwnerWindows

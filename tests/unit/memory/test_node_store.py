@@ -9,14 +9,7 @@ from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.format import Expected
 from moevement_ext.memory.window.generations import OwnerWindows
-from tests.unit.memory.samples import (
-    RUN,
-    TOPOLOGY,
-    capacity,
-    commit,
-    named,
-    restart,
-)
+from tests.unit.memory.samples import RUN, TOPOLOGY, capacity, commit, named, restart
 
 
 @pytest.mark.parametrize('run_id', ['', '..', 'a/b', '-x'])

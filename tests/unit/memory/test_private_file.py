@@ -18,13 +18,7 @@ from moevement_ext.memory.upstream_log.log import UpstreamLog
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.format import GENERATIONS
 from moevement_ext.memory.window.generations import OwnerWindows
-from tests.unit.memory.samples import (
-    PLAN,
-    capacity,
-    identity_of,
-    named,
-    write_window,
-)
+from tests.unit.memory.samples import PLAN, capacity, identity_of, named, write_window
 
 REPOSITORY = Path(__file__).parents[3]
 NOBODY = 65534

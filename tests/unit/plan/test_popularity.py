@@ -6,13 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moevement_ext.config import CAPACITY, DECAYED, POPULARITY, SOFT
-from moevement_ext.plan.popularity import (
-    Popularity,
-    moved,
-    order_by_popularity,
-    sampled,
-    shares_of,
-)
+from moevement_ext.plan.popularity import Popularity, moved, order_by_popularity, sampled, shares_of
 from moevement_ext.plan.replanning import WindowLoad
 
 FIRST, SECOND = 'layer1.expert0', 'layer1.expert1'

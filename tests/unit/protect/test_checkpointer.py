@@ -12,14 +12,7 @@ from moevement_ext.memory.window.slot import decode_context
 from moevement_ext.plan.byte_planner import WindowPlan
 from moevement_ext.plan.replanning import Cycle
 from tests.unit.memory.samples import PLAN, digest
-from tests.unit.protect.training import (
-    DEADLINE_S,
-    NAMES,
-    Training,
-    W,
-    assert_contents,
-    verified,
-)
+from tests.unit.protect.training import DEADLINE_S, NAMES, Training, W, assert_contents, verified
 
 pytestmark = pytest.mark.timed
 

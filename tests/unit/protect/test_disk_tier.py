@@ -24,14 +24,7 @@ from moevement_ext.memory.window.name import RankIdentity, WindowName
 from moevement_ext.protect.disk_tier import DiskTier
 from moevement_ext.protect.persistence import PersistenceTracker
 from moevement_ext.protect.statistics import CaptureStatistics
-from tests.unit.memory.samples import (
-    RUN,
-    TOPOLOGY,
-    capacity,
-    commit,
-    named,
-    tmpfs_directory,
-)
+from tests.unit.memory.samples import RUN, TOPOLOGY, capacity, commit, named, tmpfs_directory
 from tests.unit.replicate.peers import wait_for
 
 pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]

@@ -15,15 +15,7 @@ from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.memory.window.name import HeldWindow, RankIdentity, Window
 from moevement_ext.recover.absence import DISK, MEMORY, Traces, refuse_to_forget
 from moevement_ext.recover.inventory import take_stock
-from tests.unit.memory.samples import (
-    RUN,
-    TOPOLOGY,
-    WINDOW,
-    capacity,
-    commit,
-    make_file,
-    named,
-)
+from tests.unit.memory.samples import RUN, TOPOLOGY, WINDOW, capacity, commit, make_file, named
 
 CONFIG = SparseCheckpointConfig(disk='/mnt/windows')
 IDENTITY = RankIdentity(RUN, TOPOLOGY, 0)

@@ -16,11 +16,7 @@ from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.name import HeldWindow, History, Window, WindowName, drawn_history
 from moevement_ext.recover.inventory import candidates, take_stock
 from moevement_ext.recover.verdict import Localized, WholeJob, decide_recovery
-from tests.unit.memory.samples import (
-    PLAN,
-    identity_of,
-    make_file,
-)
+from tests.unit.memory.samples import PLAN, identity_of, make_file
 from tests.unit.recover.test_verdict import (
     LAST,
     Job,

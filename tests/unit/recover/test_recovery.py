@@ -24,12 +24,7 @@ from moevement_ext.recover.stage_replay import StageReplay
 from moevement_ext.recover.verification import Verification
 from moevement_ext.replicate.host_memory import HostMemory
 from tests.support.quick import with_quick
-from tests.unit.recover.fake_trainer import (
-    FakeLoop,
-    FakeOperators,
-    FakePipeline,
-    FakeState,
-)
+from tests.unit.recover.fake_trainer import FakeLoop, FakeOperators, FakePipeline, FakeState
 from tests.unit.recover.threaded_job import (
     OF_THREADS,
     STAGES,

@@ -17,24 +17,12 @@ from moevement_ext.memory.window.reader import WindowReader
 from moevement_ext.memory.window.refusal import RefusedWindow
 from moevement_ext.memory.window.slot import SlotHeader
 from moevement_ext.recover.inventory import held_windows
-from moevement_ext.recover.sources import (
-    ArrivingWindow,
-    VerifiedWindow,
-    make_room,
-    verified_window,
-)
+from moevement_ext.recover.sources import ArrivingWindow, VerifiedWindow, make_room, verified_window
 from moevement_ext.recover.whole_job import Predecessor, obtain
 from moevement_ext.replicate import connection
 from moevement_ext.replicate.client import ReaderClosed
 from moevement_ext.replicate.secret import of_attempt
-from tests.unit.memory.samples import (
-    RUN,
-    SECRET,
-    TOPOLOGY,
-    WINDOW,
-    digest,
-    named,
-)
+from tests.unit.memory.samples import RUN, SECRET, TOPOLOGY, WINDOW, digest, named
 from tests.unit.replicate.peers import DEADLINE_S, put_window, silent_peer
 from tests.unit.replicate.test_host_memory import CANDIDATE, Job
 

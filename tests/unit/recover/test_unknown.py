@@ -32,14 +32,7 @@ from moevement_ext.recover.reshard import stock
 from moevement_ext.recover.reshard.found import Elsewhere, merged, require_parts
 from moevement_ext.recover.whole_job import obtain
 from moevement_ext.replicate.client import PeerLost
-from tests.unit.memory.samples import (
-    capacity,
-    commit,
-    digest,
-    identity_of,
-    make_file,
-    named,
-)
+from tests.unit.memory.samples import capacity, commit, digest, identity_of, make_file, named
 from tests.unit.recover.reshard import test_resharded as resharded
 from tests.unit.recover.test_sources import predecessor_with, replicate
 from tests.unit.replicate.test_host_memory import CANDIDATE, Job

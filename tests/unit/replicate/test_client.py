@@ -22,14 +22,7 @@ from tests.unit.memory.samples import (
     named,
     write_window,
 )
-from tests.unit.replicate.peers import (
-    OWNER,
-    own_file,
-    put_window,
-    replica_starts,
-    replicas,
-    stored,
-)
+from tests.unit.replicate.peers import OWNER, own_file, put_window, replica_starts, replicas, stored
 
 pytestmark = pytest.mark.timed
 

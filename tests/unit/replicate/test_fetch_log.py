@@ -21,14 +21,7 @@ from moevement_ext.replicate.client import (
 from moevement_ext.replicate.replica_server import ReplicaServer
 from tests.distributed.harness.ports import free_port
 from tests.unit.memory.samples import SECRET
-from tests.unit.replicate.peers import (
-    DEADLINE_S,
-    HOLDER,
-    logging,
-    serving,
-    silent_peer,
-    wait_for,
-)
+from tests.unit.replicate.peers import DEADLINE_S, HOLDER, logging, serving, silent_peer, wait_for
 
 pytestmark = pytest.mark.timed
 

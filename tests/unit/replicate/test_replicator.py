@@ -18,15 +18,7 @@ from moevement_ext.replicate.client import ReplicaClient
 from moevement_ext.replicate.replica_server import ReplicaServer
 from moevement_ext.replicate.replicator import Replicator
 from tests.distributed.harness.ports import free_port
-from tests.unit.memory.samples import (
-    SECRET,
-    WINDOW,
-    begun,
-    commit,
-    digest,
-    named,
-    write_slot,
-)
+from tests.unit.memory.samples import SECRET, WINDOW, begun, commit, digest, named, write_slot
 from tests.unit.replicate.peers import (
     DEADLINE_S,
     OWNER,

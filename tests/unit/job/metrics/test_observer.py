@@ -8,11 +8,7 @@ import pytest
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
 from moevement_ext.config import GUEST
-from moevement_ext.events import (
-    Event,
-    LossLogged,
-    Recovered,
-)
+from moevement_ext.events import Event, LossLogged, Recovered
 from moevement_ext.job.metrics import Observer
 from moevement_ext.protect.statistics import Figures
 

@@ -6,12 +6,7 @@ import argparse
 import pytest
 
 from megatron.moevement.arguments import add_arguments, config_from_args
-from moevement_ext.config import (
-    UNFLAGGED,
-    ConfigurationError,
-    SparseCheckpointConfig,
-    flagged,
-)
+from moevement_ext.config import UNFLAGGED, ConfigurationError, SparseCheckpointConfig, flagged
 
 
 def parse(*flags: str) -> argparse.Namespace:

@@ -15,14 +15,7 @@ from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.format import Expected
 from moevement_ext.memory.window.generations import OwnerWindows
 from tests.distributed.conftest import mounted_tmpfs
-from tests.unit.memory.samples import (
-    begun,
-    capacity,
-    commit,
-    named,
-    restart,
-    write_window,
-)
+from tests.unit.memory.samples import begun, capacity, commit, named, restart, write_window
 
 
 def persist(windows: OwnerWindows, start: int) -> None:

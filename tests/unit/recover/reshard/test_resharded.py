@@ -27,12 +27,7 @@ from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.memory.window.name import RankIdentity, Window, WindowName
 from moevement_ext.memory.window.refusal import RefusedWindow, UnreadableWindow
 from moevement_ext.memory.window.settings import Layout, Placed, Seat
-from moevement_ext.memory.window.slot import (
-    FORMAT_VERSION,
-    SlotContext,
-    SlotHeader,
-    decode_context,
-)
+from moevement_ext.memory.window.slot import FORMAT_VERSION, SlotContext, SlotHeader, decode_context
 from moevement_ext.recover import inventory
 from moevement_ext.recover.conversion import Conversion
 from moevement_ext.recover.reshard.assembly import Assembly

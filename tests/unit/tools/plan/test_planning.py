@@ -18,13 +18,7 @@ from tools.model.description import Cluster
 from tools.model.layout import Batch, Layout
 from tools.model.shape import ModelShape
 from tools.plan import report
-from tools.plan.planning import (
-    FailureRate,
-    Job,
-    ProtectionSettings,
-    hidden_budgets,
-    plan_job,
-)
+from tools.plan.planning import FailureRate, Job, ProtectionSettings, hidden_budgets, plan_job
 
 MODEL = ModelShape('tiny', layers=4, hidden_size=64, attention_heads=4, vocab_size=256,
                    experts=8, top_k=2, expert_hidden_size=128)  # fmt: skip

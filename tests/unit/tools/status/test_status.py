@@ -7,12 +7,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from moevement_ext.events import (
-    Event,
-    Protected,
-    RecoveryPhase,
-    WindowCommitted,
-)
+from moevement_ext.events import Event, Protected, RecoveryPhase, WindowCommitted
 from tests.unit.tools.runs import LOST, localized_run
 from tests.unit.tools.samples import event
 from tools.lab.history import History

@@ -23,11 +23,7 @@ from megatron.training.arguments import add_megatron_arguments
 from megatron.moevement.arguments import add_arguments
 from megatron.moevement.job import flags as known_flags
 from megatron.moevement.job import identity
-from megatron.moevement.job.declared import (
-    TrainingPlan,
-    facts_of_loop,
-    settings_of_loop,
-)
+from megatron.moevement.job.declared import TrainingPlan, facts_of_loop, settings_of_loop
 from megatron.moevement.job.flags import not_localized, refuse_unsupported
 from moevement_ext.config import SparseCheckpointConfig
 from moevement_ext.memory.window.format import Expected

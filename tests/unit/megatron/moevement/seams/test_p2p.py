@@ -7,10 +7,7 @@ import pytest
 import torch
 from megatron.core.model_parallel_config import ModelParallelConfig
 
-from megatron.moevement.seams.p2p import (
-    BoundaryCommunicator,
-    receives_per_iteration,
-)
+from megatron.moevement.seams.p2p import BoundaryCommunicator, receives_per_iteration
 from moevement_ext.memory.upstream_log.record import Direction
 
 NOTHING = {

@@ -7,10 +7,7 @@ from types import SimpleNamespace
 import megatron.core.optimizer as optimizers
 import pytest
 import torch
-from megatron.core.optimizer.optimizer import (
-    MTP_GRAD_NORM_GROUP,
-    ChainedOptimizer,
-)
+from megatron.core.optimizer.optimizer import MTP_GRAD_NORM_GROUP, ChainedOptimizer
 from megatron.training import training
 from torch.distributed import HashStore
 

@@ -14,10 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from megatron.core.dist_checkpointing.strategies.async_utils import (
-    AsyncCallsQueue,
-    AsyncRequest,
-)
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.training import async_utils, checkpointing
 

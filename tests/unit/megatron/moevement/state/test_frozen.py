@@ -11,10 +11,7 @@ from typing import Any
 import pytest
 import torch
 from megatron.core import parallel_state
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-)
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import (
     _allreduce_non_tensor_model_parallel_grads,
 )
@@ -24,9 +21,7 @@ from megatron.core.transformer import TransformerConfig
 from torch.distributed import HashStore, ProcessGroupGloo
 
 from megatron.moevement.seams import patches
-from megatron.moevement.state.frozen import (
-    FrozenOperators,
-)
+from megatron.moevement.state.frozen import FrozenOperators
 from megatron.moevement.state.model_operators import Operator
 from megatron.moevement.state.optimizer_state import ParameterState
 

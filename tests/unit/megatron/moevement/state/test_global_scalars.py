@@ -14,11 +14,7 @@ from megatron.moevement.job.megatron_trainer import MegatronTrainer
 from megatron.moevement.job.session import Session
 from megatron.moevement.seams import upstream
 from megatron.moevement.state import iteration_state
-from megatron.moevement.state.global_scalars import (
-    GlobalScalars,
-    ScalarRecorder,
-    check_room,
-)
+from megatron.moevement.state.global_scalars import GlobalScalars, ScalarRecorder, check_room
 from moevement_ext.errors import SparseCheckpointError
 from moevement_ext.memory.ledger import MAX_SCALARS
 

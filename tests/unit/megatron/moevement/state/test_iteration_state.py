@@ -19,10 +19,7 @@ from megatron.core.tensor_parallel import random as upstream_random
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
 from megatron.moevement.job.megatron_loop import OperationCount
-from megatron.moevement.job.megatron_trainer import (
-    MegatronAuxiliaryState,
-    MegatronTrainer,
-)
+from megatron.moevement.job.megatron_trainer import MegatronAuxiliaryState, MegatronTrainer
 from megatron.moevement.state import iteration_state
 from megatron.moevement.state.global_scalars import GlobalScalars, ScalarRecorder
 from moevement_ext.recover.trainer import Committed

@@ -6,22 +6,12 @@ import torch
 
 from megatron.moevement.seams.adam import keeping
 from megatron.moevement.state import training_state
-from megatron.moevement.state.optimizer_state import (
-    ParameterState,
-)
+from megatron.moevement.state.optimizer_state import ParameterState
 from tests.stand_ins import rules
 from tests.stand_ins.fp8_weights import delayed_weight
 from tests.stand_ins.fused_adam import FusedAdam
 from tests.stand_ins.one_rank import OneRank, assert_same, check_restored
-from tests.stand_ins.rules import (
-    BF16,
-    FORMATS,
-    FORMATS_OF_FP8_WEIGHTS,
-    FP8,
-    FP16,
-    FP32,
-    Formats,
-)
+from tests.stand_ins.rules import BF16, FORMATS, FORMATS_OF_FP8_WEIGHTS, FP8, FP16, FP32, Formats
 
 KEEPING = keeping(FusedAdam)
 MASTERS = {
