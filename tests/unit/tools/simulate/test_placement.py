@@ -7,7 +7,7 @@ expert has replicas, with all of its experts on each node.
 """
 
 from collections.abc import Sequence
-from itertools import batched, combinations, combinations_with_replacement, product
+from itertools import batched, combinations
 from random import Random
 from statistics import mean
 
@@ -53,46 +53,6 @@ def survival(placement: Sequence[Sequence[int]], failed: int) -> float:
     experts = set().union(*placement)
     sets = [*combinations(placement, len(placement) - failed)]
     return sum(set().union(*left) == experts for left in sets) / len(sets)
-
-
-def best_survival(replicas: Sequence[int], nodes: int, slots: int, failed: int) -> float:
-    """Greatest survival of any placement, by trying every set of nodes per expert.
-
-    More than one replica on a node is as good as one, so sets of nodes are enough.
-    """
-    lost = [sum(1 << node for node in chosen) for chosen in combinations(range(nodes), failed)]
-    choices = [
-        [nodes_of for nodes_of in range(1, 1 << nodes) if nodes_of.bit_count() <= count]
-        for count in replicas
-    ]
-    best = 0.0
-    for chosen in product(*choices):
-        if all(sum(held >> node & 1 for held in chosen) <= slots for node in range(nodes)):
-            kept = sum(all(held & ~gone for held in chosen) for gone in lost)
-            best = max(best, kept / len(lost))
-    return best
-
-
-@pytest.mark.parametrize(
-    ('nodes', 'slots', 'experts'), [(4, 2, 3), (3, 2, 4), (3, 3, 4), (5, 1, 3)]
-)
-def test_placement_is_optimal_where_all_groups_fit(nodes: int, slots: int, experts: int) -> None:
-    fitting = [
-        replicas
-        for replicas in combinations_with_replacement(range(1, nodes + 1), experts)
-        if sum(replicas) <= nodes * slots and sum(replicas[::slots]) <= nodes
-    ]
-    assert fitting
-    for replicas in fitting:
-        placement = maximum_rank_overlap(replicas, nodes, slots)
-        for failed in range(nodes):
-            best = best_survival(replicas, nodes, slots, failed)
-            assert survival(placement, failed) == pytest.approx(best), replicas
-
-
-def test_not_optimal_where_they_do_not_fit() -> None:
-    assert survival(maximum_rank_overlap((2, 3, 3), 4, 2), 2) == pytest.approx(4 / 6)
-    assert best_survival((2, 3, 3), 4, 2, 2) == pytest.approx(5 / 6)
 
 
 def test_claims_of_lazarus_are_compared_with_the_most_skewed_load() -> None:
