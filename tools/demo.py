@@ -7,7 +7,7 @@ The job: an 8-expert GPT on 2 emulated nodes of 2 workers each, one pipeline sta
 text, on the CPU or on one GPU. In the second run the demo kills the workers of the first node and
 deletes its memory. Hot spares take over and replay the lost stage alone; the workers of the other
 node keep running and keep their state. Exit status 0 only if all of this happened and the final
-states of both runs are equal, bit for bit.
+states of both runs are equal, bit for bit. OUTPUT/report.html shows what each rank did.
 """
 
 import argparse
@@ -17,14 +17,12 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from moevement_ext.events import Recovered, RecoveryStarted
 
-from .lab.activity import together
 from .lab.arguments import Parser, at_least
 from .lab.benchmark import exit_on_sigterm, print_failure
 from .lab.digests import difference_table, differences
@@ -35,9 +33,8 @@ from .lab.history import History
 from .lab.job import Job, Trained, memory_directory, train
 from .lab.launch import Launch, add_share_gpu
 from .lab.models import native_precision, prepare_text, sparse_flags
-from .lab.plots import Doing, Failure, plot
-from .lab.run_log import Iteration
 from .lab.tables import say
+from .report.page import render
 from .status import failure_table
 
 RUN_ID = 'demo'
@@ -46,7 +43,7 @@ LOST = 0
 WARM_UP_ITERATIONS = 5
 _DATA_MB = 8
 _MAX_RESTARTS = 3
-_PLAIN, _DISTURBED = 'fault-free', 'recovered'
+_PLAIN, _DISTURBED, _PAGE = 'fault-free', 'recovered', 'report.html'
 _LOST = f"""\
   [red]node-{LOST} is lost[/] after iteration {{iteration}}: killed its {WORKERS_PER_NODE} workers \
 (all of pipeline stage {LOST}) and deleted its memory ({{mib:.0f}} MiB).
@@ -55,22 +52,8 @@ node-{1 - LOST} holds.
   The workers of node-{1 - LOST} (stage {1 - LOST}) keep their state and wait."""
 
 
-class Result(NamedTuple):
-    """Results of both runs."""
-
-    bit_identical: bool
-    new: Iteration
-    """The first one after the recovery."""
-    line: str
-
-
-def dense_bytes(history: History, ranks: Sequence[int]) -> int:
-    """Bytes of a dense checkpoint of some ranks: full state of every operator."""
-    return sum(full for rank in ranks for full, _ in history.places[rank].operators.values())
-
-
-def result(plain: Trained, disturbed: Trained) -> Result:
-    """Compare both runs; raises `LabError` unless the lost stage alone recovered.
+def result(plain: Trained, disturbed: Trained) -> tuple[bool, str]:
+    """Whether the states are equal, and the last line; `LabError` unless one stage recovered alone.
 
     In the line: iterations that the lost stage computed again; seconds from the loss until the
     first new iteration, until the lost stage replays, and from then until it has recovered; median
@@ -99,36 +82,17 @@ def result(plain: Trained, disturbed: Trained) -> Result:
         for items in (plain.log.iterations, before)
     )
     slots = sum(statistics.mean(of_rank) for of_rank in history.slots.values())
-    identical = not disturbed.different(plain)
+    operators = (place.operators for place in history.places.values())
+    dense = sum(full for of_rank in operators for full, _ in of_rank.values())
     replaying_s = max(event.time for event in kind_of(of_lost, Recovered)) - replay_at
-    slot_over_dense = slots / dense_bytes(history, range(WORLD_SIZE))
-    line = (
+    identical = not disturbed.different(plain)
+    return identical, (
         f'demo: bit_identical={str(identical).lower()} '
         f'replayed={max(event.replayed for event in back)} '
         f'recovery_s={new.time - killed_at:.1f} (starting processes {replay_at - killed_at:.1f}, '
         f'replaying {replaying_s:.1f}) overhead={sparse_ms / plain_ms:.3f} '
-        f'slot_over_dense={slot_over_dense:.3f}'
+        f'slot_over_dense={slots / dense:.3f}'
     )
-    return Result(identical, new, line)
-
-
-def story(disturbed: Trained, new: Iteration) -> Failure:
-    """The failure with a lane for each stage."""
-    spans, killed_at = History(disturbed.events).spans, disturbed.hurt_at
-    assert killed_at is not None
-    lanes = {}
-    for stage, ranks in enumerate(STAGE_RANKS):
-        lane, fate = together([spans[rank] for rank in ranks]), 'lives on'
-        if stage == LOST:
-            fate = 'lost'
-            lane = [
-                span._replace(start=killed_at)  # before others noticed
-                if span.doing is Doing.STARTING and span.end > killed_at else span
-                for span in lane
-            ]  # fmt: skip
-        lanes[f'stage {stage}\nnode-{stage} {fate}'] = lane
-    before = [item for item in disturbed.log.iterations if item.time <= killed_at]
-    return Failure(f'stage {LOST} lost with its node', killed_at, before[-1], new, lanes)
 
 
 def follow(
@@ -152,16 +116,14 @@ def follow(
     return killed_at
 
 
-def run_demo(args: argparse.Namespace, console: Console) -> Result:
+def run_demo(args: argparse.Namespace, console: Console) -> tuple[bool, str]:
     output = args.output.resolve()
     for stale in (_PLAIN, _DISTURBED):
         shutil.rmtree(output / stale, ignore_errors=True)
     console.print('[bold]1. Text:[/] the sources of the standard library as byte tokens')
     data = prepare_text(output / 'data', _DATA_MB, quiet=False)
     flags = training_flags(data, args.iterations, native_precision(args.share_gpu))
-    launch = Launch(
-        output / _PLAIN, flags, NODES, WORKERS_PER_NODE, share_gpu=args.share_gpu
-    )  # fmt: skip
+    launch = Launch(output / _PLAIN, flags, NODES, WORKERS_PER_NODE, share_gpu=args.share_gpu)
     console.print('[bold]2. Fault-free run:[/] plain Megatron, without --sparse-ckpt')
     plain = train(launch, lambda job: follow(job, args.iterations, console))
     say(console, f'3. The same with --sparse-ckpt, which loses node-{LOST}', style='bold')
@@ -183,10 +145,9 @@ def run_demo(args: argparse.Namespace, console: Console) -> Result:
     if different := differences(plain.state, disturbed.state):
         console.print(difference_table(different, plain.state, disturbed.state))
     found, history = result(plain, disturbed), History(disturbed.events)
-    dense, picture = dense_bytes(history, [WORLD_SIZE - 1]), output / 'demo.png'
-    plot(plain.log, disturbed.log, dense, picture, story(disturbed, found.new))
+    (output / _PAGE).write_text(render(history, 'The demo'), 'utf-8')
     console.print(failure_table(history, time.time()))
-    say(console, f'Plot: {picture}')
+    say(console, f'Page: {output / _PAGE}')
     return found
 
 
@@ -196,7 +157,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add('--iterations', type=int, default=40, help='to train (default: 40)')
     add('--kill-after', type=int, default=28, help='the node is lost after it (default: 28)')
     add('--window', type=at_least(1), default=6, help='iterations a window (default: 6)')
-    add('--output', type=Path, default=Path('runs/demo'), help='folder for data, logs and the plot')
+    add('--output', type=Path, default=Path('runs/demo'), help='folder for data, logs and the page')
     add_share_gpu(parser)
     args = parser.parse_args(argv)
     if args.kill_after < 2 * args.window:
@@ -216,15 +177,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console()
     exit_on_sigterm()
     try:
-        found = run_demo(args, console)
+        identical, line = run_demo(args, console)
     except LabError as error:
         print_failure(console, 'demo', error)
         return 2
     except KeyboardInterrupt:
         say(console, 'demo: interrupted; its processes are stopped and its memory is freed')
         return 130
-    print(found.line, flush=True)
-    return 0 if found.bit_identical else 1
+    print(line, flush=True)
+    return 0 if identical else 1
 
 
 if __name__ == '__main__':

@@ -33,12 +33,12 @@ from rich.text import Text
 
 from moevement_ext.events import WINDOW_EVERY_S
 
+from .lab.activity import Doing
 from .lab.arguments import Parser, above_0
 from .lab.errors import LabError
 from .lab.figures import print_json
 from .lab.following import Follower
 from .lab.history import History, Pace, read_history, shares
-from .lab.plots import Doing
 from .lab.tables import table
 from .lab.text import clock, duration, loss
 

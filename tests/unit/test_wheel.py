@@ -112,7 +112,7 @@ def test_the_command_has_its_programs(installed: Path, tmp_path: Path) -> None:
 
 
 def test_launched_job_loses_a_worker_and_is_reported(installed: Path, tmp_path: Path) -> None:
-    """The demo: data, launcher, trainer, replay, digests and a picture, all from the wheel."""
+    """The demo: data, launcher, trainer, replay, digests and a page, all from the wheel."""
     said = run(tmp_path, installed / 'moevement', 'demo', '--output', 'out')
     assert '\ndemo: bit_identical=true' in said
     assert [path.name for path in tmp_path.iterdir()] == ['out']

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Activity of ranks over time, from their events."""
 
+import enum
 import itertools
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from moevement_ext.events import (
     Event,
@@ -18,7 +20,22 @@ from moevement_ext.events import (
     WorkerStarted,
 )
 
-from .plots import Doing, Span
+
+class Doing(enum.StrEnum):
+    """Activity of a rank, or of a pipeline stage."""
+
+    TRAINING = 'training'
+    WAITING = 'waiting (state kept)'
+    STARTING = 'starting process'
+    REPLAYING = 'replaying'
+
+
+class Span(NamedTuple):
+    """A period, in seconds since the epoch."""
+
+    doing: Doing
+    start: float
+    end: float
 
 
 def together(lanes: Sequence[Sequence[Span]]) -> list[Span]:

@@ -55,14 +55,9 @@ def picture(target: Path, **subplots: Any) -> Iterator[Any]:
             pyplot.close(figure)
 
 
-def note(
-    axes: Any, text: str, at: tuple[float, float], shift: tuple[float, float], **style: Any
-) -> None:
-    """Write text at a point, in `style`, with the units of `xycoords`; `shift` is in points."""
-    axes.annotate(text, at, xytext=shift, textcoords='offset points', **style)
-
-
 def subtitle(axes: Any, text: str) -> None:
     """Add a line between the axes and the title, which moves up."""
     axes.set_title(axes.get_title(loc='left'), loc='left', pad=22)
-    note(axes, text, (0, 1), (0, 6), xycoords='axes fraction', color=MUTED)
+    axes.annotate(
+        text, (0, 1), (0, 6), 'axes fraction', textcoords='offset points', color=MUTED
+    )  # fmt: skip

@@ -29,10 +29,10 @@ from moevement_ext.events import (
 )
 
 from . import activity
+from .activity import Doing, Span
 from .errors import LabError
 from .evidence import kind_of
 from .following import Follower
-from .plots import Doing, Span
 from .text import clock
 
 PROCESS_START = 'process_start'

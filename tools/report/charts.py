@@ -6,9 +6,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..lab.activity import together
+from ..lab.activity import Span, together
 from ..lab.history import History, Progress
-from ..lab.plots import Span
 from ..lab.text import duration, size, tick
 
 _MOST_RANKS = 64  # with more ranks, a lane is a stage

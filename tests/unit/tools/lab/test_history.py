@@ -7,8 +7,8 @@ import pytest
 from moevement_ext.events import Event, FailureDetected, Finished, Recovered, RecoveryStarted
 from tests.unit.tools.runs import LOST, RANKS, localized_run, restarted_run, starts, trains
 from tests.unit.tools.samples import event
+from tools.lab.activity import Doing
 from tools.lab.history import History, shares
-from tools.lab.plots import Doing
 
 TRAINING, WAITING, STARTING, REPLAYING = (
     Doing.TRAINING, Doing.WAITING, Doing.STARTING, Doing.REPLAYING,

@@ -10,8 +10,8 @@ from rich.console import Console
 from moevement_ext.events import Event, Protected, RecoveryPhase, WindowCommitted
 from tests.unit.tools.runs import LOST, localized_run
 from tests.unit.tools.samples import event
+from tools.lab.activity import Doing
 from tools.lab.history import History
-from tools.lab.plots import Doing
 from tools.status import missing, show, silent
 
 
