@@ -16,6 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -24,7 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from moevement_ext.events import Recovered, RecoveryStarted
 
 from .lab.arguments import Parser, at_least
-from .lab.benchmark import exit_on_sigterm, print_failure
+from .lab.benchmark import run_tool
 from .lab.digests import difference_table, differences
 from .lab.errors import LabError
 from .lab.evidence import kind_of, persisted, problems
@@ -34,7 +35,7 @@ from .lab.job import Job, Trained, memory_directory, train
 from .lab.launch import Launch, add_share_gpu
 from .lab.models import native_precision, prepare_text, sparse_flags
 from .lab.tables import say
-from .report.page import render
+from .report.__main__ import render
 from .status import failure_table
 
 RUN_ID = 'demo'
@@ -116,7 +117,7 @@ def follow(
     return killed_at
 
 
-def run_demo(args: argparse.Namespace, console: Console) -> tuple[bool, str]:
+def run_demo(args: argparse.Namespace, console: Console) -> int:
     output = args.output.resolve()
     for stale in (_PLAIN, _DISTURBED):
         shutil.rmtree(output / stale, ignore_errors=True)
@@ -144,11 +145,13 @@ def run_demo(args: argparse.Namespace, console: Console) -> tuple[bool, str]:
         )
     if different := differences(plain.state, disturbed.state):
         console.print(difference_table(different, plain.state, disturbed.state))
-    found, history = result(plain, disturbed), History(disturbed.events)
+    identical, line = result(plain, disturbed)
+    history = History(disturbed.events)
     (output / _PAGE).write_text(render(history, 'The demo'), 'utf-8')
     console.print(failure_table(history, time.time()))
     say(console, f'Page: {output / _PAGE}')
-    return found
+    print(line, flush=True)
+    return 0 if identical else 1
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -174,18 +177,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_arguments(argv)
-    console = Console()
-    exit_on_sigterm()
     try:
-        identical, line = run_demo(args, console)
-    except LabError as error:
-        print_failure(console, 'demo', error)
-        return 2
+        return run_tool('demo', partial(run_demo, args))
     except KeyboardInterrupt:
-        say(console, 'demo: interrupted; its processes are stopped and its memory is freed')
+        print('demo: interrupted; its processes are stopped and its memory is freed')
         return 130
-    print(line, flush=True)
-    return 0 if identical else 1
 
 
 if __name__ == '__main__':

@@ -24,6 +24,7 @@ import sys
 import time
 import uuid
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -31,7 +32,7 @@ from rich.console import Console
 from moevement_ext.events import DeviceProblem
 
 from .lab.arguments import Flag, Parser, add_flags, at_least, split_at_end
-from .lab.benchmark import exit_on_sigterm, print_failure
+from .lab.benchmark import run_tool
 from .lab.digests import kinds_of_difference, read_digest
 from .lab.errors import LabError
 from .lab.evidence import kind_of, problems
@@ -62,13 +63,7 @@ _LEFT_OUT = {
 def main(argv: Sequence[str] | None = None) -> int:
     own, flags = split_at_end(argv)
     args = _parser().parse_args(own)
-    console = Console()
-    exit_on_sigterm()
-    try:
-        return _hold(args, flags, console)
-    except LabError as error:
-        print_failure(console, 'drill', error)
-        return 2
+    return run_tool('drill', partial(_hold, args, flags))
 
 
 def _hold(args: argparse.Namespace, flags: Sequence[str], console: Console) -> int:

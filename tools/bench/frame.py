@@ -7,6 +7,7 @@ A slow phase of the machine affects all ways; ratios are taken within a round.
 import argparse
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -15,9 +16,9 @@ from rich.console import Console
 
 from ..lab import tables
 from ..lab.arguments import Parser, at_least
-from ..lab.benchmark import exit_on_sigterm, prepare, run_benchmark
+from ..lab.benchmark import prepare, run_tool
 from ..lab.errors import LabError
-from ..lab.figures import Spread
+from ..lab.figures import Spread, write_json
 from ..lab.hardware import Hardware
 
 _LEAST_WIDTH = 100
@@ -147,16 +148,30 @@ class Bench:
 
     @classmethod
     def main(cls, argv: Sequence[str] | None = None) -> int:
-        exit_on_sigterm()
         args = cls.parse(argv)
+        return run_tool(cls.PROG.removeprefix('moevement '), partial(cls.run_all, args))
 
-        def show(report: Report, console: Console) -> None:
-            print_report(report, cls.FIGURES, console)
-            if args.table:
-                args.table.write_text(markdown(report, cls.FIGURES), 'utf-8')
-            cls.draw(args, report)
+    @classmethod
+    def run_all(cls, args: argparse.Namespace, console: Console) -> int:
+        """Measure, write, show; returns the exit status: 0 done, 1 not exact.
 
-        return run_benchmark(cls.PROG.removeprefix('moevement '), args, cls.measure, show)
+        Nothing is measured unless the files can be written.
+        """
+        for flag, target in (('json', args.json), ('table', args.table)):
+            try:
+                if target:
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    target.open('ab').close()
+            except OSError as error:
+                raise LabError(f'--{flag} {target}: {error.strerror}') from error
+        report = cls.measure(args, console)
+        if args.json:
+            write_json(args.json, report)
+        print_report(report, cls.FIGURES, console)
+        if args.table:
+            args.table.write_text(markdown(report, cls.FIGURES), 'utf-8')
+        cls.draw(args, report)
+        return 0 if report.exact else 1
 
     @classmethod
     def measure(cls, args: argparse.Namespace, console: Console) -> Report:

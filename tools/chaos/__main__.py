@@ -43,15 +43,13 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
-from moevement_ext.config import ConfigurationError
-
 from ..lab.arguments import Parser, at_least
-from ..lab.benchmark import exit_on_sigterm, prepare, print_failure
-from ..lab.errors import LabError
+from ..lab.benchmark import prepare, run_tool
 from ..lab.job import Kind, memory_directory
 from ..lab.launch import add_share_gpu
 from ..lab.tables import say
@@ -106,20 +104,15 @@ def verdict(args: argparse.Namespace, results: Results) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    exit_on_sigterm()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     args = parse_arguments(argv)
-    console = Console()
-    say(console, f'chaos: seed {args.seed}')
-    try:
-        output, data = prepare(args, 'jobs')
-        return (_run_elastic if args.elastic else _run)(args, output, data, console)
-    except (ConfigurationError, LabError) as error:
-        print_failure(console, f'chaos: seed {args.seed}', error)
-        return 2
+    print(f'chaos: seed {args.seed}', flush=True)
+    work = partial(_run_elastic if args.elastic else _run, args)
+    return run_tool(f'chaos: seed {args.seed}', work)
 
 
-def _run(args: argparse.Namespace, output: Path, data: Path, console: Console) -> int:
+def _run(args: argparse.Namespace, console: Console) -> int:
+    output, data = prepare(args, 'jobs')
     results = Results(output / NAME)
     results.add(Begun(args.arguments, args.seed))
     Campaign(output, data, args, results, console).run()
@@ -132,7 +125,8 @@ def _run(args: argparse.Namespace, output: Path, data: Path, console: Console) -
     return verdict(args, results)
 
 
-def _run_elastic(args: argparse.Namespace, output: Path, data: Path, console: Console) -> int:
+def _run_elastic(args: argparse.Namespace, console: Console) -> int:
+    output, data = prepare(args, 'jobs')
     with memory_directory('moevement-chaos-') as memory:
         lives = draw_lives(args.seed, args.faults)
         campaign = ElasticCampaign(output, data, memory, lives)

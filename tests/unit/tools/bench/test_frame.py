@@ -94,6 +94,28 @@ def test_exit_status_shows_whether_runs_are_identical(
         assert table.read_text() == markdown(found, Turns.FIGURES)
 
 
+@pytest.mark.parametrize('flag', ['json', 'table'])
+def test_nothing_is_measured_for_a_file_that_cannot_be_written(
+    flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Turns, 'measure', lambda *_: pytest.fail('runs'))
+    (tmp_path / 'file').touch()
+    for target in (tmp_path / 'file' / 'report', tmp_path):
+        assert Turns.main([f'--{flag}', str(target)]) == 2
+        assert f'bench turns: --{flag} {target}: ' in capsys.readouterr().out.replace('\n', '')
+
+
+def test_failed_benchmark_prints_the_reason(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(args: Namespace, console: Console) -> None:
+        raise LabError('the job failed', 'its last words')
+
+    monkeypatch.setattr(Turns, 'measure', fails)
+    assert Turns.main([]) == 2
+    assert capsys.readouterr().out == 'its last words\nbench turns: the job failed\n'
+
+
 @pytest.mark.parametrize(
     ('name', 'bench'), [('compare', CompareBench), ('compare-peers', PeersBench)]
 )

@@ -1,16 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What benchmarks share: reports, CPU time, and how they end."""
+"""What benchmarks share: reports, and CPU time."""
 
-from argparse import Namespace
 from pathlib import Path
 
 import msgspec
 import pytest
-from rich.console import Console
 
-from tools.lab.benchmark import run_benchmark
 from tools.lab.cpu_clock import CpuClock, Spent
-from tools.lab.errors import LabError
 from tools.lab.figures import replacing, write_json
 
 
@@ -29,22 +25,3 @@ def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
         raise RuntimeError('cut off')
     assert msgspec.json.decode(target.read_bytes()) == {'value': 1}
     assert [path.name for path in tmp_path.iterdir()] == ['report.json']
-
-
-@pytest.mark.parametrize('flag', ['json', 'table'])
-def test_nothing_is_measured_for_a_file_that_cannot_be_written(
-    flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / 'file').touch()
-    for target in (tmp_path / 'file' / 'report', tmp_path):
-        args = Namespace(**{'json': None, flag: target})
-        assert run_benchmark('bench', args, lambda *_: pytest.fail('runs'), lambda *_: None) == 2
-        assert f'bench: --{flag} {target}: ' in capsys.readouterr().out.replace('\n', '')
-
-
-def test_failed_benchmark_prints_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
-    def fails(args: Namespace, console: Console) -> None:
-        raise LabError('the job failed', 'its last words')
-
-    assert run_benchmark('bench', Namespace(json=None), fails, lambda *_: None) == 2
-    assert capsys.readouterr().out == 'its last words\nbench: the job failed\n'
