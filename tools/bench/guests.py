@@ -22,20 +22,18 @@ from pathlib import Path
 
 import msgspec
 
+from ..chaos.configuration import BF16, RUN_ID, Configuration, parse_layout
 from ..lab.arguments import above_0
 from ..lab.job import Job, Kind, Trained, memory_directory, train
-from ..lab.launch import Launch
-from ..lab.models import ToyModel, native_precision, sparse_flags
-from ..lab.precisions import NATIVE
 from ..lab.run_log import RunLog
-from . import emulated, model
+from . import emulated
 from .frame import Bench, Figure, Report
 
-_NODES, _VICTIM, _WINDOW = 4, 1, 2
+_VICTIM = 1
 _WARM_UP, _KILL_AT, _LOSE_AT, _ITERATIONS = 3, 10, 18, 30
 _SETTLED = 3  # iterations from a recovery on that do not count
-_MODEL = ToyModel(hidden=32, heads=2, sequence=32, experts=4)
-_TRAINING = '--num-layers 2 --micro-batch-size 1 --global-batch-size 12 --lr 1e-3'.split()
+_JOB = Configuration(parse_layout('dp4'), BF16, ('dropout',), window=2, nodes=4, guests=True)
+_BATCH = ['--global-batch-size', '12']  # three micro-batches on each rank
 ROUTES, GUESTS = 'routes', 'guests'
 _FLAG = {ROUTES: 'auto', GUESTS: 'off'}
 """By way, the value of --sparse-ckpt-routes."""
@@ -91,25 +89,23 @@ class GuestsBench(Bench):
 
     def __init__(self, args: argparse.Namespace, output: Path, data: Path) -> None:
         super().__init__(args, output, data)
-        own = [*_TRAINING, *NATIVE[native_precision()].split()]
-        self._plain = _MODEL.training_flags(own, data, _ITERATIONS)
+        self._plain = [*_JOB.training_flags(data, _ITERATIONS, output), *_BATCH]
 
     @cached_property
     def _reference(self) -> Trained:
-        return train(Launch(self.output / 'plain', self._plain, _NODES, 1))
+        return train(_JOB.launch(self.output / 'plain', self._plain))
 
     def titles(self) -> Mapping[str, str]:
         return {ROUTES: 'peers compute for the guest', GUESTS: 'the guest computes'}
 
     def run(self, way: str, number: int) -> Lived:
+        folder = self.output / f'{number}-{way}'
         with memory_directory() as memory:
-            flags = [*self._plain, *sparse_flags(memory, model.RUN_ID, _WINDOW)]
+            flags = [*self._plain, *_JOB.sparse_flags(memory, folder)]
+            flags += ['--sparse-ckpt-routes', _FLAG[way]]
             devices = {emulated.SECONDS: str(self.args.device), emulated.DEVICES: str(memory)}
-            launch = Launch(
-                self.output / f'{number}-{way}', [*flags, '--sparse-ckpt-routes', _FLAG[way]],
-                _NODES, 1, max_restarts=9, spares=1, variables=devices, guests=True,
-                program_file=emulated.__file__,
-            )  # fmt: skip
+            launch = _JOB.launch(folder, flags, max_restarts=9)
+            launch = launch._replace(variables=devices, program_file=emulated.__file__)
             killed_at: list[float] = []
 
             def hurt(job: Job) -> None:
@@ -117,7 +113,7 @@ class GuestsBench(Bench):
                     job.await_iteration(at)
                     killed_at.append(job.hurt(kind, [_VICTIM]).time)
 
-            done = train(launch, hurt, memory=memory / model.RUN_ID)
+            done = train(launch, hurt, memory=memory / RUN_ID)
         return lived(done.log, killed_at, done.different(self._reference))
 
     def different(self, rounds: Sequence[Mapping[str, Lived]]) -> list[str]:
@@ -126,7 +122,7 @@ class GuestsBench(Bench):
     def notes(self, report: Report) -> Iterator[str]:
         routes, guests = (report.ways[way].figures for way in (ROUTES, GUESTS))
         yield (
-            f'{_NODES} nodes of one rank, one is lost; micro-batches of {self.args.device} s; '
+            f'{_JOB.nodes} nodes of one rank, one is lost; micro-batches of {self.args.device} s; '
             f'states: {", ".join(report.different) or "equal"}.'
         )
         iteration, alone = routes['iteration'].median, guests['iteration'].median
