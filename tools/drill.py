@@ -30,6 +30,7 @@ from pathlib import Path
 from rich.console import Console
 
 from moevement_ext.events import DeviceProblem
+from moevement_ext.launch.launch_config import flag_value
 
 from .lab.arguments import Flag, Parser, add_flags, at_least, split_at_end
 from .lab.benchmark import run_tool
@@ -41,7 +42,7 @@ from .lab.history import History
 from .lab.job import DIGEST
 from .lab.launch import PROGRAM, ROOT
 from .lab.tables import say
-from .lab.trainer_flags import groups, parse_trainer_flags, value_of
+from .lab.trainer_flags import groups, parse_trainer_flags
 from .status import failure_table
 
 _DELETED_S = 120.0
@@ -146,12 +147,12 @@ def drill_flags(given: Sequence[str], iterations: int, run_id: str, folder: Path
     names = {flag for flag, _ in groups(given)}
     if '--train-samples' in names:
         raise LabError('--train-samples: give a drill --train-iters, and schedules in iterations')
-    if value_of(given, '--sparse-ckpt-verify') == 'off':
+    if flag_value(given, '--sparse-ckpt-verify') == 'off':
         raise LabError('--sparse-ckpt-verify off: a drill must verify; leave it out')
     kept = ([flag, *values] if flag else values
             for flag, values in groups(given) if flag not in _LEFT_OUT)  # fmt: skip
     flags = [word for words in kept for word in words]
-    whole = value_of(given, '--train-iters')
+    whole = flag_value(given, '--train-iters')
     if whole is not None and '--lr-decay-iters' not in names:
         flags += ['--lr-decay-iters', whole]
     return [

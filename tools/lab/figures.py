@@ -23,11 +23,6 @@ class Spread(msgspec.Struct, frozen=True):
     def of(cls, values: Sequence[float]) -> 'Spread':
         return cls(min(values), statistics.median(values), max(values))
 
-    def text(self, digits: int = 2) -> str:
-        if self.min == self.max:
-            return f'{self.median:.{digits}f}'
-        return f'{self.median:.{digits}f}  ({self.min:.{digits}f} to {self.max:.{digits}f})'
-
 
 @contextmanager
 def replacing(target: Path) -> Iterator[Path]:

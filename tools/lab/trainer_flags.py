@@ -40,15 +40,6 @@ def parse_trainer_flags(flags: Sequence[str]) -> argparse.Namespace:
     return trainer_parser().parse_args(list(flags))
 
 
-def value_of(flags: Sequence[str], name: str) -> str | None:
-    """Last value of a flag, given as `--flag value` or `--flag=value`; None without the flag."""
-    found = None
-    for flag, values in groups(flags):
-        if flag == name and values:
-            found = values[0]
-    return found
-
-
 def groups(flags: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
     """Each flag with the values that follow it; values before the first one belong to ''."""
     name, values = '', list[str]()

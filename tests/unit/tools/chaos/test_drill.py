@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from moevement_ext.events import Event, NextTier, Recovered
+from moevement_ext.launch.launch_config import flag_value
 from tools import drill
 from tools.drill import drill_flags, main
 from tools.lab.errors import LabError
 from tools.lab.evidence import problems
-from tools.lab.trainer_flags import value_of
 
 
 def recovered(rank: int, **changes: Any) -> Recovered:
@@ -99,8 +99,6 @@ def test_the_schedule_is_that_of_the_whole_run() -> None:
     """Else a warm-up longer than the drill would be refused."""
     assert made('--train-iters 9 --lr-decay-iters 7')[:2] == ['--lr-decay-iters', '7']
     assert '--lr-decay-iters' not in made('--bf16')
-    assert value_of(['--a', '1', '--b', '--a=2'], '--a') == '2'
-    assert value_of(['--a'], '--a') is None
 
 
 # ---- host memory
@@ -139,7 +137,7 @@ def test_a_job_that_failed_leaves_no_windows(
     left: list[Path] = []
 
     def fails(command: Sequence[str]) -> int:
-        left.append(left_by(value_of(command, '--sparse-ckpt-run-id') or '', tmp_path / 'memory'))
+        left.append(left_by(flag_value(command, '--sparse-ckpt-run-id') or '', tmp_path / 'memory'))
         return 1
 
     monkeypatch.setattr(drill, '_run', fails)
