@@ -153,7 +153,8 @@ class Configuration(NamedTuple):
         )  # fmt: skip
 
     def kinds(self) -> list[Kind]:
-        impossible = {Kind.JOB} if self.guests else {Kind.AWAY, Kind.BACK}
+        # A new launcher has all nodes; ranks whose peers compute for them load no data.
+        impossible = {Kind.JOB, Kind.STUCK} if self.guests else {Kind.AWAY, Kind.BACK}
         if self.launcher is not Launcher.TORCHRUN:
             impossible.add(Kind.AGENT)
         return [kind for kind in Kind if kind not in impossible]
