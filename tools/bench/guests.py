@@ -26,7 +26,7 @@ from ..chaos.configuration import BF16, RUN_ID, Configuration, parse_layout
 from ..lab.arguments import above_0
 from ..lab.job import Job, Kind, Trained, memory_directory, train
 from ..lab.run_log import RunLog
-from . import emulated
+from . import program
 from .frame import Bench, Figure, Report
 
 _VICTIM = 1
@@ -103,9 +103,9 @@ class GuestsBench(Bench):
         with memory_directory() as memory:
             flags = [*self._plain, *_JOB.sparse_flags(memory, folder)]
             flags += ['--sparse-ckpt-routes', _FLAG[way]]
-            devices = {emulated.SECONDS: str(self.args.device), emulated.DEVICES: str(memory)}
+            devices = {program.SECONDS: str(self.args.device), program.DEVICES: str(memory)}
             launch = _JOB.launch(folder, flags, max_restarts=9)
-            launch = launch._replace(variables=devices, program_file=emulated.__file__)
+            launch = launch._replace(variables=devices, program_file=program.__file__)
             killed_at: list[float] = []
 
             def hurt(job: Job) -> None:

@@ -40,7 +40,7 @@ from ..lab.job import Job, memory_directory, train
 from ..lab.launch import Launch, add_share_gpu
 from ..lab.models import dense_flags, native_precision, sparse_flags
 from ..lab.run_log import RunLog
-from . import ballasted, model
+from . import model, program
 from .comeback import comeback, stage_iterations
 from .frame import Bench, Figure, Report
 
@@ -166,7 +166,7 @@ class RecoveryBench(Bench):
                 scope = LOCALIZED if way in _OF_ONE_WORKER else WHOLE_JOB
                 own += ['--sparse-ckpt-recovery', scope]
                 own += ['--sparse-ckpt-elastic', RESTART] if way == ELASTIC else []
-            self._ballast = ballasted.file_in(other, self.args.ballast)
+            self._ballast = program.file_in(other, self.args.ballast)
             flags = [*self._flags, *own]
             if way in _OF_ONE_WORKER:
                 return self._localized(way, folder, flags)
@@ -202,8 +202,8 @@ class RecoveryBench(Bench):
         launch = Launch(folder, flags, STAGES, 1, max_restarts, spares, share_gpu=share)
         if self._ballast is None:
             return launch
-        variables = {ballasted.VARIABLE: str(self._ballast)}
-        return launch._replace(variables=variables, program_file=ballasted.__file__)
+        variables = {program.BALLAST: str(self._ballast)}
+        return launch._replace(variables=variables, program_file=program.__file__)
 
     def different(self, rounds: Sequence[Mapping[str, Back]]) -> list[str]:
         """Plain checkpoints need not lead to the bits of an undisturbed run."""
