@@ -42,14 +42,16 @@ def windows(folder: Path) -> list[Path]:
 
 
 def sources(job: Cluster) -> list[tuple[str, int]]:
-    """Source and start of the window that each rank came back from."""
-    last = [job.events_of(RecoveryStarted, rank)[-1] for rank in range(job.ranks)]
-    return [(str(event.source), event.start) for event in last]
+    """Source and start of the window that each rank came back from at the start of the job."""
+    first = [job.events_of(RecoveryStarted, rank)[0] for rank in range(job.ranks)]
+    return [(str(event.source), event.start) for event in first]
 
 
 def test_unmounted_disk_stops_the_start_and_loses_nothing(
     cluster: Make, reference: Reference, disk: Path, tmp_path: Path
 ) -> None:
+    """A stage that is lost right after the recovery from disk recovers alone, although what its
+    replay needs of iterations before was lost with the memory, too."""
     job = dead_job(cluster, disk)
     shutil.rmtree(job.memory)
     kept = {path.name for folder in rank_folders(job, disk) for path in windows(folder)}
@@ -64,21 +66,11 @@ def test_unmounted_disk_stops_the_start_and_loses_nothing(
     assert job.run(all_end=True, mutation='mutations.disk:directory_is_not_listed') == [2] * 4
     assert f'{mounted}: cannot be listed: Stale file handle' in job.output(attempt=2)
     assert {path.name for folder in rank_folders(job, disk) for path in windows(folder)} == kept
-    job.finish()
-    assert differences(reference(*BASE), read_digest(job)) == []
-    assert sources(job) == [('disk', NEWEST)] * job.ranks
-    assert list(disk.iterdir()) == [], 'at a clean end disks are given back'
-
-
-def test_stage_lost_right_after_a_disk_recovery_recovers_alone(
-    cluster: Make, reference: Reference, disk: Path
-) -> None:
-    """What its replay needs of iterations before was lost with the memory, too."""
-    job = dead_job(cluster, disk)
-    shutil.rmtree(job.memory)
     assert job.survive(fail_at=f'3:{NEWEST + 2}:forward') == {3: 1}
     assert differences(reference(*BASE), read_digest(job)) == []
+    assert sources(job) == [('disk', NEWEST)] * job.ranks
     assert job.events_of(Recovered, rank=3)[-1].localized
+    assert list(disk.iterdir()) == [], 'at a clean end disks are given back'
 
 
 @pytest.mark.mutation
