@@ -207,9 +207,6 @@ def test_linear_layer_handles_an_empty_queue() -> None:
         layer.backward_dw()
 
 
-# ---- random numbers
-
-
 # ---- fp8
 
 

@@ -37,9 +37,6 @@ def test_the_trainer_takes_the_flags_of_a_row(name: str) -> None:
     assert not any('{' in flag for flag in flags)
 
 
-# ---- trace
-
-
 # ---- arithmetic
 
 

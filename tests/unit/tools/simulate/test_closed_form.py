@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Closed forms by hand; optimal intervals against a search over all."""
+"""Closed forms by hand."""
 
 import math
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from msgspec.structs import replace
 
-from tools.simulate.closed_form import Dense, Sparse, optimal
+from tools.simulate.closed_form import Dense, Sparse
 
 
 def test_dense_costs_match_a_hand_calculation() -> None:
@@ -28,23 +25,3 @@ def test_sparse_costs_of_window_2_match_a_hand_calculation() -> None:
     assert system.ettr_exact() == pytest.approx(4 / window)
     assert system.recovery_s() == pytest.approx([after_first, after_second])
     assert system.expected_recovery_s() == pytest.approx((after_first + after_second) / 2 + 1)
-
-
-# ---- how often
-
-
-@given(
-    iteration_s=st.floats(1, 10),
-    overhead_s=st.floats(0, 1),
-    stall_s=st.floats(0.1, 10),
-    restart_s=st.floats(0, 60),
-    mtbf_s=st.floats(60, 1000),
-)
-def test_exact_is_the_best_of_all(
-    iteration_s: float, overhead_s: float, stall_s: float, restart_s: float, mtbf_s: float
-) -> None:
-    system = Dense(iteration_s, 1, overhead_s, restart_s, mtbf_s, stall_s)
-    best = int(optimal(system)['exact'])
-    found = replace(system, period=best).ettr_exact()
-    others = [replace(system, period=interval).ettr_exact() for interval in range(1, 300)]
-    assert found == pytest.approx(max(others), rel=1e-12)

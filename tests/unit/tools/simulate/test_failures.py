@@ -1,34 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Failure processes: rates and order; traces from files."""
+"""Traces of failures from files."""
 
 import math
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from tools.simulate.failures import Process, read_trace
-
-RNG = np.random.default_rng
-
-
-@pytest.mark.parametrize(
-    'process',
-    [
-        Process(100.0),
-        Process(100.0, 0.6),
-        Process(100.0, 2.5),
-    ],
-    ids=str,
-)
-def test_failures_have_their_rate_order_and_range(process: Process) -> None:
-    drawn = process.until(RNG(1), 50, 50_000.0, 7)
-    counts = (drawn.times < math.inf).sum(axis=1)
-    assert counts.mean() == pytest.approx(500, rel=0.03)
-    assert (np.diff(np.where(drawn.times < math.inf, drawn.times, 1e9), axis=1) >= 0).all()
-    finite = drawn.times[drawn.times < math.inf]
-    assert 0 <= finite.min() and finite.max() < 50_000
-    assert set(np.unique(drawn.nodes)) == set(range(7))
+from tools.simulate.failures import read_trace
 
 
 def write(tmp_path: Path, text: str) -> Path:

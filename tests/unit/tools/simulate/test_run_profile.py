@@ -2,14 +2,10 @@
 """From the events of a run to what the simulator says of it."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from moevement_ext.events import WindowCommitted
 from tests.unit.tools.runs import EXPOSED_S, localized_run, write
-from tests.unit.tools.samples import event
-from tools.model.description import DescriptionError
 from tools.simulate.monte_carlo import Pipeline
 from tools.simulate.profile import OperatorProfile, derive
 
@@ -20,15 +16,6 @@ MTBF_S = 24.0
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     return write(tmp_path / 'events', localized_run())
-
-
-def changed(kind: type[Any], **fields: Any) -> list[Any]:
-    """The sample run with other fields in the events of a kind."""
-    return [
-        event(kind, one.rank, one.time, pid=one.pid, iteration=one.iteration,
-              **{**one.own_fields(), **fields}) if isinstance(one, kind) else one
-        for one in localized_run()
-    ]  # fmt: skip
 
 
 def test_events_give_the_profile(run: Path) -> None:
@@ -44,17 +31,3 @@ def test_events_give_the_profile(run: Path) -> None:
         OperatorProfile('layer1.expert0', 240, 40, 1.0),
         OperatorProfile('layer1.expert1', 240, 40, 1.0),
     )
-
-
-@pytest.mark.parametrize(
-    ('events', 'message'),
-    [
-        ([], 'there are no events'),
-        ([one for one in localized_run() if one.time < 5], 'give the events of a longer run'),
-        (changed(WindowCommitted, send_bytes_per_s=None), 'give --network-bandwidth'),
-    ],
-    ids=['none', 'too few', 'no replicas'],
-)
-def test_what_is_missing_is_named(events: list[Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(DescriptionError, match=message):
-        derive(write(tmp_path, events), {})

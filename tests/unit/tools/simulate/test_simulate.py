@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""tools/simulate.py: its answers as JSON, sweeps, and what it says to bad input."""
+"""Pictures of sweeps; answers are in `test_recorded_answers`."""
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -43,16 +42,3 @@ def test_a_sweep_is_drawn_with_names_and_durations_that_people_use(drawn: list[A
     assert texts(axes.get_xticklabels()) == ['5 min', '1 h'], 'one label in the place of two'
     assert texts(axes.get_legend().get_texts()) == ['Gemini', 'this implementation']
     assert axes.get_title(loc='left') == 'ETTR by MTBF'
-
-
-def test_figures_are_rows_for_people(capsys: pytest.CaptureFixture[str]) -> None:
-    command = '--over mtbf --values 300,600 --systems gemini,ours --profile'
-    assert simulate.main(['sweep', *command.split(), PROFILE]) == 0
-    said = ' '.join(re.sub(r'[^\w.()]', ' ', capsys.readouterr().out).split())
-    assert 'MTBF (s) gemini ours 300 0.9175 0.9' in said
-
-
-def test_a_flag_that_changes_nothing_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = 'sweep --over interval --values 1,2 --systems ours --mtbf 600 --profile'
-    assert simulate.main([*argv.split(), PROFILE]) == 0
-    assert '--over interval changes nothing for ours' in capsys.readouterr().out
