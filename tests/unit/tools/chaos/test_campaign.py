@@ -11,14 +11,7 @@ from rich.console import Console
 from tools.chaos import campaign as campaigns
 from tools.chaos.__main__ import parse_arguments, verdict
 from tools.chaos.campaign import Campaign
-from tools.chaos.results import (
-    NAME,
-    Begun,
-    FaultRecord,
-    JobDone,
-    Refused,
-    Results,
-)
+from tools.chaos.results import NAME, Begun, FaultRecord, JobDone, Refused, Results
 from tools.lab.evidence import Tier
 
 

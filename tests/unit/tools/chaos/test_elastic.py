@@ -11,14 +11,7 @@ import msgspec
 import pytest
 
 from moevement_ext.events import RecoveryStarted, WindowPersisted, encode
-from tools.chaos.elastic import (
-    EVENTS,
-    LAYOUTS,
-    RUN_ID,
-    ElasticCampaign,
-    Life,
-    draw_lives,
-)
+from tools.chaos.elastic import EVENTS, LAYOUTS, RUN_ID, ElasticCampaign, Life, draw_lives
 from tools.lab.digests import StateDigest
 from tools.lab.errors import LabError
 from tools.lab.job import DIGEST

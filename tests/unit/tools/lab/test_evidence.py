@@ -17,13 +17,7 @@ from moevement_ext.events import (
     WorkerStarted,
 )
 from tests.unit.tools.samples import happened
-from tools.lab.evidence import (
-    Recovery,
-    Tier,
-    lost_iterations,
-    recovers_locally,
-    recovery,
-)
+from tools.lab.evidence import Recovery, Tier, lost_iterations, recovers_locally, recovery
 from tools.lab.run_log import Iteration
 
 FAULT_AT = 100.0
