@@ -189,10 +189,11 @@ class JobDescribed(Event, frozen=True, kw_only=True):
 
 
 class LossLogged(Event, frozen=True, kw_only=True):
-    """The trainer logged the loss, on the logging rank; the last rank in a custom loop."""
+    """The loss of an iteration that ends a log interval, on the last rank."""
 
     loss: float | None
-    """Mean over the log interval, as in the log; None: not finite, which JSON lacks."""
+    """Mean over the batch, in a custom loop over this rank's part; None: not finite, which JSON
+    lacks."""
 
     @property
     def finite(self) -> int:

@@ -369,7 +369,7 @@ class Attachment:
         counters.iteration = counters.curr_iteration = counters.iteration + 1
         counters.consumed_train_samples += self._plan.global_batch_size
         self._session.report(counters.iteration)
-        self._session.report_loss(counters.iteration)
+        self._session.report_loss(counters.iteration, self._session.around.losses.newest)
         return result
 
     def write_digest(self, path: Path) -> None:

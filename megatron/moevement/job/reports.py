@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reports of a job: its description and losses as events, protection in the log and in plots."""
 
-import math
-import re
 import sys
-from collections.abc import Container
 from pathlib import Path
 
 from megatron.training import print_rank_last
@@ -17,10 +14,6 @@ from moevement_ext.events import JobDescribed
 from moevement_ext.memory.node_store import holds_windows
 from moevement_ext.protect.checkpointer import SparseCheckpointer
 from moevement_ext.protect.statistics import CaptureStatistics
-
-_LOSS_NAME = 'lm loss'
-_LOSS = re.compile(rf' {_LOSS_NAME}: (\S+) \|')
-_ITERATION = re.compile(r'\] iteration +\d+/')
 
 
 def describe(settings: Settings, facts: JobFacts, counters: Counters) -> JobDescribed:
@@ -53,18 +46,6 @@ def _model(settings: Settings) -> str:
     )
     values = ((words, settings.get(name)) for name, words in named)
     return ', '.join(words.format(value) for words, value in values if value)
-
-
-def logged_loss(line: str, sums: Container[str]) -> float | None:
-    """The loss in a line of upstream's log, where it is a host number already; None if absent.
-
-    `sums` has the names that upstream has summed up. Upstream leaves out a loss that is not a
-    number, so that its absence means NaN, unless all iterations so far were skipped.
-    """
-    found = _LOSS.search(line)
-    if found is not None:
-        return float(found[1])
-    return math.nan if _LOSS_NAME in sums and _ITERATION.search(line) else None
 
 
 def log_interval(iteration: int, checkpointer: SparseCheckpointer) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import NoReturn
 
+import torch
 from megatron.core.utils import get_model_config
 
 from megatron.moevement.facts import Built, Counters, JobFacts, Settings
@@ -122,16 +123,12 @@ class Session:
         if self.job.protection is not None and iteration % self._facts.log_interval == 0:
             reports.log_interval(iteration, self.job.protection.checkpointer)
 
-    def report_loss(self, iteration: int) -> None:
-        """Emit the loss as an event, if `iteration` ends a log interval.
-
-        Last rank only; mean over its own micro-batches.
-        """
+    def report_loss(self, iteration: int, loss: torch.Tensor | float | None) -> None:
+        """Emit the loss of `iteration` as an event, if it ends a log interval. Last rank only."""
         facts = self._facts
         if facts.rank == facts.world_size - 1 and iteration % facts.log_interval == 0:
-            loss = self.around.losses.newest
             if loss is not None:
-                self.job.rank.events.emit(LossLogged(loss=loss))
+                self.job.rank.events.emit(LossLogged(loss=float(loss)))
 
     def leave_before_recovery(self) -> NoReturn:
         """Exit because the loop ended before the step that recovers the state, which is unusable.

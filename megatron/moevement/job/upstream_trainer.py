@@ -19,14 +19,13 @@ from megatron.moevement.facts import (
     Settings,
 )
 from megatron.moevement.job.named_files import empty_part, missing_data
-from megatron.moevement.job.reports import logged_loss
 from megatron.moevement.job.session import Session
 from megatron.moevement.seams import dense_tier, patches, post_step, upstream
 from megatron.moevement.seams.data_position import UpstreamData
 from megatron.moevement.seams.post_step import Actions
 from megatron.moevement.state.dense_random import DenseRandom
 from moevement_ext import faults
-from moevement_ext.events import DenseSaveFailed, LossLogged
+from moevement_ext.events import DenseSaveFailed
 from moevement_ext.faults import Phase
 from moevement_ext.job.modes import LOOP_ENDS
 from moevement_ext.logger import logger_of
@@ -38,6 +37,7 @@ Forward = Callable[..., tuple[object, object]]
 
 # Upstream's counts of the iterations since the last printed line.
 _COUNTS = ('advanced iterations', 'skipped iterations')
+_LOSS = 'lm loss'
 _TRAINER = 'megatron.training.training'
 
 
@@ -95,8 +95,6 @@ class UpstreamTrainer:
         patches.wrap(f'{_TRAINER}:train', self._train, by_name=True)
         patches.wrap(f'{_TRAINER}:train_step', self._train_step, by_name=True)
         patches.wrap(f'{_TRAINER}:training_log', self._training_log, by_name=True)
-        if self._facts.rank == self._facts.world_size - 1:  # upstream logs on the last rank
-            patches.wrap(f'{_TRAINER}:print_rank_last', self._note_loss)
         patches.wrap(f'{_TRAINER}:checkpoint_and_decide_exit', self._decide_exit, by_name=True)
 
     def _set_up(self, original: Callable[..., Built], *args: object, **kwargs: object) -> Built:
@@ -226,7 +224,7 @@ class UpstreamTrainer:
         original: Callable[..., object],
         total_loss_dict: dict[str, object],
         iteration: int,
-        **call: object,
+        **call: Any,
     ) -> object:
         if total_loss_dict is not self._logged_losses:
             # Upstream's loop was entered again within a log interval: keep its sums.
@@ -247,14 +245,9 @@ class UpstreamTrainer:
                 self._logged_losses, self._before_log = self._before_log, {}
             raise
         self._session.report(iteration)
+        if not call['skipped_iter']:
+            self._session.report_loss(iteration, call['loss_dict'].get(_LOSS))
         return result
-
-    def _note_loss(self, original: Callable[..., object], message: str) -> None:
-        """Read the loss from upstream's log line, already a host number: no wait for the GPU."""
-        original(message)
-        loss = logged_loss(message, self._logged_losses)
-        if loss is not None:
-            self._session.job.rank.events.emit(LossLogged(loss=loss))
 
     def _keep(self, totals: dict[str, object]) -> None:
         """Copy upstream's sums, some of which it updates in place; copies are allocated once."""

@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """The description that a job reports."""
 
-import inspect
 import math
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from megatron.training import training
+import torch
 
-from megatron.moevement.job.reports import describe, logged_loss
+from megatron.moevement.job.reports import describe
+from megatron.moevement.job.session import Session
 from megatron.moevement.job.upstream_trainer import UpstreamTrainer
 from moevement_ext.events import LossLogged
 from tests.unit.megatron.moevement.job.test_identity import parsed
 from tests.unit.megatron.moevement.seams.test_post_step import FACTS
-from tests.unit.tools.samples import iteration_line
 
 
 def test_description_has_model_and_layout(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,38 +29,27 @@ def test_description_has_model_and_layout(monkeypatch: pytest.MonkeyPatch) -> No
     assert found.command == ['pretrain_gpt.py', '--num-layers', '2']
 
 
-def test_loss_is_read_from_the_line_that_upstream_logs() -> None:
-    """Only after it was printed: an interrupted line has no loss."""
-    emitted: list[Any] = []
-    events = SimpleNamespace(emit=emitted.append)
-    session: Any = SimpleNamespace(
-        around=SimpleNamespace(post_step=None),
-        job=SimpleNamespace(rank=SimpleNamespace(events=events)),
-    )
-    trainer = UpstreamTrainer(None, None, None, session, None)  # type: ignore[arg-type]
-    printed: list[str] = []
-    for line in (iteration_line(3, 1.0, loss=4.25), '-' * 40):
-        trainer._note_loss(printed.append, line)
-    assert emitted == [LossLogged(loss=4.25)] and len(printed) == 2
-
-
-def without_loss(loss: float) -> str:
-    """Upstream's line of a loss that is not at least 0; the real condition is in its source."""
-    assert 'if avg >= 0.0:' in inspect.getsource(training.training_log)
-    return iteration_line(3, 1.0, loss).replace(f'lm loss: {loss:.6E} | ', '')
-
-
 @pytest.mark.parametrize(
-    ('line', 'summed', 'finite'),
-    [
-        (iteration_line(3, 1.0, loss=math.inf), True, 0),
-        (without_loss(math.nan), True, 0),
-        (without_loss(math.nan), False, None),  # all iterations so far were skipped
-        ('', True, None),
-        (' validation loss at iteration 4 | lm loss value: 3.0E+00 |', True, None),
-        (iteration_line(3, 1.0, loss=4.25), True, 1),
-    ],
+    ('loss', 'skipped', 'finite'),
+    [(4.25, 0, 1), (math.nan, 0, 0), (math.inf, 0, 0), (math.nan, 1, None), (None, 0, None)],
 )
-def test_diverged_loss_is_no_missing_loss(line: str, summed: bool, finite: int | None) -> None:
-    loss = logged_loss(line, {'lm loss'} if summed else set())
-    assert finite == (None if loss is None else LossLogged(loss=loss).finite)
+def test_loss_is_reported_once_logged(loss: float | None, skipped: int, finite: int | None) -> None:
+    """At the end of a log interval; a diverged loss is no missing loss."""
+    emitted: list[LossLogged] = []
+    facts = replace(FACTS, rank=3, log_interval=2)
+    around: Any = SimpleNamespace(post_step=None)
+    rank = SimpleNamespace(events=SimpleNamespace(emit=emitted.append))
+    job: Any = SimpleNamespace(rank=rank, protection=None)
+    session = Session(job, facts, SimpleNamespace(), around)  # type: ignore[arg-type]
+    trainer = UpstreamTrainer({}, facts, SimpleNamespace(), session, None)  # type: ignore[arg-type]
+    losses = {} if loss is None else {'lm loss': torch.tensor([loss])}
+    for iteration in range(1, 4):
+        trainer._training_log(
+            lambda **call: emitted.clear(),
+            total_loss_dict={},
+            iteration=iteration,
+            loss_dict=losses,
+            skipped_iter=skipped,
+        )
+        assert len(emitted) == (finite is not None and iteration == 2)
+        assert all(event.finite == finite for event in emitted)

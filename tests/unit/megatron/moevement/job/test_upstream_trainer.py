@@ -51,7 +51,12 @@ class Rank:
     def _loop(self, **call: Any) -> None:
         if self._logs.pop(0):
             self._trainer._training_log(
-                self._log, total_loss_dict={}, iteration=1, is_first_iteration=True
+                self._log,
+                loss_dict={},
+                total_loss_dict={},
+                iteration=1,
+                skipped_iter=1,
+                is_first_iteration=True,
             )
 
     def _log(self, is_first_iteration: bool, **call: Any) -> None:
@@ -112,7 +117,9 @@ def printed_then_cut_off(
 @pytest.fixture
 def trainer() -> UpstreamTrainer:
     around = SimpleNamespace(post_step=None)
-    session: Any = SimpleNamespace(around=around, report=lambda iteration: None)
+    session: Any = SimpleNamespace(
+        around=around, report=lambda iteration: None, report_loss=lambda iteration, loss: None
+    )
     counters = Namespace(consumed_valid_samples=0, train_iters=9)
     found = UpstreamTrainer(None, None, counters, session, None)  # type: ignore[arg-type]
     found._job_has_logged = True
@@ -151,7 +158,9 @@ def test_failed_save_ends_what_no_window_protects_afterwards(
 
 
 def log(trainer: UpstreamTrainer, original: Any, losses: Any, totals: Any, iteration: int) -> None:
-    trainer._training_log(original, loss_dict=losses, total_loss_dict=totals, iteration=iteration)
+    trainer._training_log(
+        original, loss_dict=losses, total_loss_dict=totals, iteration=iteration, skipped_iter=0
+    )
 
 
 def test_printed_sums_are_not_counted_again(trainer: UpstreamTrainer) -> None:
