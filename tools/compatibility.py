@@ -3,9 +3,9 @@
 
     python -m tools.compatibility --write
 
-The sources are `megatron/moevement/job/flags.py`, `compatibility.toml`, and the requirements in
-setup.py and the Dockerfile. Without --write the page is printed. To check the flags of one job, use
-`moevement check`.
+The sources are `flag_rules.toml` and `flags.toml` in `megatron/moevement/job`, `compatibility.toml`
+here, and the requirements in setup.py and the Dockerfile. Without --write the page is printed. To
+check the flags of one job, use `moevement check`.
 """
 
 import re
@@ -14,8 +14,8 @@ import tomllib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from megatron.moevement.job.flag_rules import Rule
-from megatron.moevement.job.flags import NO_BIT, REFUSED, WHOLE_JOB
+from megatron.moevement.job.flag_rules import REFUSED, WHOLE_JOB, Rule
+from megatron.moevement.job.flags import NO_BIT
 
 from .flags import ROOT, write_pages
 from .lab.tables import markdown

@@ -21,7 +21,6 @@ from megatron.moevement.seams import cpu_device, starting
 _STARTED = __name__ == '__main__' or sys.argv[0] == 'moevement pretrain'
 starting.prepare(sys.argv[1:] if _STARTED else None)
 
-import argparse
 import json
 import os
 import time
@@ -230,10 +229,6 @@ def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> An
 datasets_provider.is_distributed = True  # type: ignore[attr-defined]
 
 
-def _add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    return add_arguments(parser)
-
-
 def warm_up(flags: Sequence[str]) -> None:
     """Prepare a process that waits to become a worker of a job with these flags."""
     if _PROTECTED in flags:
@@ -245,7 +240,7 @@ def _take_layout(flags: Sequence[str]) -> list[str]:
     node = layout_choice.NodeCapacity.here()
 
     def too_little(flags: Sequence[str], ranks: int) -> str | None:
-        return layout_choice.too_little(flags, ranks, node, _add_arguments)
+        return layout_choice.too_little(flags, ranks, node, add_arguments)
 
     started = int(os.environ.get('WORLD_SIZE', '1'))
     return layout_choice.fitted(flags, started, too_little, node.ranks)
@@ -260,7 +255,7 @@ def main() -> None:
         dense_tier.let_flags_count_as_given()  # the parser may load the flags of a checkpoint
         with leaving.in_one_line():
             sys.argv += _take_layout(sys.argv[1:])
-    args = parse_and_validate_args(extra_args_provider=_add_arguments)
+    args = parse_and_validate_args(extra_args_provider=add_arguments)
     with leaving.in_one_line():
         adam.choose_fp8_masters(args)
         if args.sparse_ckpt:

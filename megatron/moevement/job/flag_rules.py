@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rule about flags consists of: values of its flag, and conditions on other flags.
+"""Rules about flags: values of a flag, and conditions on others, that exclude a kind of recovery.
 
-A custom loop has no settings for features that only upstream's trainer has. Settings hold data
-types by name, as the user writes them, or as torch types once upstream has validated them.
+The rules are in `flag_rules.toml`, by names of this module. A custom loop has no settings for
+features that only upstream's trainer has. Settings hold data types by name, as the user writes
+them, or as torch types once upstream has validated them.
 """
 
 import inspect
-from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass
+import tomllib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
 
 from megatron.moevement.facts import Settings
 
@@ -27,27 +32,6 @@ class Values:
     holds: Callable[[object], bool]
 
 
-GIVEN = Values('', bool)
-"""All values that are true in Python."""
-ANY = Values('', lambda value: True)
-"""All values, also zero and an empty text."""
-
-
-def other_than(*names: str) -> Values:
-    """All values except `names`."""
-    return Values(f'other than {" and ".join(names)}', lambda value: value not in names)
-
-
-def equal_to(wanted: str | int) -> Values:
-    """One value."""
-    return Values(str(wanted), lambda value: value == wanted)
-
-
-def above(limit: int) -> Values:
-    """Numbers above `limit`."""
-    return Values(f'above {limit}', lambda value: isinstance(value, int) and value > limit)
-
-
 @dataclass(frozen=True)
 class Condition:
     """A condition on other flags, in addition to the value of the rule's flag."""
@@ -57,37 +41,20 @@ class Condition:
     holds: Callable[[Settings], bool]
 
 
-ALWAYS = Condition('', lambda settings: True)
-
-
-def having(words: str, setting: str, *values: object) -> Condition:
-    """A setting has one of `values`; without values: it is true in Python."""
-    return Condition(
-        words,
-        lambda settings: settings.get(setting) in values if values else bool(settings.get(setting)),
-    )
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Rule:
     """Some values of a flag exclude a kind of recovery."""
 
     flag: str
     """The flag as the user writes it, with dashes."""
+    setting: str
+    """Name of the setting that the rule reads."""
     reason: str
     """Cause of the exclusion, as a clause without a full stop."""
-    _: KW_ONLY
-    values: Values = GIVEN
-    when: Condition = ALWAYS
-    instead: str = 'leave it out'
+    instead: str
     """What to do, as a command."""
-    dest: str | None = None
-    """Name of the setting, if it differs from the flag."""
-
-    @property
-    def setting(self) -> str:
-        """Name of the setting that the rule reads."""
-        return self.dest or self.flag.removeprefix('--').replace('-', '_')
+    values: Values
+    when: Condition
 
     def applies(self, settings: Settings) -> bool:
         """True if the rule excludes `settings`."""
@@ -186,35 +153,6 @@ def leaves_scales_of_others(settings: Settings) -> bool:
     )
 
 
-SCALED = Values('fp16 or fp8', lambda value: str(value) in _SCALED)
-WITHOUT_ADAM = Condition('without Transformer Engine', _lacks_adam)
-WITHOUT_ENGINE = Condition('without Transformer Engine', _lacks_engine)
-FP16_GRADIENTS = Condition('with --use-precision-aware-optimizer', _has_fp16_gradients)
-SCALES_LOST = Condition(
-    'with --fp8-recipe other than delayed and dense checkpoints',
-    lambda settings: (
-        bool(settings.get('save') or settings.get('load')) and _megatron_holds_masters(settings)
-    ),
-)
-UNTRIED_WEIGHTS = Condition(
-    'with --fp8-recipe other than delayed, tensorwise and blockwise',
-    lambda settings: settings.get('fp8_recipe') not in _RECIPES_OF_WEIGHTS,
-)
-MASTERS_AGAINST_RECIPE = Condition(
-    'with --fp8-param-gather, --use-precision-aware-optimizer and an --fp8-recipe that does not '
-    'support it',
-    _masters_against_recipe,
-)
-DELAYED_IN_PARTS = Condition(
-    'with --fp8-format and interleaved stages, --mtp-num-layers or --cuda-graph-impl',
-    _delayed_in_parts,
-)
-DELAYED_EVALUATIONS = Condition(
-    'with --fp8-recipe delayed',
-    lambda settings: _delayed(settings) and bool(settings.get('eval_interval')),
-)
-
-
 # Other conditions.
 
 
@@ -228,12 +166,20 @@ def _is_not_replicated_muon(settings: Settings) -> bool:
     )
 
 
+def _on_nccl(settings: Settings) -> bool:
+    return settings.get('distributed_backend') == 'nccl'
+
+
+def _validates(settings: Settings) -> bool:
+    return settings.get('rerun_mode') == 'validate_results'
+
+
 def _runs_again(settings: Settings) -> bool:
     checks = ('check_for_large_grads', 'check_for_spiky_loss')
-    return VALIDATED.holds(settings) and any(settings.get(name) for name in checks)
+    return _validates(settings) and any(settings.get(name) for name in checks)
 
 
-def more_shards_than(ranks: str, shards: str) -> Condition:
+def _more_shards_than(ranks: str, shards: str) -> Condition:
     """A weight has more shards than ranks that compute with a part of it."""
     return Condition(
         'above the tensor-parallel size',
@@ -241,45 +187,144 @@ def more_shards_than(ranks: str, shards: str) -> Condition:
     )
 
 
-NEITHER_ADAM_NOR_MUON = Values(
-    'other than adam, and than muon with --muon-scalar-optimizer adam and without '
-    '--use-distributed-optimizer',
-    lambda value: value != 'adam',
-)
-NOT_REPLICATED_MUON = Condition('', _is_not_replicated_muon)
-BALANCES_QUANTILES = Values(
-    'with quantile_balancing',
-    lambda kinds: 'quantile_balancing' in (kinds if isinstance(kinds, list) else [kinds]),
-)
-PREDICTS_EARLY = Values(
-    'with m before the last stage', lambda value: 'm' in str(value).rpartition('|')[0]
-)
-TRUE = Values('', lambda value: value is True)
-VALIDATED = having('without --rerun-mode disabled', 'rerun_mode', 'validate_results')
-RERUNS = Condition(
-    'with --check-for-large-grads or --check-for-spiky-loss, without --rerun-mode disabled',
-    _runs_again,
-)
-SAVE_IS_LOAD = Condition(
-    'with the same --save and --load',
-    lambda settings: settings.get('load') is not None and settings['load'] == settings.get('save'),
-)
-NOT_SAVED = Condition('without --save', lambda settings: not settings.get('save'))
-DEFAULT_BATCH = Condition(
-    'without --global-batch-size',
-    lambda settings: (
-        not settings.get(
-            '_is_global_batch_size_explicitly_specified', settings.get('global_batch_size')
-        )
+VALUES = {
+    'given': Values('', bool),  # all that are true in Python
+    'any': Values('', lambda value: True),  # also zero and an empty text
+    'true': Values('', lambda value: value is True),
+    'scaled': Values('fp16 or fp8', lambda value: str(value) in _SCALED),
+    'neither_adam_nor_muon': Values(
+        'other than adam, and than muon with --muon-scalar-optimizer adam and without '
+        '--use-distributed-optimizer',
+        lambda value: value != 'adam',
     ),
-)
-EVALUATIONS = Condition(
-    'with evaluations',
-    lambda settings: bool(settings.get('eval_interval') and settings.get('eval_iters')),
-)
-CYCLIC_EVALUATIONS = Condition(
-    'with --dataloader-type cyclic',
-    lambda settings: (
-        settings.get('dataloader_type') == 'cyclic' and bool(settings.get('eval_iters'))
+    'balances_quantiles': Values(
+        'with quantile_balancing',
+        lambda kinds: 'quantile_balancing' in (kinds if isinstance(kinds, list) else [kinds]),
     ),
+    'predicts_early': Values(
+        'with m before the last stage', lambda value: 'm' in str(value).rpartition('|')[0]
+    ),
+}
+CONDITIONS = {
+    'always': Condition('', lambda settings: True),
+    'without_adam': Condition('without Transformer Engine', _lacks_adam),
+    'without_engine': Condition('without Transformer Engine', _lacks_engine),
+    'fp16_gradients': Condition('with --use-precision-aware-optimizer', _has_fp16_gradients),
+    'scales_lost': Condition(
+        'with --fp8-recipe other than delayed and dense checkpoints',
+        lambda settings: (
+            bool(settings.get('save') or settings.get('load')) and _megatron_holds_masters(settings)
+        ),
+    ),
+    'untried_weights': Condition(
+        'with --fp8-recipe other than delayed, tensorwise and blockwise',
+        lambda settings: settings.get('fp8_recipe') not in _RECIPES_OF_WEIGHTS,
+    ),
+    'masters_against_recipe': Condition(
+        'with --fp8-param-gather, --use-precision-aware-optimizer and an --fp8-recipe that does '
+        'not support it',
+        _masters_against_recipe,
+    ),
+    'delayed_in_parts': Condition(
+        'with --fp8-format and interleaved stages, --mtp-num-layers or --cuda-graph-impl',
+        _delayed_in_parts,
+    ),
+    'delayed_evaluations': Condition(
+        'with --fp8-recipe delayed',
+        lambda settings: _delayed(settings) and bool(settings.get('eval_interval')),
+    ),
+    'not_replicated_muon': Condition('', _is_not_replicated_muon),
+    'more_shards': _more_shards_than(
+        'tensor_model_parallel_size', 'tensor_parallel_num_weight_shards'
+    ),
+    'more_expert_shards': _more_shards_than(
+        'expert_tensor_parallel_size', 'expert_tensor_parallel_num_weight_shards'
+    ),
+    'records_layers': Condition(
+        'with --cuda-graph-impl transformer_engine',
+        lambda settings: settings.get('cuda_graph_impl') == 'transformer_engine',
+    ),
+    'delays_gradients': Condition(
+        'with --delay-wgrad-compute', lambda settings: bool(settings.get('delay_wgrad_compute'))
+    ),
+    'on_nccl': Condition('with --distributed-backend nccl', _on_nccl),
+    'missing_on_nccl': Condition('is missing beside --distributed-backend nccl', _on_nccl),
+    'validated': Condition('without --rerun-mode disabled', _validates),
+    'reruns': Condition(
+        'with --check-for-large-grads or --check-for-spiky-loss, without --rerun-mode disabled',
+        _runs_again,
+    ),
+    'save_is_load': Condition(
+        'with the same --save and --load',
+        lambda settings: (
+            settings.get('load') is not None and settings['load'] == settings.get('save')
+        ),
+    ),
+    'not_saved': Condition('without --save', lambda settings: not settings.get('save')),
+    'default_batch': Condition(
+        'without --global-batch-size',
+        lambda settings: (
+            not settings.get(
+                '_is_global_batch_size_explicitly_specified', settings.get('global_batch_size')
+            )
+        ),
+    ),
+    'evaluations': Condition(
+        'with evaluations',
+        lambda settings: bool(settings.get('eval_interval') and settings.get('eval_iters')),
+    ),
+    'cyclic_evaluations': Condition(
+        'with --dataloader-type cyclic',
+        lambda settings: (
+            settings.get('dataloader_type') == 'cyclic' and bool(settings.get('eval_iters'))
+        ),
+    ),
+}
+
+
+class _Told(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Rules of the file with one reason."""
+
+    flags: str
+    reason: str
+    instead: str = 'leave it out'
+    dest: str | None = None
+    """Name of the setting, if it differs from the flag."""
+    values: str = 'given'
+    when: str = 'always'
+    # In place of `values`:
+    equal_to: str | int | None = None
+    other_than: str | None = None
+    above: int | None = None
+
+    def rules(self) -> Iterator[Rule]:
+        for flag in self.flags.split():
+            yield Rule(
+                flag=flag,
+                setting=self.dest or flag.removeprefix('--').replace('-', '_'),
+                reason=self.reason,
+                instead=self.instead,
+                values=self._excluded(),
+                when=CONDITIONS[self.when],
+            )
+
+    def _excluded(self) -> Values:
+        wanted, other, limit = self.equal_to, self.other_than, self.above
+        if wanted is not None:
+            return Values(str(wanted), lambda value: value == wanted)
+        if other is not None:
+            return Values(f'other than {other}', lambda value: value != other)
+        if limit is not None:
+            return Values(f'above {limit}', lambda value: isinstance(value, int) and value > limit)
+        return VALUES[self.values]
+
+
+_TABLES = msgspec.convert(
+    tomllib.loads(Path(__file__).with_suffix('.toml').read_text('utf-8')), dict[str, list[_Told]]
 )
+REFUSED, WHOLE_JOB = (
+    tuple(rule for told in _TABLES[name] for rule in told.rules())
+    for name in ('refused', 'whole_job')
+)
+"""Rules by which a job is not started, and by which a failure restarts all workers, which recover
+together from host memory."""

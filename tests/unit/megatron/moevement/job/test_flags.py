@@ -14,14 +14,8 @@ import pytest
 import torch
 from megatron.core import fp8_utils
 
-from megatron.moevement.job.flag_rules import WITHOUT_ADAM, WITHOUT_ENGINE, Rule
-from megatron.moevement.job.flags import (
-    REFUSED,
-    WHOLE_JOB,
-    hazard,
-    not_localized,
-    refuse_unsupported,
-)
+from megatron.moevement.job.flag_rules import CONDITIONS, REFUSED, WHOLE_JOB, Rule
+from megatron.moevement.job.flags import hazard, not_localized, refuse_unsupported
 from moevement_ext.config import ConfigurationError
 from tests.stand_ins.fused_adam import FusedAdam
 from tests.support.each import each
@@ -74,7 +68,7 @@ def with_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @each('rule', REFUSED)
 def test_refused_flag_is_named_with_the_remedy(rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
-    if rule.when not in (WITHOUT_ADAM, WITHOUT_ENGINE):
+    if rule.when not in (CONDITIONS['without_adam'], CONDITIONS['without_engine']):
         with_engine(monkeypatch)
     with pytest.raises(ConfigurationError) as refused:
         refuse_unsupported(given(rule))
