@@ -113,7 +113,7 @@ def complete_in(directory: Path) -> int:
 class DiskWindows:
     """Directory of one rank, locked until `close` or `remove`. One thread at a time uses it.
 
-    If `joining` a running job, it does not wait for the lock of a host that may be gone: reads need
+    If `joining` a running job, it does not wait for a lost process to release the lock: reads need
     no lock, and each copy tries again. `root` (`--sparse-ckpt-disk`) must exist, as it may be below
     a mount point. `forget_other_layouts` is called once their windows are worthless.
 
@@ -135,15 +135,15 @@ class DiskWindows:
                 for level in (self.path.parent, root):
                     _sync_directory(level)
             try:
-                self._take_lock(0.0 if joining else None)
+                self._take_lock(HolderLock if joining else taken)
             except StoreInUseError as error:
-                if not (joining and error.elsewhere):
+                if not joining:
                     raise
                 logger.warning('no window is copied there until the lock is free: %s', error)
 
-    def _take_lock(self, elsewhere_s: float | None) -> None:
+    def _take_lock(self, take: Callable[[Path], HolderLock]) -> None:
         if not self._is_locked:
-            self._lock = _locked(self.path / 'lock', elsewhere_s)
+            self._lock = _locked(self.path / 'lock', take)
             self._is_locked = True
             for path in self.path.glob('writing-*.window'):
                 path.unlink()
@@ -176,10 +176,10 @@ class DiskWindows:
         """Copy a committed window, which must not change meanwhile, to disk, and read it back.
 
         Calls `advance` after every chunk; its exceptions end the copy. No partial file is left.
-        Raises `StoreInUseError` while another host locks the directory, `OSError` if the file
+        Raises `StoreInUseError` while another process locks the directory, `OSError` if the file
         cannot be written, or `RefusedWindow` if the bytes read back differ from those captured.
         """
-        self._take_lock(0.0)
+        self._take_lock(HolderLock)
         name = file.required_name()
         writing = self.path / writing_name(name)
         writing.unlink(missing_ok=True)
@@ -291,10 +291,10 @@ def _start_of(path: Path) -> int:
     return int(start[0]) if start and start[0].isdecimal() else -1
 
 
-def _locked(path: Path, elsewhere_s: float | None) -> HolderLock | None:
+def _locked(path: Path, take: Callable[[Path], HolderLock]) -> HolderLock | None:
     """The lock of a rank's directory; None on a file system without locks."""
     try:
-        return taken(path, elsewhere_s)
+        return take(path)
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise

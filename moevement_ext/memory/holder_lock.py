@@ -38,10 +38,9 @@ _SIGKILL_PENDING = re.compile(r'^(?:SigPnd|ShdPnd):\t[0-9a-f]*[1-9a-f][0-9a-f]{2
 class StoreInUseError(UserError):
     """A process holds the directory, perhaps on another host; it is waited for `patience_s`."""
 
-    def __init__(self, message: str, patience_s: float, elsewhere: bool = False) -> None:
+    def __init__(self, message: str, patience_s: float) -> None:
         super().__init__(message)
         self.patience_s = patience_s
-        self.elsewhere = elsewhere
 
 
 class HolderLock:
@@ -75,12 +74,9 @@ class HolderLock:
             os.close(self._fd)
 
 
-def taken(path: Path, elsewhere_s: float | None = None) -> HolderLock:
-    """Wait until an earlier process releases the lock; `path` and errors as for `HolderLock`.
-
-    Waits `elsewhere_s` seconds (None: `ELSEWHERE_S`) if that process is on another host.
-    """
-    return _patiently(lambda: HolderLock(path), elsewhere_s)
+def taken(path: Path) -> HolderLock:
+    """Wait until an earlier process releases the lock; `path` and errors as for `HolderLock`."""
+    return _patiently(lambda: HolderLock(path))
 
 
 def is_held(path: Path) -> bool:
@@ -108,7 +104,7 @@ def wait_until_free(path: Path, job: str) -> None:
     _patiently(require_free)
 
 
-def _patiently[Found](attempt: Callable[[], Found], elsewhere_s: float | None = None) -> Found:
+def _patiently[Found](attempt: Callable[[], Found]) -> Found:
     """The result of `attempt`, repeated while the process that it names is waited for."""
     began = time.monotonic()
     told = False
@@ -116,14 +112,11 @@ def _patiently[Found](attempt: Callable[[], Found], elsewhere_s: float | None = 
         try:
             return attempt()
         except StoreInUseError as error:
-            limit = error.patience_s
-            if error.elsewhere and elsewhere_s is not None:
-                limit = elsewhere_s
-            if time.monotonic() - began >= limit:
+            if time.monotonic() - began >= error.patience_s:
                 raise
-            if error.elsewhere and not told:
-                logger.warning('waiting up to %.0f s: %s', limit, error)
-            told |= error.elsewhere
+            if error.patience_s > LOCK_S and not told:
+                logger.warning('waiting up to %.0f s: %s', error.patience_s, error)
+                told = True
         time.sleep(_PAUSE_S)
 
 
@@ -142,7 +135,6 @@ def _in_use(path: Path, holder: str, job: str = 'another job') -> StoreInUseErro
             f'the lock after some minutes; else {job} runs with the same '
             f'--sparse-ckpt-run-id: give each its own.',
             ELSEWHERE_S,
-            elsewhere=True,
         )
     return StoreInUseError(
         f'{path} is in use by the live process {holder or "unknown"}: {job} runs with the '
