@@ -9,6 +9,7 @@ and measures the time until the last rank logs an iteration that was not committ
 
   localized, hot spare   a process that has imported the program replaces the worker
   localized              a new process replaces the worker
+  localized-torchrun     under `moevement torchrun`, one agent a node; only where --only names it
   whole job              all workers are killed and restarted, as torchrun does; they recover
                          from windows in host memory
   torch_dist             the same, from the last torch_dist checkpoint
@@ -37,9 +38,10 @@ from ..lab.evidence import Tier, kind_of
 from ..lab.figures import medians
 from ..lab.following import read_events
 from ..lab.job import Job, memory_directory, train
-from ..lab.launch import Launch, add_share_gpu
+from ..lab.launch import Launch, Launcher, add_share_gpu
 from ..lab.models import dense_flags, native_precision, sparse_flags
 from ..lab.run_log import RunLog
+from ..lab.torchrun import ForkingAgents
 from . import model, program
 from .comeback import comeback, stage_iterations
 from .frame import Bench, Figure, Report
@@ -49,15 +51,16 @@ VICTIM = 2
 """A rank whose stage has neighbours on both sides."""
 WORKER, ALL = 'worker', 'all'
 SPARE, COLD, WHOLE, DISK = 'localized-spare', 'localized', 'whole-job', 'torch-dist'
-ELASTIC = 'whole-job-elastic'
+ELASTIC, TORCHRUN = 'whole-job-elastic', 'localized-torchrun'
 TITLES = {
     SPARE: 'localized, hot spare',
     COLD: 'localized',
     WHOLE: 'whole job, host memory',
     DISK: 'whole job, torch_dist',
     ELASTIC: 'whole job, --sparse-ckpt-elastic, same layout',
+    TORCHRUN: 'localized, moevement torchrun',
 }
-_OF_ONE_WORKER = (SPARE, COLD)
+_OF_ONE_WORKER = (SPARE, COLD, TORCHRUN)
 _ITERATIONS_AFTER = 3
 _MAX_RESTARTS = 1000
 
@@ -120,8 +123,8 @@ class RecoveryBench(Bench):
         add = parser.add_argument
         add('--lose', choices=(WORKER, ALL), default=WORKER, help='workers to kill '
             '(default: worker)')  # fmt: skip
-        add('--only', choices=TITLES, nargs='+', default=list(TITLES)[:-1], help='ways to recover '
-            '(default: all but the last)')  # fmt: skip
+        add('--only', choices=TITLES, nargs='+', default=list(TITLES)[:-2], help='ways to recover '
+            '(default: all but the last two)')  # fmt: skip
         add('--window', type=at_least(1), default=4, help='iterations per window (default: 4)')
         add('--ballast', type=at_least(0), default=0, metavar='GB', help='size of a tmpfs file '
             'that each worker maps, as it does the windows of a model (default: 0)')  # fmt: skip
@@ -175,7 +178,8 @@ class RecoveryBench(Bench):
     def _localized(self, way: str, folder: Path, flags: Sequence[str]) -> Back:
         """Kill one worker, which the launcher replaces."""
         launch = self._launch(folder, flags, _MAX_RESTARTS, int(way == SPARE))
-        found = train(launch, lambda job: job.kill_after(self.kill_at, [VICTIM]))
+        launcher = ForkingAgents if way == TORCHRUN else Launcher.LOCAL
+        found = train(launch, lambda job: job.kill_after(self.kill_at, [VICTIM]), launcher)
         back, hurt_at = found.recovery, found.hurt_at
         if hurt_at is None or back is None or back.tier is not Tier.LOCALIZED or back.died != 1:
             raise LabError(f'{way}: the recovery was not localized; see {folder}')
