@@ -20,7 +20,13 @@ from typing import BinaryIO, NamedTuple
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.events import Event
 from moevement_ext.launch import messages
-from moevement_ext.launch.child import Child, FdLoop, SpawnedChild
+from moevement_ext.launch.child import (
+    BETWEEN_LOOKS_S,
+    Child,
+    FdLoop,
+    SpawnedChild,
+    waits_in_kernel,
+)
 from moevement_ext.launch.launch_config import LaunchConfig, flag_value
 from moevement_ext.launch.output import Relay, last_lines, say_of_launcher
 from moevement_ext.launch.remote import NO_ENDS
@@ -41,7 +47,6 @@ _NO_ROOM = errno.EAGAIN, errno.ENOMEM
 _FOR_ROOM_S = 10.0
 _PAUSE_S = 0.1
 _STDERR = 2
-_BETWEEN_LOOKS_S = 0.5
 NODE = 'MOEVEMENT_NODE'
 """Environment variable of a worker: the name of its node."""
 
@@ -123,17 +128,13 @@ class Machine:
                 self._simulate_node_loss(node, NodeStore(Path(directory), run_id, node))
 
     def look(self) -> None:
-        """Report workers whose main thread waits in the kernel, at two looks or more.
-
-        Called often. In a page fault of a mapped file the thread holds Python's lock meanwhile,
-        so that no thread of the worker can send its heartbeats.
-        """
+        """Report workers that wait in the kernel, at two looks or more. Called often."""
         now = time.monotonic()
-        if now < self._looked_at + _BETWEEN_LOOKS_S:
+        if now < self._looked_at + BETWEEN_LOOKS_S:
             return
         self._looked_at = now
         living = {key: one for key, one in self._running.items() if key not in self._freeing}
-        waiting = [key for key, one in living.items() if _waits_in_kernel(one.child.pid)]
+        waiting = [key for key, one in living.items() if waits_in_kernel(one.child.pid)]
         self._blocked = {key: self._blocked.get(key, now) for key in waiting}
         for key, since in self._blocked.items():
             if since < now:
@@ -355,15 +356,6 @@ def _with_room(log: BinaryIO) -> BinaryIO:
         log.close()
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(log.name))
     return log
-
-
-def _waits_in_kernel(pid: int) -> bool:
-    """True if the main thread waits, out of reach of signals but SIGKILL, not for a core dump."""
-    try:
-        status = Path(f'/proc/{pid}/status').read_text()
-    except OSError:  # it has ended
-        return False
-    return 'State:\tD' in status and 'CoreDumping:\t1' not in status
 
 
 def _ignore(line: str) -> None:

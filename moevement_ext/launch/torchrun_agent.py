@@ -6,9 +6,10 @@ import signal
 import sys
 from argparse import Namespace
 from datetime import timedelta
+from typing import Any
 
 from torch.distributed import PrefixStore, Store
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -25,7 +26,7 @@ from torch.distributed.run import run
 from moevement_ext.config import ConfigurationError
 from moevement_ext.errors import EXIT_OTHER_BITS, EXIT_USER_ERROR, UserError
 from moevement_ext.launch.launch_config import STORE_BACKEND, split_address
-from moevement_ext.launch.torchrun_workers import fork_workers
+from moevement_ext.launch.torchrun_workers import a_death, fork_workers
 from moevement_ext.memory.window.settings import digest_of
 from moevement_ext.store.server import connect
 from moevement_ext.system import leaving
@@ -112,8 +113,13 @@ class OutsideStore(RendezvousHandler):
 class _RestartingAgent(LocalElasticAgent):
     """Torch's agent, except that a user error, or other bits, end the job without a restart.
 
-    On any signal to end, the agent sends its workers their exit signal.
+    On any signal to end, the agent sends its workers their exit signal. It sees at once that a
+    signal has killed a fork.
     """
+
+    def __init__(self, spec: WorkerSpec, *args: Any, **kwargs: Any) -> None:
+        super().__init__(spec, *args, **kwargs)
+        self._interval_s, spec.monitor_interval = spec.monitor_interval, 0.0  # waits below
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         if isinstance(sys.exception(), SignalException):  # otherwise the workers restart
@@ -121,12 +127,14 @@ class _RestartingAgent(LocalElasticAgent):
         super()._shutdown(death_sig, timeout)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        """Check the workers; torch calls this every `--monitor-interval` seconds.
+        """Check the workers every `--monitor-interval` seconds, or when one dies.
 
         Raises `UserError` if a worker ended because of a user error before any restart. A
         user error exists from the start; after a restart the same exit status may have
         another cause, such as too little memory on one node.
         """
+        a_death.wait(self._interval_s)
+        a_death.clear()
         result: RunResult = super()._monitor_workers(worker_group)
         if any(failure.exitcode == EXIT_OTHER_BITS for failure in result.failures.values()):
             sys.exit(EXIT_OTHER_BITS)  # its log says why

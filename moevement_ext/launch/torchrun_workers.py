@@ -7,25 +7,41 @@ torchrun starts each worker as a new interpreter, also those of a restart, and t
 many seconds. It loads the class that `--logs-specs` names in its agent, before any worker; this one
 logs as the default class does, and replaces the function that starts a process. `moevement
 torchrun` does the same without the flag.
+
+The workers on other nodes know a fork's death before the kernel has freed its memory, and go on to
+the next round; see `system/death_notice.py`.
 """
 
+import math
 import os
 import select
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from datetime import timedelta
 from functools import partial
 from typing import IO, Any
 
+from torch.distributed import DistError, TCPStore
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, api
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
-from moevement_ext.launch.child import Child
+from moevement_ext.config import ConfigurationError
+from moevement_ext.launch.child import BETWEEN_LOOKS_S, Child
+from moevement_ext.launch.launch_config import store_address
+from moevement_ext.launch.launcher_events import describe_exit, name_of
 from moevement_ext.launch.output import say_of_launcher
 from moevement_ext.launch.template import Template, TemplateLost, not_importable
+from moevement_ext.membership.mailbox import read_survivors
+from moevement_ext.membership.rendezvous import announce_failure
+from moevement_ext.store.server import connect
+from moevement_ext.system.death_notice import DeathNotice, signal_that_kills
 
 _STDOUT, _STDERR = 1, 2
+_STORE_TIMEOUT = timedelta(seconds=60)
 _UNBUFFERED, _MODULE = '-u', '-m'
 
 
@@ -96,30 +112,85 @@ class _Handler(SubprocessHandler):
     def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Any:
         output = self._stdout or open(_STDOUT, 'wb', closefd=False)
         errors = self._stderr or open(_STDERR, 'wb', closefd=False)
-        worker = self._source.start(args, env, output, errors)
-        return super()._popen(args, env) if worker is None else _Process(worker)
+        dying = threading.Event()
+        notice = DeathNotice(partial(_note, dying))
+        worker = self._source.start(args, env | notice.variables, output, errors)
+        if worker is None:
+            notice.close()
+            return super()._popen(args, env)
+        return _Process(worker, notice, dying, args, env)
+
+
+a_death = threading.Event()
+"""Set when a fork dies, and cleared by the agent that waits for it."""
+
+
+def _note(dying: threading.Event) -> None:
+    dying.set()
+    a_death.set()
 
 
 class _Process:
-    """What torch asks of a worker's process, as `subprocess.Popen` answers it."""
+    """What torch asks of a worker's process, as `subprocess.Popen` answers it.
 
-    def __init__(self, worker: Child) -> None:
-        self._worker = worker
+    A thread of this object announces the worker's death. `dying` is set when the worker begins to
+    die; `command` and `env` are the worker's.
+    """
+
+    def __init__(
+        self,
+        worker: Child,
+        notice: DeathNotice,
+        dying: threading.Event,
+        command: Sequence[str],
+        env: Mapping[str, str],
+    ) -> None:
+        self._worker, self._notice, self._dying = worker, notice, dying
+        self._command, self._env = command, env
         self.pid = worker.pid
         self.returncode: int | None = None
+        threading.Thread(target=self._attend, name='torchrun-worker', daemon=True).start()
 
     def poll(self) -> int | None:
+        """Already answers when a signal kills the worker, whose memory is not freed yet."""
+        dying = self.returncode is None and self._dying.is_set()
+        if dying and (number := signal_that_kills(self.pid)):
+            self._worker.signal(signal.SIGKILL)  # also what it has started
+            return -number
         with suppress(subprocess.TimeoutExpired):
             return self.wait(0.0)
         return None
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for the end and return as `Popen`; raises `TimeoutExpired` after these seconds."""
+        """Wait for the end and return as `Popen`; raises `TimeoutExpired` after these seconds.
+
+        Waits longer for a killed worker, since another one needs the memory.
+        """
         if self.returncode is None:
-            if not _is_readable(self._worker.death, timeout):
+            left_s = self._worker.to_die_s
+            if not _is_readable(self._worker.death, timeout if left_s == math.inf else left_s):
                 raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
             self.returncode = self._worker.reap()
+            self._notice.close()
         return self.returncode
+
+    def _attend(self) -> None:
+        while self.returncode is None and not self._dying.wait(BETWEEN_LOOKS_S):
+            pass
+        code = -signal_that_kills(self.pid) or self.returncode or 0
+        if self._dying.is_set() and code < 0:
+            with suppress(DistError, ConfigurationError):  # then its successor ends the round
+                store, rank = self._connect(), int(self._env['RANK'])
+                if store is not None and read_survivors(store):
+                    how = f'{name_of(rank, self.pid)} {describe_exit(code)}'
+                    announce_failure(store, rank, how)
+
+    def _connect(self) -> TCPStore | None:
+        """Connect to the store in which the workers meet; None if that does not outlive them."""
+        address = store_address(self._command)
+        if address is None and self._env['TORCHELASTIC_USE_AGENT_STORE'] == 'True':
+            address = self._env['MASTER_ADDR'], int(self._env['MASTER_PORT'])
+        return None if address is None else connect(*address, _STORE_TIMEOUT)
 
 
 def _is_readable(fd: int, timeout_s: float | None) -> bool:

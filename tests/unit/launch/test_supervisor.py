@@ -80,8 +80,8 @@ def test_death_is_announced_before_the_memory_is_freed(
     """
     thread, seen = job.folder / 'thread', []
     looked = set[int]()
-    monkeypatch.setattr(machine, '_BETWEEN_LOOKS_S', 0.0)
-    monkeypatch.setattr(machine, '_waits_in_kernel', looked.add)
+    monkeypatch.setattr(machine, 'BETWEEN_LOOKS_S', 0.0)
+    monkeypatch.setattr(machine, 'waits_in_kernel', looked.add)
 
     def kill() -> None:
         while not thread.exists():

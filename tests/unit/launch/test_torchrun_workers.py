@@ -2,13 +2,22 @@
 """Workers of torchrun's agents that are forks of one process."""
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore
 
-from moevement_ext.launch.torchrun_workers import _Source
+from moevement_ext.launch.torchrun_workers import _Handler, _Source, a_death
+from moevement_ext.membership import counters
+from moevement_ext.membership.mailbox import write_survivors
+from moevement_ext.membership.rendezvous import how_broken, is_over
+from tests.support.readable import readable
+from tests.unit.launch.conftest import unkillable
+from tests.unit.store.processes import until
 
 pytestmark = pytest.mark.timed
 
@@ -102,3 +111,73 @@ def test_program_named_as_a_module_starts_fresh(capfd: pytest.CaptureFixture[str
         command = [sys.executable, '-u', '-m', 'program', 'flag']
         assert _Source().start(command, {}, nowhere, nowhere) is None
     assert 'as a new interpreter: name its file, not its module' in capfd.readouterr().err
+
+
+HOLDS = """
+import os, pathlib, signal, sys, threading, time
+
+MOEVEMENT_SPARES = True
+
+def main():
+    from moevement_ext.system import death_notice
+    death_notice.hold()
+    if not sys.argv[1:]:
+        os.kill(os.getpid(), signal.SIGKILL)
+    thread = threading.Thread(target=time.sleep, args=(600,), daemon=True)
+    thread.start()
+    new = pathlib.Path(sys.argv[1] + '.new')
+    new.write_text(str(thread.native_id))
+    new.rename(sys.argv[1])
+    time.sleep(600)
+
+if __name__ == '__main__':
+    main()
+"""
+
+
+def test_agent_does_not_wait_to_look_at_a_dead_fork(tmp_path: Path) -> None:
+    program = tmp_path / 'program.py'
+    program.write_text(HOLDS)
+    command = [sys.executable, '-m', *OURS, '--standalone', '--nproc-per-node', '2']
+    command += ['--monitor-interval', '1000', str(program)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=TO_END_S, check=False)
+    assert 'exitcode: -9' in ended.stderr
+
+
+@pytest.mark.parametrize('survivors', [True, False])
+def test_death_of_a_fork_is_known_before_its_memory_is_freed(
+    survivors: bool, tmp_path: Path
+) -> None:
+    """A thread that stops in its exit keeps the memory, as the kernel does for seconds."""
+    store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
+    counters.sign(store, 'here/0', 1, 2)  # the worker took part in this round
+    if survivors:
+        write_survivors(store)
+    program, thread = tmp_path / 'program.py', tmp_path / 'thread'
+    program.write_text(HOLDS)
+    address = {'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': str(store.port)}
+    worker = _Handler(
+        _Source(), entrypoint=sys.executable, args=('-u', str(program), str(thread)),
+        env={'RANK': '1', 'TORCHELASTIC_USE_AGENT_STORE': 'True', **address},
+        stdout=os.devnull, stderr=os.devnull, local_rank_id=0, numa_options=None,
+    ).proc  # fmt: skip
+    until(thread.exists)
+    death = os.pidfd_open(worker.pid)
+    with unkillable() as hold:
+        release = hold(int(thread.read_text()))
+        assert worker.poll() is None
+        a_death.clear()
+        os.kill(worker.pid, signal.SIGKILL)
+        assert a_death.wait(TO_END_S)
+        assert worker.poll() == -signal.SIGKILL
+        if survivors:
+            until(lambda: is_over(store, 0))
+            how = f'rank 1 (pid {worker.pid}) was killed by SIGKILL'
+            assert how_broken(store, 0).reason == how
+        else:
+            time.sleep(1.0)
+            assert not is_over(store, 0)
+        assert not readable(death, 0.0)
+        release()
+    assert worker.wait(0.0) == -signal.SIGKILL, 'it waits for the memory'
+    os.close(death)
