@@ -5,6 +5,7 @@ Set-up finds the windows of a predecessor and prepares host memory; then one of 
 training loop: `UnprotectedMode`, `WholeJobMode` or `LocalizedMode`.
 """
 
+import math
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -51,7 +52,7 @@ from moevement_ext.recover import whole_job
 from moevement_ext.recover.own_report import handovers
 from moevement_ext.recover.trainer import Trainer
 from moevement_ext.regroup import nccl_environment
-from moevement_ext.system import leaving, watchdog
+from moevement_ext.system import death_notice, leaving, watchdog
 from moevement_ext.system.nvml import DeviceWatch
 
 logger = logger_of(__name__)
@@ -322,8 +323,10 @@ class Job:
         else:
             self._guard = before_training.guarded(self.rank)
         if watchdog.under_torchrun():
-            says = self.rank.number == 0  # one line per job, not per rank
-            self._watchdog = watchdog.Watchdog(self.rank.config.hang_timeout, self.kept_in, says)
+            config, says = self.rank.config, self.rank.number == 0  # one line per job, not per rank
+            # Only agents of this project send the heartbeats of a blocked worker.
+            blocked_s = (config.stuck_timeout or math.inf) if death_notice.is_held() else 0.0
+            self._watchdog = watchdog.Watchdog(config.hang_timeout, self.kept_in, says, blocked_s)
         watchdog.set_up_is_over()
         self._device_watch = own_device.watch(self.rank.events, self._lose_device)
         self._mode = self._start()

@@ -30,13 +30,14 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, api
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from moevement_ext.config import ConfigurationError
-from moevement_ext.launch.child import BETWEEN_LOOKS_S, Child
+from moevement_ext.launch.child import BETWEEN_LOOKS_S, Child, waits_in_kernel
 from moevement_ext.launch.launch_config import store_address
 from moevement_ext.launch.launcher_events import describe_exit, name_of
 from moevement_ext.launch.output import say_of_launcher
 from moevement_ext.launch.template import Template, TemplateLost, not_importable
-from moevement_ext.membership.mailbox import read_survivors
-from moevement_ext.membership.rendezvous import announce_failure
+from moevement_ext.membership.counters import Heartbeats
+from moevement_ext.membership.mailbox import read_stuck_timeout, read_survivors
+from moevement_ext.membership.rendezvous import announce_failure, present_round
 from moevement_ext.store.server import connect
 from moevement_ext.system.death_notice import DeathNotice, signal_that_kills
 
@@ -133,7 +134,8 @@ def _note(dying: threading.Event) -> None:
 class _Process:
     """What torch asks of a worker's process, as `subprocess.Popen` answers it.
 
-    A thread of this object announces the worker's death. `dying` is set when the worker begins to
+    A thread of this object announces the worker's death, and sends its heartbeats while the worker
+    is blocked in the kernel. `dying` is set when the worker begins to
     die; `command` and `env` are the worker's.
     """
 
@@ -175,8 +177,11 @@ class _Process:
         return self.returncode
 
     def _attend(self) -> None:
+        looks = 0
         while self.returncode is None and not self._dying.wait(BETWEEN_LOOKS_S):
-            pass
+            looks = looks + 1 if waits_in_kernel(self.pid) else 0
+            if looks > 1:
+                self._send_heartbeat((looks - 1) * BETWEEN_LOOKS_S)
         code = -signal_that_kills(self.pid) or self.returncode or 0
         if self._dying.is_set() and code < 0:
             with suppress(DistError, ConfigurationError):  # then its successor ends the round
@@ -184,6 +189,13 @@ class _Process:
                 if store is not None and read_survivors(store):
                     how = f'{name_of(rank, self.pid)} {describe_exit(code)}'
                     announce_failure(store, rank, how)
+
+    def _send_heartbeat(self, blocked_s: float) -> None:
+        """Send that of the worker, which cannot, until it counts as stuck."""
+        with suppress(DistError, ConfigurationError):
+            store = self._connect()
+            if store is not None and blocked_s < read_stuck_timeout(store):
+                Heartbeats(store, present_round(store), int(self._env['RANK'])).send()
 
     def _connect(self) -> TCPStore | None:
         """Connect to the store in which the workers meet; None if that does not outlive them."""

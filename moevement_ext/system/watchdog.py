@@ -45,17 +45,20 @@ def set_up_is_over() -> None:
 class Watchdog:
     """A child process that watches this one until closed, and never outlives it.
 
-    It kills this process after `silent_s` without a heartbeat. `kept_in` is the directory of
-    the run on this node, where it records the death of this process (None: not recorded); with
-    `says` it also prints that the windows there stay.
+    It kills this process after `silent_s` without a heartbeat, and after `blocked_s` in which it
+    was blocked in the kernel. `kept_in` is the directory of the run on this node, where it records
+    the death of this process (None: not recorded); with `says` it also prints that the windows
+    there stay.
     """
 
-    def __init__(self, silent_s: float, kept_in: Path | None, says: bool = False) -> None:
+    def __init__(
+        self, silent_s: float, kept_in: Path | None, says: bool = False, blocked_s: float = 0.0
+    ) -> None:
         self._stopping = threading.Event()
         self._dog: subprocess.Popen[bytes] | None = None
         rank = os.environ.get('RANK', '?')
         command = [sys.executable, '-I', '-S', str(_PROGRAM)]
-        command += [str(os.getpid()), str(silent_s), rank]
+        command += [str(os.getpid()), str(silent_s), str(blocked_s), rank]
         command += [] if kept_in is None else [str(kept_in), str(int(says))]
         try:
             self._dog = subprocess.Popen(

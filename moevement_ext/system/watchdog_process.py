@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kills its parent process when the parent sends no heartbeat for too long.
 
-    watchdog_process.py <process id> <seconds> <rank> [<directory> <say>]
+    watchdog_process.py <process id> <seconds> <blocked seconds> <rank> [<directory> <say>]
 
 Heartbeats are bytes on stdin. The watchdog runs as a file, without any package, and ends with the
 watched process. It records the death of that process in the directory of the run, for the next
 start of the job (see `memory/node_store.py`). With `say` 1 it also prints that the windows there,
 if any, stay, as a process that is terminated in the middle of a step cannot do this itself.
+
+While the main thread is blocked in the kernel, as in a page fault of a mapped file, no thread can
+send heartbeats. That counts as silence only after so many blocked seconds.
 """
 
 import contextlib
@@ -20,21 +23,21 @@ import time
 from collections.abc import Iterator
 
 _POLL_S = 0.5
-NOTHING, SIGN, DEATH = 'nothing', 'sign', 'death'
+NOTHING, SIGN, DEATH, BLOCKED = 'nothing', 'sign', 'death', 'blocked'
 
 
 def main() -> None:
     """Watch the parent; returns when it is dead."""
-    pid, silent_s, rank = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
-    directory = sys.argv[4] if len(sys.argv) > 4 else ''
-    says = sys.argv[5:] == ['1']
+    pid, silent_s, blocked_s, rank = int(sys.argv[1]), *map(float, sys.argv[2:4]), sys.argv[4]
+    directory = sys.argv[5] if len(sys.argv) > 5 else ''
+    says = sys.argv[6:] == ['1']
     try:
         process = os.pidfd_open(pid)
     except ProcessLookupError:
         return
     if os.getppid() != pid:  # the parent is dead already; its pid may be reused
         return
-    if not falls_silent(silent_s, observations(process, heartbeats=0)):
+    if not falls_silent(silent_s, blocked_s, observations(process, pid, heartbeats=0)):
         _note_death(pid, rank, directory, says)
         return
     signal.pidfd_send_signal(process, signal.SIGKILL)  # first, as printing may fail or block
@@ -42,7 +45,7 @@ def main() -> None:
     _note_death(pid, rank, directory, says)
 
 
-def observations(process: int, heartbeats: int) -> Iterator[str]:
+def observations(process: int, pid: int, heartbeats: int) -> Iterator[str]:
     """Yield observations of a process, at most `_POLL_S` each; takes its pidfd and stdin's fd."""
     poll = select.poll()
     for fd in (process, heartbeats):
@@ -52,23 +55,36 @@ def observations(process: int, heartbeats: int) -> Iterator[str]:
         if process in ready:
             yield DEATH
         elif not ready:
-            yield NOTHING
+            yield BLOCKED if _is_blocked(pid) else NOTHING
         elif os.read(heartbeats, 1 << 16):
             yield SIGN
         else:  # closed, perhaps by a death that the pidfd does not show yet
             poll.unregister(heartbeats)
 
 
-def falls_silent(silent_s: float, observations: Iterator[str]) -> bool:
-    """True once the process has sent no heartbeat for `silent_s`; False once it is dead."""
-    nothing = 0
+def falls_silent(silent_s: float, blocked_s: float, observations: Iterator[str]) -> bool:
+    """True once the process has sent no heartbeat for `silent_s`; False once it is dead.
+
+    Looks that find it blocked do not count before `blocked_s`.
+    """
+    nothing = blocked = 0
     while nothing * _POLL_S < silent_s:
         # Counts observations, not clock time: the whole machine may have been suspended.
         seen = next(observations)
         if seen == DEATH:
             return False
-        nothing = nothing + 1 if seen == NOTHING else 0
+        blocked = blocked + 1 if seen == BLOCKED else 0
+        excused = seen == BLOCKED and blocked * _POLL_S < blocked_s
+        nothing = 0 if excused or seen == SIGN else nothing + 1
     return True
+
+
+def _is_blocked(pid: int) -> bool:
+    """True if the main thread waits in the kernel, not for a core dump."""
+    with contextlib.suppress(OSError), open(f'/proc/{pid}/status') as file:
+        status = file.read()
+        return 'State:\tD' in status and 'CoreDumping:\t1' not in status
+    return False
 
 
 def _note_death(pid: int, rank: str, directory: str, says: bool) -> None:

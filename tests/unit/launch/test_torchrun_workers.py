@@ -7,13 +7,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch.distributed import TCPStore
 
 from moevement_ext.launch.torchrun_workers import _Handler, _Source, a_death
 from moevement_ext.membership import counters
-from moevement_ext.membership.mailbox import write_survivors
+from moevement_ext.membership.mailbox import write_stuck_timeout, write_survivors
 from moevement_ext.membership.rendezvous import how_broken, is_over
 from tests.support.readable import readable
 from tests.unit.launch.conftest import unkillable
@@ -57,6 +58,8 @@ NEEDS_RANK = "assert 'RANK' in os.environ"
 TORCH = ['torch.distributed.run', '--logs-specs', 'moevement']
 OURS = ['moevement_ext.launch.torchrun']
 TO_END_S = 120
+STUCK_S = 3.0
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.mark.parametrize(
@@ -128,6 +131,10 @@ def main():
     new = pathlib.Path(sys.argv[1] + '.new')
     new.write_text(str(thread.native_id))
     new.rename(sys.argv[1])
+    if sys.argv[2:]:
+        sys.path.append(sys.argv[2])
+        from tests.support.blocked import block
+        block(pathlib.Path(sys.argv[1] + '.pipe'))
     time.sleep(600)
 
 if __name__ == '__main__':
@@ -144,6 +151,18 @@ def test_agent_does_not_wait_to_look_at_a_dead_fork(tmp_path: Path) -> None:
     assert 'exitcode: -9' in ended.stderr
 
 
+def forked(folder: Path, store: TCPStore, *flags: str) -> Any:
+    """Rank 1 of a job that meets in this store, as the agent's handle of its process."""
+    program = folder / 'program.py'
+    program.write_text(HOLDS)
+    address = {'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': str(store.port)}
+    return _Handler(
+        _Source(), entrypoint=sys.executable, args=('-u', str(program), *flags),
+        env={'RANK': '1', 'TORCHELASTIC_USE_AGENT_STORE': 'True', **address},
+        stdout=os.devnull, stderr=os.devnull, local_rank_id=0, numa_options=None,
+    ).proc  # fmt: skip
+
+
 @pytest.mark.parametrize('survivors', [True, False])
 def test_death_of_a_fork_is_known_before_its_memory_is_freed(
     survivors: bool, tmp_path: Path
@@ -153,14 +172,8 @@ def test_death_of_a_fork_is_known_before_its_memory_is_freed(
     counters.sign(store, 'here/0', 1, 2)  # the worker took part in this round
     if survivors:
         write_survivors(store)
-    program, thread = tmp_path / 'program.py', tmp_path / 'thread'
-    program.write_text(HOLDS)
-    address = {'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': str(store.port)}
-    worker = _Handler(
-        _Source(), entrypoint=sys.executable, args=('-u', str(program), str(thread)),
-        env={'RANK': '1', 'TORCHELASTIC_USE_AGENT_STORE': 'True', **address},
-        stdout=os.devnull, stderr=os.devnull, local_rank_id=0, numa_options=None,
-    ).proc  # fmt: skip
+    thread = tmp_path / 'thread'
+    worker = forked(tmp_path, store, str(thread))
     until(thread.exists)
     death = os.pidfd_open(worker.pid)
     with unkillable() as hold:
@@ -181,3 +194,22 @@ def test_death_of_a_fork_is_known_before_its_memory_is_freed(
         release()
     assert worker.wait(0.0) == -signal.SIGKILL, 'it waits for the memory'
     os.close(death)
+
+
+def test_fork_that_blocks_in_the_kernel_has_heartbeats_until_it_is_stuck(tmp_path: Path) -> None:
+    store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
+    write_stuck_timeout(store, STUCK_S)
+    worker = forked(tmp_path, store, str(tmp_path / 'thread'), str(ROOT))
+    until((tmp_path / 'thread.pipe').exists)
+    began = time.monotonic()
+    beats = [(0, began)]
+    while time.monotonic() < min(beats[-1][1] + STUCK_S, began + 3 * STUCK_S):
+        count = counters.read_heartbeats(store, 0, 1)
+        if count != beats[-1][0]:
+            beats.append((count, time.monotonic()))
+        time.sleep(0.02)
+    assert len(beats) > 2
+    assert STUCK_S / 4 < beats[-1][1] - beats[1][1] < STUCK_S, 'none once it counts as stuck'
+    os.close(os.open(tmp_path / 'thread.pipe', os.O_WRONLY))
+    os.kill(worker.pid, signal.SIGKILL)
+    assert worker.wait() == -signal.SIGKILL

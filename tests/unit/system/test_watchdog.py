@@ -18,7 +18,14 @@ from torch.distributed import TCPStore
 from moevement_ext.memory.node_store import noted_deaths
 from moevement_ext.system import watchdog, watchdog_process
 from moevement_ext.system.watchdog import Watchdog, under_torchrun
-from moevement_ext.system.watchdog_process import DEATH, NOTHING, SIGN, falls_silent, observations
+from moevement_ext.system.watchdog_process import (
+    BLOCKED,
+    DEATH,
+    NOTHING,
+    SIGN,
+    falls_silent,
+    observations,
+)
 from tests.support.forks import Forked
 from tests.support.readable import dies, readable
 from tests.unit.membership.clock import Clock
@@ -43,11 +50,14 @@ WAIT_S = 120.0
         ([NOTHING] * 5 + [DEATH], False),
         (([NOTHING] * 5 + [SIGN]) * 9 + [DEATH], False),  # it wakes up in time, or is slow
         ([SIGN] * 9 + [NOTHING] * 6, True),
+        ([NOTHING] * 5 + [BLOCKED] * 7 + [SIGN] + [BLOCKED] * 7 + [DEATH], False),
+        ([NOTHING] * 5 + [BLOCKED] * 7 + [NOTHING] * 6, True),
+        ([BLOCKED] * 7 + [BLOCKED] * 6, True),  # it counts as stuck
     ],
 )
 def test_only_consecutive_empty_checks_are_silence(seen: list[str], silent: bool) -> None:
     remaining = iter(seen)
-    assert falls_silent(3.0, remaining) == silent
+    assert falls_silent(3.0, 4.0, remaining) == silent
     assert not list(remaining), 'it is known no earlier'
 
 
@@ -62,7 +72,7 @@ def test_time_of_a_stopped_machine_does_not_count(
             clock.now += 1000.0
             yield seen
 
-    assert not falls_silent(3.0, chain(moved(), repeat(DEATH)))
+    assert not falls_silent(3.0, 0.0, chain(moved(), repeat(DEATH)))
 
 
 def test_process_with_a_closed_pipe_has_the_usual_time(
@@ -76,7 +86,7 @@ def test_process_with_a_closed_pipe_has_the_usual_time(
         open_files.callback(os.close, near)
         open_files.callback(os.close, pidfd)
         open_files.callback(process.kill)
-        found = observations(pidfd, near)
+        found = observations(pidfd, process.pid, near)
         assert next(found) == NOTHING
         os.write(far, b'.')
         assert next(found) == SIGN
@@ -116,7 +126,11 @@ import ctypes, fcntl, os, signal, sys, termios, time
 from pathlib import Path
 from moevement_ext.system.watchdog import Watchdog
 
-dog = Watchdog(float(sys.argv[2]), Path(sys.argv[3]) if sys.argv[3:] else None, says=True)
+from tests.support.blocked import block
+
+kept_in = Path(sys.argv[3]) if sys.argv[3:] else None
+blocks = sys.argv[1] == 'blocks'
+dog = Watchdog(float(sys.argv[2]), kept_in, says=True, blocked_s=3.0 * blocks)
 heartbeats = dog._dog.stdin.fileno()
 os.write(heartbeats, b'.')
 while any(fcntl.ioctl(heartbeats, termios.FIONREAD, bytes(4))):  # until it listens
@@ -124,6 +138,8 @@ while any(fcntl.ioctl(heartbeats, termios.FIONREAD, bytes(4))):  # until it list
 print(dog._dog.pid, flush=True)
 if sys.argv[1] == 'holds the lock':
     ctypes.PyDLL(None).sleep(600)  # without letting other threads of Python run
+elif blocks:
+    block(kept_in / 'pipe')
 elif sys.argv[1] == 'closes':
     dog.close()
 signal.pause()
@@ -162,6 +178,14 @@ def test_stopped_process_is_killed_if_no_message_can_be_printed() -> None:
 def test_process_with_blocked_threads_is_killed() -> None:
     with watched('holds the lock', silent_s=SILENT_S) as (process, _):
         assert process.wait(WAIT_S) == -signal.SIGKILL
+
+
+def test_process_blocked_in_the_kernel_is_killed_once_it_counts_as_stuck(tmp_path: Path) -> None:
+    began = time.monotonic()
+    with watched('blocks', tmp_path, silent_s=SILENT_S) as (process, _):
+        assert process.wait(WAIT_S) == -signal.SIGKILL
+        assert time.monotonic() - began > 3.0 + SILENT_S
+        os.close(os.open(tmp_path / 'pipe', os.O_WRONLY))  # lets its child end
 
 
 def test_watchdog_ends_with_the_process() -> None:
