@@ -13,14 +13,7 @@ from typing import Any
 
 from moevement_ext.config import ConfigurationError
 from moevement_ext.launch.environment import default_variables_here
-from moevement_ext.launch.launch_config import (
-    GUESTS,
-    REQUEUE,
-    WAIT,
-    LaunchConfig,
-    StagedAction,
-    StagedFault,
-)
+from moevement_ext.launch.launch_config import ANSWERS, LaunchConfig, StagedAction, StagedFault
 from moevement_ext.launch.output import give_up_unwritten, say_of_launcher
 from moevement_ext.launch.spare import DECLARATION, split
 from moevement_ext.launch.template import fork_ahead
@@ -118,6 +111,7 @@ def configured(args: argparse.Namespace, nodes: int, **more: Any) -> LaunchConfi
         log_dir=args.log_dir,
         faults=(*args.kill, *args.kill_node, *args.lose_node, *args.return_node, *args.stop),
         when_no_spare=args.when_no_spare,
+        grow_after_s=args.grow_after,
         **more,
     )
 
@@ -186,13 +180,21 @@ def add_shared(parser: argparse.ArgumentParser) -> None:
     )
     add(
         '--when-no-spare',
-        choices=(GUESTS, WAIT, REQUEUE),
+        choices=ANSWERS,
         default=LaunchConfig.when_no_spare,
         help='When a node is lost and no spare is left: guests: its ranks go on at the other '
         'nodes, with the same bits, until it is back; they share cores, GPUs and memory there. '
-        'wait: the other nodes keep their state until it is back; no iteration is lost. '
-        'requeue: the job ends with exit status 75. Also if guests have no room. '
-        'Default: %(default)s.',
+        'layout: all workers start again on the other nodes, in a layout that fits them; the '
+        'program needs --sparse-ckpt-elastic restart, and with it goes on so if guests have no '
+        'room. wait: all workers end, and start again when it is back. requeue: the job ends with '
+        'exit status 75; also if its answer is not possible. Default: %(default)s.',
+    )
+    add(
+        '--grow-after',
+        type=float,
+        metavar='SECONDS',
+        default=LaunchConfig.grow_after_s,
+        help='A job on fewer nodes is moved to nodes that are back so long. Default: %(default)g.',
     )
     group = parser.add_argument_group(
         'staged failures', 'Each strikes once the last rank has logged the iteration.'

@@ -48,10 +48,10 @@ def default_variables(config: LaunchConfig) -> dict[str, str]:
     return {**_DEFAULTS, **connections(config.flags)}
 
 
-def job_variables(config: LaunchConfig, host: str, port: int) -> dict[str, str]:
+def job_variables(config: LaunchConfig, ranks: int, host: str, port: int) -> dict[str, str]:
     """Variables of all workers that the user cannot override; `host` and `port` are the store's."""
     return {
-        'WORLD_SIZE': str(config.world_size),
+        'WORLD_SIZE': str(ranks),
         'LOCAL_WORLD_SIZE': str(config.workers_per_node),
         'MASTER_ADDR': host,
         'MASTER_PORT': str(port),
@@ -85,7 +85,7 @@ def name_here(node: int) -> str:
 
 
 def variables_here(
-    config: LaunchConfig, rank: int, restarts: int, host: int | None = None
+    config: LaunchConfig, rank: int, restarts: int, host: int | None = None, guest: bool = False
 ) -> dict[str, str]:
     """`rank_variables` for a worker on the emulated node `host`; None: its own.
 
@@ -97,7 +97,7 @@ def variables_here(
     found = rank_variables(config, rank, restarts)
     node = config.node_of(rank)
     host = node if host is None else host
-    found |= guest_variables(node) if host != node else {}
+    found |= guest_variables(node) if guest else {}
     if config.share_gpu:
         found |= shared_gpu.of_rank(rank)
     elif torch.cuda.is_available():

@@ -8,21 +8,19 @@ deleted, and their recovery needs no more than that of any lost rank.
 
 import signal
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from moevement_ext.errors import LaunchError
 from moevement_ext.events import Event
 from moevement_ext.launch import messages
-from moevement_ext.launch.launch_config import GUESTS, WAIT, LaunchConfig
-from moevement_ext.launch.launcher_events import GuestsSeated, NodeAwaited, NodeLost, NodeSeated
+from moevement_ext.launch.launch_config import GUESTS, LaunchConfig
+from moevement_ext.launch.launcher_events import GuestsSeated, NodeLost, NodeSeated
 from moevement_ext.launch.remote import Children, Commands
 from moevement_ext.launch.seating import Seating
 from moevement_ext.memory.reservation import bytes_in, owners_in
 
 _TO_ANSWER_S = 10.0
 _LOOK_AGAIN_S = 1.0
-_SAY_AGAIN_S = 300.0
 
 
 class Guests:
@@ -45,6 +43,7 @@ class Guests:
         devices: Callable[[int], list[int]],
     ) -> None:
         self.seating = Seating(config.nodes, config.workers_per_node)
+        self.usable: Sequence[str] = ()  # hosts that can work for the job
         self._config = config
         self._children = children
         self._nodes = nodes
@@ -54,7 +53,11 @@ class Guests:
         self._bytes: list[int] = []
         self._seen: dict[str, messages.MemorySeen] = {}
         self._refused: dict[tuple[int, str], str] = {}
-        self._look_at = self._say_at = 0.0
+        self._look_at = 0.0
+
+    def hold_windows(self) -> bool:
+        """True if a host has windows of the run, as a finished job has freed them."""
+        return self._memory is not None and any(self._look(one).windows for one in self.usable)
 
     def learn(self, memory: Path, files: Sequence[bytes]) -> None:
         """Take over the directory of the run, and the list of each rank's files there."""
@@ -71,15 +74,16 @@ class Guests:
 
     def lose(self, host: str, why: str) -> None:
         seats = self.seating.lose(host)
+        self.usable = [one for one in self.usable if one != host]
         for seat in seats or (None,):
             self._report(NodeLost(host, seat, why))
         self._seen[host] = messages.MemorySeen(host, 'it is lost')
-        self._look_at = self._say_at = 0.0
+        self._look_at = 0.0
         self._refused.clear()
 
-    def take(self, seat: int, hosts: Iterable[str]) -> bool:
-        """Let one of these usable hosts take a seat; False if none can."""
-        for host in self.seating.choices(seat, hosts):
+    def take(self, seat: int) -> bool:
+        """Let a usable host take a seat; False if none can."""
+        for host in self.seating.choices(seat, self.usable):
             if host not in self.seating.seats:
                 self.seating.take(seat, host)
                 self._report(NodeSeated(host, seat))
@@ -91,18 +95,10 @@ class Guests:
                 return True
         return False
 
-    def none_takes(self, seat: int, absent: str, may_return: bool, code: int) -> None:
-        """Report at intervals that the job waits for an absent host, if one may return.
-
-        Raises `LaunchError` with this exit status if not, or if the job is not to wait.
-        """
-        reason = f'node {seat} of the job has no host, and no spare node is left ({absent})'
+    def refusals(self, seat: int) -> str:
+        """Why no host takes the ranks of a seat as guests; empty if none was asked."""
         found = [f'{host}: {why}' for (of, host), why in self._refused.items() if of == seat]
-        if not (may_return and self._config.when_no_spare == WAIT):
-            raise LaunchError(f'{reason}{"; no guests: " * bool(found)}{", ".join(found)}', code)
-        if time.monotonic() >= self._say_at:
-            self._say_at = time.monotonic() + _SAY_AGAIN_S
-            self._report(NodeAwaited(seat, reason))
+        return f'; no guests: {", ".join(found)}' if found else ''
 
     def bring_home(self, host: str) -> bool:
         """Let a free host take the seat of guests, if any, once they can leave; True if it does.
@@ -133,7 +129,7 @@ class Guests:
             return False
         seats = [seat, *self.seating.seats[host]]
         ranks = [rank for one in seats for rank in self._config.ranks_of(one)]
-        nbytes = {rank: self._bytes[rank] for rank in ranks} if self._bytes else {}
+        nbytes = {rank: count for rank, count in enumerate(self._bytes) if rank in ranks}
         trouble = self._look(host, nbytes, self._devices(seats[1])).trouble
         self._look_at = time.monotonic() + _LOOK_AGAIN_S
         if trouble:
@@ -146,7 +142,7 @@ class Guests:
         """Ask a host; one that does not answer in time has no room and no windows."""
         self._seen.pop(host, None)
         root, run = ('', '') if self._memory is None else (self._memory.parent, self._memory.name)
-        shared = len(self.seating.seats[host])
+        shared = len(self.seating.seats.get(host, ()))
         asked = messages.LookAtMemory(host, str(root), run, dict(nbytes or {}), [*devices], shared)
         node = self._nodes[host]
         node.send(asked)

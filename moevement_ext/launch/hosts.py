@@ -12,12 +12,13 @@ and after `SILENT_S` if the host falls silent. Slurm notices later, after `Slurm
 default 5 minutes), and then the step on the lost host returns status 0.
 """
 
+import itertools
 import socket
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from moevement_ext.errors import EXIT_WHOLE_JOB
+from moevement_ext.errors import EXIT_WHOLE_JOB, LaunchError
 from moevement_ext.events import Event, decode
 from moevement_ext.launch import messages
 from moevement_ext.launch.child import FdLoop
@@ -28,7 +29,7 @@ from moevement_ext.launch.environment import (
     rank_variables,
 )
 from moevement_ext.launch.guests import Guests
-from moevement_ext.launch.launch_config import GUESTS, WAIT, LaunchConfig, StagedAction
+from moevement_ext.launch.launch_config import REQUEUE, LaunchConfig, StagedAction
 from moevement_ext.launch.launcher_events import (
     DevicesFailing,
     NodeMissing,
@@ -46,8 +47,6 @@ from moevement_ext.replicate.secret import new_secret
 
 _GATHER_S = 60.0
 _CLOSING_S = 10.0
-# An absent host that the job waits for is tried this often.
-_TRY_AGAIN_S = 60.0
 
 
 class SlurmStarter:
@@ -74,11 +73,10 @@ class SlurmStarter:
         }
         self._children = Children(report)
         own = list(range(config.workers_per_node))
-        self._guests = Guests(config, self._children, self._nodes, report, lambda seat: own)
-        self._seating = self._guests.seating
+        self.guests = Guests(config, self._children, self._nodes, report, lambda seat: own)
+        self._seating = self.guests.seating
         self._away: dict[int, Node] = {}
-        self._waits = config.when_no_spare == WAIT
-        self.moves_ranks = config.when_no_spare == GUESTS or len(self._nodes) > config.nodes
+        self.moves_ranks = config.when_no_spare != REQUEUE or len(self._nodes) > config.nodes
         self._program = messages.program(config, default_variables(config))
         self._secret = new_secret()
         self._listener: Listener | None = None
@@ -91,9 +89,9 @@ class SlurmStarter:
         self._gathered = False
         self._reserve: messages.Reserve | None = None
 
-    def open(self, port: int) -> None:
+    def open(self, port: int, ranks: int) -> None:
         """Prepare for workers that use the store at `port`; the first call starts all agents."""
-        self._variables = job_variables(self._config, socket.gethostname(), port)
+        self._variables = job_variables(self._config, ranks, socket.gethostname(), port)
         if self._listener is None:
             self._listener = Listener(self._secret)
             self._loop.watch(self._listener.fd, self._arrivals)
@@ -113,11 +111,10 @@ class SlurmStarter:
         return child
 
     def reserve(self, memory: Path, files: Sequence[bytes]) -> None:
-        self._guests.learn(memory, files)
+        self.guests.learn(memory, files)
         sizes = [sizes_in(of_rank) for of_rank in files]
-        seats = [self._config.ranks_of(seat) for seat in range(self._config.nodes)]
-        of_seats = [[size for rank in ranks for size in sizes[rank]] for ranks in seats]
-        largest = max(of_seats, key=sum)
+        seats = itertools.batched(sizes, self._config.workers_per_node)
+        largest = max((list(itertools.chain(*of_seat)) for of_seat in seats), key=sum)
         self._reserve = messages.Reserve(str(memory.parent), memory.name, largest)
         for node in self._spares():
             node.send(self._reserve)
@@ -136,6 +133,7 @@ class SlurmStarter:
             node.poll()
         for child in [child for child in self._children if child.is_overdue]:
             child.give_up(f'its agent does not start rank {child.order.rank}')
+        self.guests.usable = [node.host for node in self._nodes.values() if node.is_usable]
         self._gathered = self._gathered or self._are_enough()
         if self._gathered:
             self._take_seats()
@@ -214,7 +212,7 @@ class SlurmStarter:
                     node.has_imported |= isinstance(event, SpareReady | SpareEnded | SpareMissing)
                     self._report(event)
             case messages.MemorySeen():
-                self._guests.hear(message)
+                self.guests.hear(message)
             case messages.DevicesFail(trouble):
                 self._lose_devices(node, trouble)
             case _:
@@ -227,7 +225,7 @@ class SlurmStarter:
     def _lost(self, node: Node, why: str) -> None:
         if node.host in self._seating.seats:
             self._vacated = time.monotonic()
-        self._guests.lose(node.host, why)
+        self.guests.lose(node.host, why)
         self._children.lose(node, node.host)
 
     def _missed(self, node: Node, why: str) -> None:
@@ -247,8 +245,7 @@ class SlurmStarter:
 
     def _take_seats(self) -> None:
         for seat in self._seating.empty:
-            usable = [node.host for node in self._nodes.values() if node.is_usable]
-            if not self._guests.take(seat, usable):
+            if not self.guests.take(seat):
                 self._look_for_another(seat)
                 break
             self._keep_spares(self._seating.hosts[seat])
@@ -261,7 +258,7 @@ class SlurmStarter:
                 if self._reserve is not None:
                     node.send(self._reserve)
             elif node.has_imported or not self._config.importable:
-                if self._guests.bring_home(node.host):
+                if self.guests.bring_home(node.host):
                     self._keep_spares(node.host)
 
     def _keep_spares(self, host: str) -> None:
@@ -270,20 +267,17 @@ class SlurmStarter:
 
     def _look_for_another(self, seat: int) -> None:
         absent = [node for node in self._nodes.values() if node.link is None]
-        since = max(self._vacated, time.monotonic() - _TRY_AGAIN_S if self._waits else 0.0)
         for node in absent:
-            if not (node.is_coming or node.broken) and node.tried < since:
+            if not (node.is_coming or node.broken) and node.tried < self._vacated:
                 self._ask_for_agent(node)
         if any(node.is_coming for node in absent):
             return
         reasons = ', '.join(f'{node.host}: {node.why}' for node in absent)
-        may_return = not all(node.broken for node in absent)
-        code = EXIT_WHOLE_JOB if self._met else 1
-        self._guests.none_takes(seat, reasons, may_return, code)
+        message = f'node {seat} of the job has no host, and no spare node is left ({reasons})'
+        message += self.guests.refusals(seat)
+        raise LaunchError(message, EXIT_WHOLE_JOB) if self._met else LaunchError(message)
 
     def _start_waiting(self) -> None:
-        if self._waits and self._seating.empty:
-            return  # the job cannot go on, and a process would time out
         seated, guests = self._seating.hosts, self._seating.guests
         for child in self._children:
             seat = self._config.node_of(child.order.rank)

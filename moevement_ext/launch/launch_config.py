@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from moevement_ext.config import ConfigurationError, SparseCheckpointConfig, slurm_run_id
+from moevement_ext.config import RESTART, ConfigurationError, SparseCheckpointConfig, slurm_run_id
 
 
 class StagedAction(enum.StrEnum):
@@ -27,7 +27,7 @@ class StagedAction(enum.StrEnum):
         return self in (self.KILL_NODE, self.LOSE_NODE, self.RETURN_NODE)
 
 
-GUESTS, WAIT, REQUEUE = 'guests', 'wait', 'requeue'
+ANSWERS = GUESTS, LAYOUT, WAIT, REQUEUE = 'guests', 'layout', 'wait', 'requeue'
 """Answers to the loss of a node without a spare, as values of `--when-no-spare`."""
 
 
@@ -66,6 +66,8 @@ class LaunchConfig:
     """All workers use the first GPU; to NCCL each worker is a separate host."""
     when_no_spare: str = REQUEUE
     """What happens when a node is lost and no spare is left."""
+    grow_after_s: float = 300.0
+    """Seconds for which a node must be back before a job on fewer nodes takes it."""
     grace_s: float = 10.0
     """Seconds from the first signal to SIGKILL when the job is stopped."""
     launch: str = field(default_factory=lambda: secrets.token_hex(8), compare=False)
@@ -76,13 +78,27 @@ class LaunchConfig:
         _at_least('--workers-per-node', self.workers_per_node, 1)
         _at_least('--spares', self.spares, 0)
         _at_least('--max-restarts', self.max_restarts, 0)
+        _at_least('--grow-after', self.grow_after_s, 0)
         _at_least('--grace', self.grace_s, 0)
+        if self.when_no_spare == LAYOUT and 1 not in self.sizes:
+            raise ConfigurationError(
+                f'--when-no-spare {LAYOUT}: {self.program} reads no windows of other layouts; give '
+                f'it {_ELASTIC} {RESTART}, without {_EXACT}.'
+            )
         for fault in self.faults:
             self._check(fault)
 
     @property
     def world_size(self) -> int:
         return self.nodes * self.workers_per_node
+
+    @property
+    def sizes(self) -> set[int]:
+        """Numbers of nodes that the job may have; 0: it waits for nodes."""
+        elastic = flag_value(self.flags, _ELASTIC) == RESTART and _EXACT not in self.flags
+        if elastic and self.when_no_spare in (GUESTS, LAYOUT):
+            return set(range(1, self.nodes + 1))
+        return {0, self.nodes} if self.when_no_spare == WAIT else {self.nodes}
 
     def node_of(self, rank: int) -> int:
         """The node of a rank; nodes hold consecutive ranks, as under torchrun."""
@@ -131,6 +147,7 @@ def _at_least(flag: str, value: float, least: int) -> None:
         raise ConfigurationError(f'{flag} {value} must be at least {least}.')
 
 
+_ELASTIC, _EXACT = '--sparse-ckpt-elastic', '--sparse-ckpt-elastic-exact'
 STORE_FLAG = '--sparse-ckpt-store'
 STORE_BACKEND = 'sparse-ckpt-store'
 """Rendezvous backend of torchrun's agents that use the store of that flag."""

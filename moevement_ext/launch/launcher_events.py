@@ -82,9 +82,13 @@ class AllStartAgain(Event, frozen=True):
     """The launcher restarts all workers, as they cannot continue without the dead worker."""
 
     reason: str
+    nodes: int | None = None
+    """Number of nodes of the job, if it changes; 0: it waits for nodes."""
 
     def __str__(self) -> str:
-        return f'all workers start again, since {self.reason}'
+        where = '' if self.nodes is None else f' on {self.nodes} nodes'
+        what = 'the job waits for nodes' if self.nodes == 0 else f'all workers start again{where}'
+        return f'{what}, since {self.reason}'
 
 
 class WorkerEvicted(_WorkerEvent, frozen=True):
@@ -194,17 +198,6 @@ class GuestsSeated(Event, frozen=True):
     def __str__(self) -> str:
         risk = f'; its loss would cost windows of {self.exposed} ranks' if self.exposed else ''
         return f'node {self.node} of the job goes on at host {self.host}{risk} | {self.placement}'
-
-
-class NodeAwaited(Event, frozen=True):
-    """All other ranks wait until a host takes a seat of the job."""
-
-    node: int
-    """The seat."""
-    reason: str
-
-    def __str__(self) -> str:
-        return f'the job waits until a host is back: {self.reason}'
 
 
 class NodeLost(Event, frozen=True):

@@ -19,7 +19,7 @@ from moevement_ext.launch.environment import (
     variables_here,
 )
 from moevement_ext.launch.guests import Guests
-from moevement_ext.launch.launch_config import GUESTS, WAIT, LaunchConfig, StagedAction
+from moevement_ext.launch.launch_config import REQUEUE, LaunchConfig, StagedAction
 from moevement_ext.launch.machine import Machine
 from moevement_ext.launch.remote import Children, RemoteChild
 from moevement_ext.memory.node_store import NodeStore
@@ -41,14 +41,14 @@ class LocalStarter:
         self._config = config
         self._report = report
         self._children = Children(report)
-        self.moves_ranks = config.when_no_spare == GUESTS
+        self.moves_ranks = config.when_no_spare != REQUEUE
         self._names = [name_here(node) for node in range(config.nodes)]
         nodes = dict.fromkeys(self._names, self)
-        self._guests = Guests(config, self._children, nodes, report, self._devices)
-        self._seating = self._guests.seating
+        self.guests = Guests(config, self._children, nodes, report, self._devices)
+        self._seating = self.guests.seating
         for node, name in enumerate(self._names):
             self._seating.take(node, name)
-        self._lost: set[str] = set()
+        self.guests.usable = self._names
         self._machine: Machine | None = None
         self._variables: dict[str, str] = {}
         self._own = FdLoop()
@@ -57,8 +57,8 @@ class LocalStarter:
         self._has_messages = os.eventfd(0)
         self._own.watch(self._has_messages, self._act)
 
-    def open(self, port: int) -> None:
-        self._variables = job_variables(self._config, '127.0.0.1', port)
+    def open(self, port: int, ranks: int) -> None:
+        self._variables = job_variables(self._config, ranks, '127.0.0.1', port)
         if self._machine is None:
             job = messages.program(self._config, default_variables_here(self._config))
             own = secret.variables()
@@ -68,13 +68,23 @@ class LocalStarter:
     def start(
         self, rank: int, restarts: int, on_iteration: Callable[[int], None] | None = None
     ) -> RemoteChild:
-        child = self._children.add(rank, restarts, self._variables, on_iteration)
-        self._start_waiting()
+        node = self._config.node_of(rank)
+        if node in self._seating.empty:
+            if not self.guests.take(node):
+                raise LaunchError(
+                    f'node {node} of the job is lost, and no spare node is left'
+                    f'{self.guests.refusals(node)}',
+                    EXIT_WHOLE_JOB,
+                )
+        host = self._names.index(self._seating.hosts[node])
+        own = variables_here(self._config, rank, restarts, host, node in self._seating.guests)
+        child = self._children.add(rank, restarts, {**self._variables, **own}, on_iteration)
+        child.start_on(self)
         return child
 
     def reserve(self, memory: Path, files: Sequence[bytes]) -> None:
         """Reserves nothing: there is no spare node."""
-        self._guests.learn(memory, files)
+        self.guests.learn(memory, files)
 
     def spares_left(self) -> str:
         ready, starting = (0, 0) if self._machine is None else self._machine.spares.count
@@ -85,18 +95,11 @@ class LocalStarter:
     def poll(self) -> None:
         if self._machine is not None:
             self._machine.look()
-        usable = [name for name in self._names if name not in self._lost]
-        for seat in self._seating.empty:
-            if not self._guests.take(seat, usable):
-                self._guests.none_takes(seat, ', '.join(self._lost), True, EXIT_WHOLE_JOB)
-                for fault in self._config.faults:  # as no iteration is logged meanwhile
-                    if fault.action is StagedAction.RETURN_NODE:
-                        self.return_node(fault.target)
-                break
-        self._start_waiting()
-        for name in self._names:
-            if name not in self._seating.seats and name not in self._lost:
-                self._guests.bring_home(name)
+        if not self._seating.hosts:  # the job waits, so that no iteration lets a node return
+            self.guests.usable = self._names
+        for name in self.guests.usable:
+            if name not in self._seating.seats:
+                self.guests.bring_home(name)
 
     def lose_node(
         self, node: int, memory: Callable[[str], NodeStore], for_good: bool = False
@@ -105,12 +108,12 @@ class LocalStarter:
         store = memory(name)
         self.send(messages.SimulateNodeLoss(name, str(store.root), store.run_id))
         if for_good:
-            self._lost.add(name)
-            self._guests.lose(name, f'{StagedAction.LOSE_NODE} {node}')
+            self.guests.lose(name, f'{StagedAction.LOSE_NODE} {node}')
         return store.path
 
     def return_node(self, node: int) -> None:
-        self._lost.discard(self._names[node])
+        there = {*self.guests.usable, self._names[node]}
+        self.guests.usable = [name for name in self._names if name in there]
 
     def _devices(self, node: int) -> list[int]:
         """GPUs of a node's ranks; none if all ranks of the job share one anyway."""
@@ -121,17 +124,6 @@ class LocalStarter:
             self._machine.close()
         self._own.close()
         os.close(self._has_messages)
-
-    def _start_waiting(self) -> None:
-        if self._config.when_no_spare == WAIT and self._seating.empty:
-            return  # the job cannot go on, and a process would time out
-        hosts = self._seating.hosts
-        for child in self._children:
-            rank = child.order.rank
-            host = hosts.get(self._config.node_of(rank))
-            if host is not None and child.waits_for_node:
-                place = self._names.index(host)
-                child.start_on(self, variables_here(self._config, rank, child.restarts, place))
 
     # As the node of a child
 
@@ -156,6 +148,6 @@ class LocalStarter:
         while self._messages:
             message = self._messages.popleft()
             if isinstance(message, messages.MemorySeen):
-                self._guests.hear(message)
+                self.guests.hear(message)
             else:
                 self._children.act(message)

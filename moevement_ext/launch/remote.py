@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -27,6 +27,9 @@ from moevement_ext.launch.messages import (
 )
 from moevement_ext.membership.mailbox import PROCESS, new_process
 from moevement_ext.memory.node_store import NodeStore
+
+if TYPE_CHECKING:
+    from moevement_ext.launch.guests import Guests
 
 # Includes the import of the program, for which the workers of a node wait.
 _TO_START_S = 900.0
@@ -208,13 +211,15 @@ class Starter(Protocol):
     """Starts workers for the supervisor; only the supervisor's thread uses it.
 
     Attributes:
+        guests: hosts and their seats.
         moves_ranks: ranks of a lost node may move to another node.
     """
 
+    guests: 'Guests'
     moves_ranks: bool
 
-    def open(self, port: int) -> None:
-        """Prepare for workers that use the store at `port`; called again for a new store."""
+    def open(self, port: int, ranks: int) -> None:
+        """Prepare for so many workers that use the store at `port`; again for a new store."""
 
     def start(
         self, rank: int, restarts: int, on_iteration: Callable[[int], None] | None = None
@@ -222,6 +227,7 @@ class Starter(Protocol):
         """Start or restart a rank; the process is reported once it exists.
 
         `on_iteration` is called with the iterations that the worker logs, if it has no log file.
+        Raises `LaunchError`, with `EXIT_WHOLE_JOB`, if no node takes the rank.
         """
 
     def reserve(self, memory: Path, files: Sequence[bytes]) -> None:

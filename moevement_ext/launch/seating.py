@@ -29,6 +29,12 @@ class Seating:
         self._ranks = ranks_of_seat
         self._former: dict[str, int] = {}
 
+    def resize(self, seats: int) -> None:
+        """Let the job have that many seats, all empty."""
+        self._count = seats
+        self.seats.clear()
+        self.keepers = ()
+
     @property
     def hosts(self) -> dict[int, str]:
         """Host of each seat that has one."""

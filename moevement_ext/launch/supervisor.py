@@ -7,6 +7,8 @@ worker. This requires a program that reports that its workers survive (see `mail
 workers of any other program restart together, as under torchrun.
 """
 
+import math
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -16,7 +18,7 @@ from functools import partial
 from torch.distributed import DistError, TCPStore
 
 from moevement_ext.config import ConfigurationError
-from moevement_ext.errors import LaunchError
+from moevement_ext.errors import EXIT_USER_ERROR, EXIT_WHOLE_JOB, LaunchError
 from moevement_ext.events import Event
 from moevement_ext.launch.child import FdLoop
 from moevement_ext.launch.launch_config import (
@@ -65,7 +67,7 @@ from moevement_ext.membership.mailbox import (
     read_survivors,
     take_eviction,
 )
-from moevement_ext.membership.rendezvous import absent, announce_failure, present_round
+from moevement_ext.membership.rendezvous import announce_failure, present_round
 from moevement_ext.memory.node_store import holds_windows, is_in_use
 from moevement_ext.store import server
 from moevement_ext.store.answers import AnswerWatch
@@ -80,6 +82,9 @@ _TO_ANSWER_S = 30.0
 _WITHOUT_STORE_S = 600.0
 # A worker that fails because of a lost worker may end before the loss is detected.
 _SETTLE_S = 1.0
+# A job that waits for nodes says so this often.
+_SAY_AGAIN_S = 300.0
+_FITS = re.compile(r'Start (\d+) ranks')  # in a refusal of this number of ranks
 
 
 class Supervisor:
@@ -124,6 +129,11 @@ class Supervisor:
         self._exit_code: int | None = None
         self._announced_code = 0
         self._bad_ends: list[BadEnd] = []
+        self._newest_end: BadEnd | None = None
+        self._nodes = config.nodes  # 0: the job waits for nodes
+        self._sizes = config.sizes
+        self._grow_at = math.inf
+        self._tail: LogTail | None = None
         self._failed_at_exit: list[str] = []
         self._look_for_store_at: float | None = None
 
@@ -172,40 +182,48 @@ class Supervisor:
         self._exit_code = exit_code
 
     def _supervise(self) -> None:
-        tail = self._log_tail()
-        self._starter.open(self.store.port)
-        for rank in range(self.config.world_size):
-            worker = Worker(rank)
-            self._start(worker, 0)
-            self.workers.append(worker)
+        self._start_all(0)
         next_poll = time.monotonic()
         while not all(worker.finished for worker in self.workers):
             self._loop.turn(_POLL_S)
             if self._exit_code is not None:
                 return self._terminate()
-            if time.monotonic() >= next_poll:
-                next_poll = time.monotonic() + _POLL_S
-                self._starter.poll()
-                self._poll_store()
-                self._give_up_unkillable_workers(self._living())
-                if tail is not None:
-                    tail.pump()
-            self._judge_all()
+            try:
+                if time.monotonic() >= next_poll:
+                    next_poll = time.monotonic() + _POLL_S
+                    self._starter.poll()
+                    self._poll_store()
+                    self._give_up_unkillable_workers(self._living())
+                    if self._tail is not None:
+                        self._tail.pump()
+                self._judge_all()
+            except LaunchError as lost:
+                self._shrink(lost)
         if self._failed_at_exit:
             raise LaunchError(self._failed_at_exit[0])
 
     # Attempts of a worker
 
+    def _start_all(self, restarts: int) -> None:
+        known, ranks = len(self.workers), self._nodes * self.config.workers_per_node
+        self.workers = [*self.workers, *map(Worker, range(known, ranks))][:ranks]
+        self._tail = self._log_tail()
+        self._starter.open(self.store.port, ranks)
+        for worker in self.workers:
+            self._start(worker, restarts)
+
     def _start(self, worker: Worker, restarts: int) -> None:
-        watched = worker.rank == self.config.world_size - 1 and self._faults.pending
+        watched = worker is self.workers[-1] and self._faults.pending
         on_iteration = self._stage_faults if watched else None
+        worker.finished = False
         worker.child = self._starter.start(worker.rank, restarts, on_iteration)
         self._loop.watch(worker.child.death, partial(self._ended, worker))
 
     def _ended(self, worker: Worker) -> None:
         code = self._reap(worker)
         if code != 0:
-            self._bad_ends.append(BadEnd(worker, code, time.monotonic()))
+            self._newest_end = BadEnd(worker, code, time.monotonic())
+            self._bad_ends.append(self._newest_end)
 
     # Bad ends are judged together, since one may have caused another
 
@@ -224,6 +242,7 @@ class Supervisor:
         others = [worker for worker in self.workers if worker.rank not in bad]
         done = [worker for worker in others if self._is_done(worker)]
         refuse_mistakes(self._bad_ends, self.workers)
+        self._refuse_size(self._bad_ends[0])
         survivors = read_survivors(self._mailbox)
         if done and self._may_end_first(done):
             return
@@ -286,19 +305,28 @@ class Supervisor:
         """Kill and restart all workers, as they may wait for the dead worker forever."""
         self._evict()  # a worker that ended because of a hung worker has requested this
         refuse_useless(cause, self.config.max_restarts, self.workers)
+        self._restart(self._nodes, cause.how, cause)
+
+    def _restart(self, nodes: int, reason: str, cause: BadEnd | None) -> None:
+        """Restart all workers on so many nodes, 0: later; as planned if there is no `cause`."""
         self._stop(self._living())
-        self._report(AllStartAgain(cause.how))
+        self._said = AllStartAgain(reason, None if nodes == self._nodes else nodes)
+        self._report(self._said)
+        self._say_at = time.monotonic() + _SAY_AGAIN_S
+        if nodes != self._nodes:
+            self._starter.guests.seating.resize(nodes)
+            self._nodes = nodes
         # A new store: in the old one torch would find the dead workers' keys and wait for them.
         try:
             self._use_new_store()
         except ConfigurationError as error:
             raise LaunchError(str(error)) from error
         restarts = 1 + max(any_worker.restarts for any_worker in self.workers)
-        self._outcome.all_lost(self._mailbox, cause, restarts)
+        if cause is not None:
+            self._outcome.all_lost(self._mailbox, cause, restarts)
         self._bad_ends.clear()  # only now: if the store is lost before, the ends are judged again
-        self._starter.open(self.store.port)
-        for any_worker in self.workers:
-            self._start(any_worker, restarts)
+        if nodes:
+            self._start_all(restarts)
 
     def _stop(self, workers: list[Worker]) -> None:
         for worker in workers:
@@ -323,6 +351,42 @@ class Supervisor:
 
     def _announced(self, worker: Worker) -> int | None:
         return read_finished(self._mailbox, worker.rank, worker.process)
+
+    def _refuse_size(self, end: BadEnd) -> None:
+        """Raise `LaunchError` if the program refuses this number of nodes, and names another."""
+        named = _FITS.findall(end.worker.last_words()) if end.code == EXIT_USER_ERROR else []
+        fits = int(named[-1]) // self.config.workers_per_node if named else 0
+        if 0 < fits < self._nodes < max(self._sizes):
+            self._sizes -= set(range(fits + 1, self._nodes + 1))
+            raise LaunchError(end.how, EXIT_WHOLE_JOB)
+
+    def _fitting(self) -> int:
+        """The largest number of nodes that are there, and that the program has not refused."""
+        there = range(len(self._starter.guests.usable) + 1)
+        return max(self._sizes.intersection(there), default=0)
+
+    def _shrink(self, lost: LaunchError) -> None:
+        """Go on with fewer nodes, or wait for more, after the loss of one; or raise `lost`."""
+        nodes = self._fitting()
+        if lost.exit_code != EXIT_WHOLE_JOB or nodes not in self._sizes - {self._nodes}:
+            raise lost
+        self._restart(nodes, str(lost), self._newest_end if nodes else None)
+
+    def _grow(self) -> None:
+        """Start the job on more nodes, after a planned end, if they have been back for a time."""
+        nodes, now = self._fitting(), time.monotonic()
+        pause_s = self.config.grow_after_s if self._nodes else 0.0
+        self._grow_at = min(self._grow_at, now + pause_s) if nodes > self._nodes else math.inf
+        if not self._nodes and now >= self._say_at:
+            self._say_at = now + _SAY_AGAIN_S
+            self._report(self._said)
+        if now < self._grow_at or any(map(self._is_done, self.workers)):
+            return
+        self._terminate()
+        if any(map(self._is_done, self.workers)) and not self._starter.guests.hold_windows():
+            self.stop(0)  # it has ended by itself meanwhile
+        elif self._exit_code is None:
+            self._restart(nodes, 'nodes are back', None if self._nodes else self._newest_end)
 
     # The end
 
@@ -371,13 +435,14 @@ class Supervisor:
                 self._kill_the_late()
                 self._outcome.poll(self._mailbox)
                 self._reserve_elsewhere()
+                self._grow()
         except DistError:
             self._lose_store()
 
     def _reserve_elsewhere(self) -> None:
         """Once all ranks have reported their files, reserve memory for them on spare nodes."""
         memory = None if self._reserved else read_memory(self._mailbox)
-        kept = read_files(self._mailbox, self.config.world_size) if memory is not None else None
+        kept = read_files(self._mailbox, len(self.workers)) if memory is not None else None
         if memory is not None and kept is not None:
             self._reserved = True
             self._starter.reserve(memory, kept)
@@ -415,18 +480,11 @@ class Supervisor:
             self._report(WorkerLate(worker.rank, worker.pid))
 
     def _send_heartbeats(self) -> None:
-        """Send those of workers that cannot: before they have a node, and while they are blocked.
-
-        Those that are blocked in the kernel get none once they count as stuck.
-        """
+        """Send those of workers that cannot, blocked in the kernel, until they count as stuck."""
         for worker in self._living():
             blocked_s, worker.child.blocked_s = worker.child.blocked_s, 0.0
             if blocked_s and blocked_s < read_stuck_timeout(self._mailbox):
                 Heartbeats(self.store, present_round(self.store), worker.rank).send()
-        waiting = {worker.rank for worker in self._living() if worker.child.waits_for_node}
-        for one in absent(self.store, self.config.world_size) if waiting else ():
-            if one.rank in waiting:
-                Heartbeats(self.store, one.round, one.rank).send()
 
     def _evict(self) -> None:
         asked = evictions(self._mailbox)
@@ -440,7 +498,7 @@ class Supervisor:
         self._evictions = asked
 
     def _log_tail(self) -> LogTail | None:
-        log = self.config.log_of(self.config.world_size - 1)
+        log = self.config.log_of(len(self.workers) - 1)
         return LogTail(log, self._read) if log is not None and self._faults.pending else None
 
     def _read(self, line: str) -> None:
@@ -455,7 +513,7 @@ class Supervisor:
                 self._report(FaultStaged(str(fault)))
             elif fault.action.strikes_node:
                 self._kill_node(fault)
-            else:
+            elif fault.target < len(self.workers):  # there may be fewer now
                 stop = fault.action is StagedAction.STOP
                 number = signal.SIGSTOP if stop else signal.SIGKILL
                 self.workers[fault.target].child.signal(number)

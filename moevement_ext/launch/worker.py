@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from torch.distributed import Store
 
@@ -81,7 +82,7 @@ class BadEnd:
         """True if the program itself failed, perhaps because of another lost worker."""
         return self.code not in _NOT_ITS_FAULT
 
-    @property
+    @cached_property  # also once another process has this rank
     def how(self) -> str:
         return f'{name_of(self.worker.rank, self.worker.pid)} {self.fate}'
 
@@ -203,8 +204,8 @@ class Outcome:
 
     def all_lost(self, store: Store, cause: BadEnd, restarts: int) -> None:
         """Record the `restarts`-th restart of all workers, with this store; `DistError`: none."""
-        how = f'(pid {cause.worker.pid}) {cause.fate}'
-        write_cause(store, restarts, cause.worker.rank, how)
+        rank = cause.worker.rank
+        write_cause(store, restarts, rank, cause.how.removeprefix(f'rank {rank} '))
         self._failures += 1
         self._waits = True
 

@@ -83,7 +83,7 @@ def test_each_worker_has_its_own_gpu(job: Job, monkeypatch: pytest.MonkeyPatch) 
     check_devices(config)
     chosen = [variables_here(config, rank, 0)['LOCAL_RANK'] for rank in range(4)]
     assert chosen == ['0', '1', '2', '3']
-    guest = variables_here(config, 3, 1, host=0)
+    guest = variables_here(config, 3, 1, host=0, guest=True)
     assert guest.items() >= {'LOCAL_RANK': '1', 'MOEVEMENT_NODE': 'node0'}.items()
     assert guest['NCCL_HOSTID'] == 'guest-node1'
     monkeypatch.setattr(torch.cuda, 'device_count', lambda: 3)

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A node is lost and there is no spare: the launcher starts the job again on fewer nodes.
+
+Under `moevement launch`, with one worker on each emulated node; under Slurm:
+`tests/unit/launch/test_no_host_left.py`. The final state is compared with that of plain Megatron,
+which goes through the same layouts from one dense checkpoint to the next.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from moevement_ext.events import Resharded
+from moevement_ext.launch.launcher_events import AllStartAgain
+from tests.distributed.conftest import Make, read_digest
+from tests.distributed.harness.cluster import Cluster
+from tests.distributed.test_elastic import ONE, RESTART, Layout, assert_equal, left_over
+from tests.distributed.test_without_spares import Run, run
+from tools.lab.evidence import kind_of
+
+pytestmark = [pytest.mark.launcher, pytest.mark.timeout(900)]
+
+FLAGS = (
+    '--bf16 --untie-embeddings-and-output-weights --use-distributed-optimizer '
+    '--hidden-dropout 0.1 --attention-dropout 0.1 --global-batch-size 12 --train-iters 18'
+).split()
+DENSE = '--save-interval 100 --ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable'.split()
+LAYOUT = '--when-no-spare layout --grow-after 0'
+
+
+def made(cluster: Make, layout: Layout, *flags: str) -> Cluster:
+    job = cluster(*FLAGS, *layout.flags(), *RESTART, *ONE, *flags, ranks=4, nodes=4)
+    job.flags.append('--exit-signal-handler')
+    return job
+
+
+def plain(cluster: Make, folder: Path, stages: Sequence[tuple[Layout, int | None]]) -> dict:
+    """Digest of plain Megatron, which has each layout until an iteration, the last to its end."""
+    load: list[str] = []
+    for layout, end in stages:
+        dense = folder / f'dense-{end}'
+        save = [] if end is None else ['--save', str(dense), '--exit-interval', str(end)]
+        flags = [*FLAGS, *layout.flags(), *DENSE, *load, *save]
+        job = cluster(*flags, sparse=False, ranks=layout.ranks)
+        job.finish(timeout_s=300.0)
+        load = ['--load', str(dense)]
+    return read_digest(job)
+
+
+def sizes(done: Run) -> list[int | None]:
+    """Numbers of nodes with which all workers started again."""
+    return [event.nodes for event in kind_of(done.events, AllStartAgain)]
+
+
+def test_job_goes_on_with_fewer_nodes_and_grows_again(cluster: Make, tmp_path: Path) -> None:
+    """What the smaller job has computed is kept by its planned end: nothing is computed again."""
+    four, three = (Layout(ranks) for ranks in (4, 3))
+    job = made(cluster, four)
+    done = run(job, f'{LAYOUT} --lose-node 1@5 --return-node 1@10')
+    assert done.code == 0
+    assert sizes(done) == [3, 4]
+    shrunk, grown = job.events_of(Resharded)
+    assert 4 <= shrunk.dense_at < 10 <= grown.start == grown.dense_at
+    said = (job.directory / 'logs' / 'rank2.log').read_text('utf-8')
+    assert f'exit at iteration: {grown.dense_at} | windows: kept in' in said
+    assert left_over(job) == []
+    stages = [(four, shrunk.dense_at), (three, grown.dense_at), (four, None)]
+    assert_equal(read_digest(job), plain(cluster, tmp_path, stages))
