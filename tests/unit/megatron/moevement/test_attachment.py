@@ -196,29 +196,27 @@ def test_invalid_training_plan_is_refused(field: str, value: object) -> None:
         TrainingPlan(train_iters=6, **settings)
 
 
-def test_interleaved_stages_with_mixed_up_sends_are_refused(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ('setting', 'ranks', 'said'),
+    [
+        # Upstream's schedules accept them.
+        ({'virtual_pipeline_model_parallel_size': 2}, 2, 'two pipeline .* overlap_p2p_comm=True'),
+        # Upstream's trainer records its graphs only after a recovery has replayed.
+        ({'cuda_graph_impl': 'transformer_engine'}, 1, "set cuda_graph_impl='none'"),
+    ],
+)
+def test_model_that_cannot_be_replayed_is_refused(
+    setting: dict[str, Any], ranks: int, said: str, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Upstream's schedules accept them."""
-    monkeypatch.setenv('WORLD_SIZE', '2')
-    model, *others = small_gpt.configurations(2)
-    model.virtual_pipeline_model_parallel_size = 2
+    monkeypatch.setenv('WORLD_SIZE', f'{ranks}')
+    model, *others = small_gpt.configurations(ranks)
+    vars(model).update(setting)
     plan = TrainingPlan(6, seq_length=64, micro_batch_size=2, global_batch_size=4, backend='gloo')
     sparse = SparseCheckpointConfig(dir=str(directory))
-    with pytest.raises(ConfigurationError, match='two pipeline ranks.* set overlap_p2p_comm=True'):
+    with pytest.raises(ConfigurationError, match=said):
         attachment.attach(sparse, model, *others, plan).__enter__()
     model.overlap_p2p_comm, model.batch_p2p_comm = True, False
     refuse_mixed_up_sends(model)
-
-
-def test_cuda_graphs_in_a_custom_loop_are_refused(directory: Path) -> None:
-    """Upstream's trainer records its graphs only after a recovery has replayed."""
-    model, *others = small_gpt.configurations(1)
-    model.cuda_graph_impl = 'transformer_engine'
-    plan = TrainingPlan(6, seq_length=64, micro_batch_size=2, global_batch_size=4, backend='gloo')
-    sparse = SparseCheckpointConfig(dir=str(directory))
-    with pytest.raises(ConfigurationError, match="set cuda_graph_impl='none'"):
-        attachment.attach(sparse, model, *others, plan).__enter__()
 
 
 def releases_a_failed_step(directory: Path) -> bool:
