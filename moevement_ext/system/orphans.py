@@ -73,13 +73,13 @@ def _processes_at_this_place() -> Iterator[psutil.Process]:
     """Processes of this user that belong to this rank of this job, from any launcher."""
     for process in psutil.process_iter():
         try:
-            if process.uids().real == os.getuid():
-                environment = process.environ()
-                same_job = environment.get(_RUN) == os.environ[_RUN] or _same(
-                    environment, _SAME_LAUNCHER
-                )
-                if same_job and _same(environment, _SAME_RANK):
-                    yield process
+            environment = process.environ()  # first: the quickest look, at all processes
+            same_job = environment.get(_RUN) == os.environ[_RUN] or _same(
+                environment, _SAME_LAUNCHER
+            )
+            same_rank = same_job and _same(environment, _SAME_RANK)
+            if same_rank and process.uids().real == os.getuid():
+                yield process
         except psutil.Error:  # the process is gone, or not accessible
             continue
 

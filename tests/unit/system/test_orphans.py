@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -198,3 +199,11 @@ def test_wrapper_with_a_live_worker_is_not_ended(port: str, started: list[psutil
     ended = successor.stdout.read().split()[:-2]
     assert str(predecessor.pid) not in ended and successor.wait() == 0
     assert predecessor.poll() is None
+
+
+def test_processes_of_other_places_cost_one_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil.Process, 'uids', lambda self: pytest.fail('a second look'))
+    for name, value in environment(rank=0).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv('MOEVEMENT_RUN', '')
+    assert orphans.find_orphans(Path('/dev/shm/runs/b')) == []
