@@ -37,6 +37,7 @@ from moevement_ext.job.job import Job
 from moevement_ext.recover.own_report import handovers
 from moevement_ext.system.leaving import leave
 
+_WARM_UP = 'megatron.training.training:set_jit_fusion_options'
 _RERUN = (EXIT_CODE_RESUME_TO_DISAMBIGUATE, EXIT_CODE_FAILED_ON_RESULT_VALIDATION)
 
 
@@ -80,6 +81,8 @@ def _train(train: Callable[..., object], counters: Counters, session: Session) -
     if membership is None or not membership.joining:
         train(store=session.job.store)
         return
+    # Survivors wait for it, and it compiles only what it uses.
+    patches.wrap(_WARM_UP, lambda original, **_: None)
     # A replacement receives from the survivors the values that set-up obtains by collectives.
     handover = decode_handover(handovers(membership.reports)[0].trainer)
     counters.do_train, counters.do_valid, counters.do_test = handover.runs

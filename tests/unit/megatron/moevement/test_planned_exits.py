@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.training import training
 
 from megatron.moevement import program
 from moevement_ext.config import SparseCheckpointConfig
@@ -67,3 +68,17 @@ def test_windows_outlive_an_exit_unless_a_dense_checkpoint_replaces_them(
     code: int, given: dict[str, Any], expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert _calls(code, monkeypatch, **given) == expected
+
+
+def test_replacement_does_not_warm_up_compiled_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    def warm_up(tp_size: int | None = None) -> None:
+        pytest.fail('survivors wait')
+
+    monkeypatch.setattr(training, 'set_jit_fusion_options', warm_up)
+    monkeypatch.setattr(program, 'handovers', lambda reports: [SimpleNamespace(trainer=b'')])
+    found = SimpleNamespace(runs=(True, False, False))
+    monkeypatch.setattr(program, 'decode_handover', lambda content: found)
+    membership, counters = SimpleNamespace(joining=True, reports=[]), SimpleNamespace()
+    session: Any = SimpleNamespace(job=SimpleNamespace(membership=membership))
+    program._train(lambda: training.set_jit_fusion_options(tp_size=1), counters, session)
+    assert (counters.do_train, counters.do_valid) == (True, False)
