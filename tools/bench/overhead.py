@@ -32,7 +32,7 @@ from moevement_ext.events import Event, WindowCommitted, WindowOnDisk
 
 from ..lab import models, precisions
 from ..lab.arguments import at_least
-from ..lab.cpu_clock import CpuClock
+from ..lab.cpu_clock import CpuClock, file_bytes
 from ..lab.errors import LabError
 from ..lab.evidence import kind_of
 from ..lab.job import Job, Trained, memory_directory, train
@@ -73,7 +73,7 @@ class Run(msgspec.Struct, frozen=True):
     """Median seconds of an iteration."""
     all_iterations_s: list[float]
     cpu_s: float
-    """CPU seconds of an iteration, per rank."""
+    """CPU seconds of an iteration, per rank, of all processes of the job and its agents."""
     helpers_s: float
     """CPU seconds of Python threads other than the training thread; 0 in plain Megatron."""
     exposed_ms: float | None
@@ -84,6 +84,8 @@ class Run(msgspec.Struct, frozen=True):
     digest: str
     loss: float | None = None
     """Mean over the last tenth of the iterations; None after a NaN."""
+    tmpfs_mb: float = 0.0
+    """Most pages of files in the tmpfs at any time."""
 
 
 def final_loss(log: RunLog, iterations: int) -> float | None:
@@ -124,6 +126,7 @@ class OverheadBench(Bench):
         'cpu_ratio': Figure('CPU ratio', of=lambda run, plain: run.cpu_s / plain.cpu_s),
         'helpers': Figure('helpers', '.3f', lambda run, plain: run.helpers_s / plain.cpu_s),
         'exposed_ms': Figure('exposed (ms)', '.1f'),
+        'tmpfs_mb': Figure('tmpfs MB', '.0f'),
         'loss': Figure('loss', '.3f'),
         'windows': Figure('windows'),
         'slots': Figure('MiB of slots'),
@@ -188,11 +191,12 @@ class OverheadBench(Bench):
     def run(self, way: str, number: int) -> Run:
         args, (precision, _, variant) = self.args, way.rpartition('/')
         folder = self.output / precision.replace(', ', '-') / f'{number}-{variant}'
-        clock = CpuClock()
+        clock, peak = CpuClock(), [0]
 
         def sample(job: Job) -> None:
             for log in job.follow('the end', _POLL_S):
                 clock.sample(job, log)
+                peak[0] = max(peak[0], sum(file_bytes(memory)))
 
         with (
             memory_directory() as memory,
@@ -207,9 +211,9 @@ class OverheadBench(Bench):
                 launch = launch._replace(program_file=precisions.program(args.stand_ins))
             checkout = args.against.resolve() if variant == AGAINST else ROOT
             found = train(launch._replace(checkout=checkout), sample, Launcher.TORCHRUN)
-        return self._measured(variant, found, clock)
+        return self._measured(variant, found, clock, peak[0])
 
-    def _measured(self, variant: str, found: Trained, clock: CpuClock) -> Run:
+    def _measured(self, variant: str, found: Trained, clock: CpuClock, peak: int) -> Run:
         args = self.args
         log, warm_up = found.log, args.warm_up
         if len(log.iterations) != args.iterations and not args.precision:
@@ -233,6 +237,7 @@ class OverheadBench(Bench):
             windows=' '.join(f'{n}' for n in sorted({slot.window for slot in slots})) or None,
             slots=' '.join(f'{slot.nbytes / _MIB:.1f}' for slot in last) or None,
             digest=found.state.digest,
+            tmpfs_mb=peak / 1e6,
             loss=final_loss(log, args.iterations),
         )
 

@@ -23,6 +23,7 @@ import shutil
 import signal
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -32,7 +33,7 @@ import msgspec
 from ..bench.comeback import PHASES, comeback, kept
 from ..bench.frame import Bench, Figure, Report
 from ..lab import four_ranks
-from ..lab.cpu_clock import Spent, memory_bytes, spent
+from ..lab.cpu_clock import Spent, file_bytes, memory_bytes, spent
 from ..lab.job import Job, Trained, memory_directory, train
 from ..lab.launch import ROOT, Launch, Launcher
 from ..lab.run_log import RunLog
@@ -139,14 +140,18 @@ class PeerRun(msgspec.Struct, frozen=True):
     ratio: float
     """Seconds of an iteration over those of plain Megatron."""
     cpu: float
-    """CPU seconds of all processes over those of plain Megatron."""
+    """CPU seconds of all processes, launchers and spares too, over those of plain Megatron."""
     cpu_training: float
     """The same ratio, for the training threads alone."""
     tmpfs_mb: float
-    """Pages of files in the tmpfs, without logs of what stages send."""
+    """Most pages of files in the tmpfs at any time, without logs of what stages send."""
     logs_mb: float
     memory_mb: float
     """Anonymous memory of all processes beyond that of plain Megatron."""
+    up_s: float
+    """Seconds from the command to the first iteration."""
+    up_cpu_s: float
+    """CPU seconds of all processes until then."""
     back_s: float | None
     """Seconds from SIGKILL to the first new iteration; None: not killed."""
     start_s: float | None
@@ -167,30 +172,23 @@ class Watched:
 
     def __init__(self) -> None:
         self.samples: list[Spent] = []
+        """At iterations 1, `_FIRST` and `_KILL_AFTER`."""
+        self.began = time.time()
         self.memory = self.tmpfs = self.logs = 0
         self.killed: float | None = None
         self.load = os.getloadavg()[0]
 
     def watch(self, job: Job, memory: Path, kill: bool) -> float:
         """Sample the job, and kill a rank; returns the time."""
-        for number in (_FIRST, _KILL_AFTER):
-            job.await_iteration(number)
-            self.samples.append(spent([pid for pid in job.pids() if pid]))
-        self.memory = memory_bytes([pid for pid in job.pids() if pid])
-        self.logs, self.tmpfs = _file_bytes(memory)
+        for number in (1, _FIRST, _KILL_AFTER):
+            job.await_iteration(number, partial(self._look, memory))
+            self.samples.append(spent(job.launchers(), [pid for pid in job.pids() if pid]))
+        self.memory = memory_bytes(job.launchers())
         self.killed = job.send([_VICTIM], signal.SIGKILL) if kill else None
         return self.killed or self.samples[-1].time
 
-
-def _file_bytes(root: Path) -> tuple[int, int]:
-    """Bytes of the logs of a run, and of its other files; a file renamed meanwhile is left out."""
-    found = {True: 0, False: 0}
-    for path in root.rglob('*'):
-        try:
-            found[path.name == 'upstream-log'] += 512 * path.stat().st_blocks * path.is_file()
-        except OSError:
-            continue
-    return found[True], found[False]
+    def _look(self, memory: Path) -> None:
+        self.logs, self.tmpfs = map(max, file_bytes(memory), (self.logs, self.tmpfs))
 
 
 def compared(
@@ -200,7 +198,7 @@ def compared(
 
     Raises LabError: no new iteration came after the kill.
     """
-    mine, other = (one.samples[1] - one.samples[0] for one in (ran, beside))
+    mine, other = (one.samples[2] - one.samples[1] for one in (ran, beside))
     log = trained.log
     back = None if ran.killed is None else comeback(log, trained.events, started, ran.killed)
     return PeerRun(
@@ -210,6 +208,8 @@ def compared(
         tmpfs_mb=ran.tmpfs / 1e6,
         logs_mb=ran.logs / 1e6,
         memory_mb=(ran.memory - beside.memory) / 1e6,
+        up_s=log.iterations[0].time - ran.began,
+        up_cpu_s=ran.samples[0].total_s,
         back_s=back.seconds if back else None,
         start_s=back.phases[PHASES[0]] if back else None,
         again=len(log.iterations) - len(kept(log)) if back else None,
@@ -235,6 +235,8 @@ class PeersBench(Bench):
         'tmpfs_mb': Figure('tmpfs MB', '.1f'),
         'logs_mb': Figure('logs MB', '.1f'),
         'memory_mb': Figure('memory MB', '.0f'),
+        'up_s': Figure('up s', '.1f'),
+        'up_cpu_s': Figure('up CPU s', '.1f'),
         'back_s': Figure('back s', '.1f'),
         'start_s': Figure('start', '.1f'),
         'again': Figure('again', '.1f', ranged=False),

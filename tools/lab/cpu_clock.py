@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CPU time of running processes."""
+"""CPU time and memory of running jobs."""
 
 import contextlib
 import time
@@ -23,23 +23,23 @@ class Spent(NamedTuple):
     total_s: float
     """All threads, and children."""
     training_s: float
-    """The first thread of each process, which trains."""
+    """The first thread of each worker, which trains."""
 
     def __sub__(self, earlier: Self) -> 'Spent':
         return Spent(*(now - before for now, before in zip(self, earlier, strict=True)))
 
 
-def spent(pids: Sequence[int]) -> Spent:
+def spent(launchers: Sequence[int], workers: Sequence[int] = ()) -> Spent:
+    """CPU seconds of the launchers of a job, and of all processes below them."""
     training_s = total_s = 0.0
-    for pid in pids:
-        with contextlib.suppress(OSError, psutil.NoSuchProcess):
+    for pid in workers:
+        with contextlib.suppress(OSError):
             first = Path(f'/proc/{pid}/task/{pid}/schedstat').read_text().split()[0]
             training_s += int(first) / 1e9
-            for process in family([psutil.Process(pid)]):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    times = process.cpu_times()
-                    total_s += times.user + times.system
-                    total_s += times.children_user + times.children_system
+    for process in family([psutil.Process(pid) for pid in launchers if psutil.pid_exists(pid)]):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            times = process.cpu_times()
+            total_s += times.user + times.system + times.children_user + times.children_system
     return Spent(time.time(), total_s, training_s)
 
 
@@ -54,18 +54,27 @@ def memory_bytes(pids: Sequence[int]) -> int:
     return total
 
 
+def file_bytes(root: Path) -> tuple[int, int]:
+    """Bytes of the logs of a run, and of its other files; a file renamed meanwhile is left out."""
+    found = {True: 0, False: 0}
+    for path in root.rglob('*'):
+        try:
+            found[path.name == 'upstream-log'] += 512 * path.stat().st_blocks * path.is_file()
+        except OSError:
+            continue
+    return found[True], found[False]
+
+
 class CpuClock:
-    """CPU seconds of a job's workers and their children, sampled over time."""
+    """CPU seconds of all processes of a job, its launchers included, sampled over time."""
 
     def __init__(self) -> None:
-        self._pids: list[int] = []
         self._samples: list[Spent] = []
 
     def sample(self, job: Job, log: RunLog) -> None:
         """Take one sample if the job trains; call it often."""
         if log.iterations:
-            self._pids = self._pids or [pid for pid in job.pids() if pid]
-            self._samples.append(spent(self._pids))
+            self._samples.append(spent(job.launchers()))
 
     def seconds(self, begin: float, end: float) -> float:
         """CPU seconds between two times (seconds since the epoch), interpolated between samples."""

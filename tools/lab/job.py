@@ -156,9 +156,13 @@ class Job:
             yield log
             time.sleep(poll_s)
 
-    def await_iteration(self, number: int) -> None:
-        """Wait until an iteration is logged; raises `LabError` if the job ends first."""
+    def await_iteration(self, number: int, look: Callable[[], object] = lambda: None) -> None:
+        """Wait until an iteration is logged; raises `LabError` if the job ends first.
+
+        `look` is called several times a second.
+        """
         for log in self.follow(f'iteration {number}'):
+            look()
             if log.iterations and log.iterations[-1].number >= number:
                 return
         raise LabError(f'the job ended before iteration {number}', self.tail())
@@ -188,6 +192,10 @@ class Job:
         """Process ids of the present workers, by rank; 0 if missing."""
         pids = self._launcher.pids()
         return [pids.get(rank, 0) for rank in range(self._launch.world_size)]
+
+    def launchers(self) -> list[int]:
+        """Process ids of the launchers, above all other processes of the job."""
+        return self._launcher.pids_of_launchers()
 
     @property
     def unexpected(self) -> list[Death]:

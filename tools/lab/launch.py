@@ -143,6 +143,9 @@ class Launched:
         """Name of the emulated node where the ranks of each node are."""
         return self._hosts
 
+    def pids_of_launchers(self) -> list[int]:
+        return [launcher.pid for launcher in self._launchers.values()]
+
     def exit_status(self) -> int | None:
         """Exit status of a failed launcher, else 0; None while the job runs."""
         codes = [launcher.poll() for launcher in self._launchers.values()]
