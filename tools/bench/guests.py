@@ -84,8 +84,8 @@ class GuestsBench(Bench):
 
     @classmethod
     def add_flags(cls, parser: argparse.ArgumentParser) -> None:
-        about = 'seconds of a micro-batch on an emulated device (default: 0.3)'
-        parser.add_argument('--device', type=above_0, default=0.3, metavar='S', help=about)
+        about = 'seconds of a micro-batch on an emulated device (default: 0.6)'
+        parser.add_argument('--device', type=above_0, default=0.6, metavar='S', help=about)
 
     def __init__(self, args: argparse.Namespace, output: Path, data: Path) -> None:
         super().__init__(args, output, data)
