@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from moevement_ext.events import Resharded
-from moevement_ext.launch.launcher_events import AllStartAgain
+from moevement_ext.launch.launcher_events import AllStartAgain, GuestsSeated
 from tests.distributed.conftest import Make, read_digest
 from tests.distributed.harness.cluster import Cluster
 from tests.distributed.test_elastic import ONE, RESTART, Layout, assert_equal, left_over
@@ -26,6 +26,8 @@ FLAGS = (
     '--hidden-dropout 0.1 --attention-dropout 0.1 --global-batch-size 12 --train-iters 18'
 ).split()
 DENSE = '--save-interval 100 --ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable'.split()
+ROOM = '0.006'
+"""For the ranks of one node in both layouts, but not for those of two."""
 LAYOUT = '--when-no-spare layout --grow-after 0'
 
 
@@ -66,4 +68,33 @@ def test_job_goes_on_with_fewer_nodes_and_grows_again(cluster: Make, tmp_path: P
     assert f'exit at iteration: {grown.dense_at} | windows: kept in' in said
     assert left_over(job) == []
     stages = [(four, shrunk.dense_at), (three, grown.dense_at), (four, None)]
+    assert_equal(read_digest(job), plain(cluster, tmp_path, stages))
+
+
+@pytest.mark.thorough
+def test_nodes_are_lost_where_not_every_number_fits(cluster: Make, tmp_path: Path) -> None:
+    """Three ranks have no place, as experts are spread over all; nor has the third on return."""
+    four, two = (Layout(ranks, expert=ranks) for ranks in (4, 2))
+    job = made(cluster, four, '--sparse-ckpt-elastic-layouts', 'ep=2')
+    done = run(job, f'{LAYOUT} --lose-node 3@5 --return-node 3@10')
+    assert done.code == 0
+    assert sizes(done) == [3, 2, 4]
+    shrunk, grown = job.events_of(Resharded)
+    assert left_over(job) == []
+    stages = [(four, shrunk.dense_at), (two, grown.dense_at), (four, None)]
+    assert_equal(read_digest(job), plain(cluster, tmp_path, stages))
+
+
+@pytest.mark.thorough
+def test_guests_without_room_give_way_to_another_layout(cluster: Make, tmp_path: Path) -> None:
+    four, three = (Layout(ranks) for ranks in (4, 3))
+    job = made(cluster, four, '--sparse-ckpt-host-memory-gb', ROOM)
+    done = run(job, '--when-no-spare guests --lose-node 3@5')
+    assert done.code == 0
+    assert kind_of(done.events, GuestsSeated) == []
+    [again] = kind_of(done.events, AllStartAgain)
+    assert again.nodes == 3
+    assert again.reason.count(f'exceeds --sparse-ckpt-host-memory-gb {ROOM}') == 3
+    [shrunk] = job.events_of(Resharded)
+    stages = [(four, shrunk.dense_at), (three, None)]
     assert_equal(read_digest(job), plain(cluster, tmp_path, stages))

@@ -10,6 +10,7 @@ import statistics
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
+from pathlib import Path
 from typing import NamedTuple
 
 import psutil
@@ -22,6 +23,7 @@ from moevement_ext.launch.launcher_events import (
     AllStartAgain,
     GuestsSeated,
     JobFailed,
+    JobRecovered,
     NodeLost,
     NodeSeated,
     WorkerLaunched,
@@ -288,3 +290,20 @@ def medians(samples: list[Sample]) -> list[int]:
         (*one.launcher, *itertools.chain.from_iterable(one.ranks), one.shared) for one in samples
     ]
     return [int(statistics.median(column)) for column in zip(*columns, strict=True)]
+
+
+@pytest.mark.thorough
+def test_node_with_both_copies_of_windows_is_lost(
+    cluster: Make, reference: Reference, tmp_path: Path
+) -> None:
+    """The log has said before what this costs; the job goes on from its disk."""
+    flags = f'{WIDE} --train-iters 24'
+    (tmp_path / 'disk').mkdir()
+    job = made(cluster, flags, '--sparse-ckpt-disk', str(tmp_path / 'disk'))
+    done = run(job, f'{GUESTS} --lose-node 3@6 1@11 0@16')
+    assert done.code == 0
+    assert differences(reference(*flags.split()), read_digest(job)) == []
+    before = kind_of(done.events, GuestsSeated)[:3]
+    assert 'node0' in {event.host for event in before if event.exposed}
+    assert 'from disk' in kind_of(done.events, JobRecovered)[-1].line
+    assert [event.scope for event in job.events_of(Recovered)][:2] == ['localized', 'localized']
