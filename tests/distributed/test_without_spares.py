@@ -16,8 +16,10 @@ from typing import NamedTuple
 import psutil
 import pytest
 
+from moevement_ext.config import UNFLAGGED
 from moevement_ext.errors import EXIT_WHOLE_JOB
 from moevement_ext.events import Event, Protected, Recovered, decode
+from moevement_ext.launch.launch_config import LaunchConfig, StagedAction, StagedFault
 from moevement_ext.launch.launcher_events import (
     FILE,
     AllStartAgain,
@@ -28,9 +30,10 @@ from moevement_ext.launch.launcher_events import (
     NodeSeated,
     WorkerLaunched,
 )
+from moevement_ext.launch.supervisor import Supervisor
 from tests.distributed.conftest import Make, Reference, differences, read_digest
 from tests.distributed.harness.cluster import Cluster
-from tests.distributed.harness.local_cluster import launch
+from tests.distributed.harness.local_cluster import PROGRAM, launch
 from tools.lab.evidence import kind_of
 
 pytestmark = [pytest.mark.launcher, pytest.mark.timeout(600)]
@@ -223,6 +226,31 @@ def test_job_ends_without_guests_or_room_for_them(flags: str, cluster: Make) -> 
     assert 'node 3 of the job is lost, and no spare node is left' in failed.reason
     refused = failed.reason.count('exceeds --sparse-ckpt-host-memory-gb 0.006')
     assert refused == (3 if flags else 0)
+
+
+@pytest.mark.thorough
+def test_node_returns_while_its_guests_are_set_up(
+    cluster: Make, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = f'{WIDE} --train-iters 16'
+    job = made(cluster, flags)
+    monkeypatch.setenv(UNFLAGGED, job.settings)
+    logs, program = job.directory / 'logs', job.directory / 'program.py'
+    job.directory.mkdir()
+    program.write_text(PROGRAM.format(imported='', called='pass'))
+    faults = (StagedFault(StagedAction.LOSE_NODE, 3, 6),)
+    settings = {'nodes': 4, 'spares': 1, 'log_dir': logs, 'faults': faults}
+    config = LaunchConfig(str(program), tuple(job.flags), when_no_spare='guests', **settings)
+
+    def note(event: Event) -> None:
+        if isinstance(event, WorkerLaunched) and (event.rank, event.restarts) == (3, 1):
+            supervisor._starter.return_node(3)
+
+    supervisor = Supervisor(config, note)
+    done = Run(job, supervisor.run(), launched(job))
+    done.assert_exact(reference(*flags.split()))
+    assert done.places == [(3, 'node1'), (3, 'node3')]
+    assert done.starts == {0: 1, 1: 1, 2: 1, 3: 3}
 
 
 CYCLES = 20
