@@ -192,15 +192,18 @@ class History:
     @cached_property
     def guests(self) -> str:
         """Number of nodes, and ranks that share another rank's first node; empty if none does."""
+        moved = max((event.time for event in kind_of(self.events, Resharded)), default=0.0)
+        starts = [one.time for one in kind_of(self.events, JobDescribed) if one.time <= moved]
         first: dict[int, Protected] = {}
         for event in kind_of(self.events, Protected):
-            first.setdefault(event.rank, event)
+            if event.time >= max(starts, default=0.0):  # in an earlier layout it had another node
+                first.setdefault(event.rank, event)
         homes = {place.node for place in first.values()}
-        nodes = {place.node for place in self.places.values()}
+        nodes = {self.places[rank].node for rank in first}
         guests = [
             f'rank {rank} is a guest of {place.node} since {clock(place.time)}'
             for rank, place in sorted(self.places.items())
-            if place.node in homes - {first[rank].node}
+            if rank in first and place.node in homes - {first[rank].node}
         ]
         if not guests or len(nodes) >= len(homes):
             return ''
