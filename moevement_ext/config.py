@@ -194,8 +194,7 @@ class SparseCheckpointConfig:
     "rack", or a list with the levels above, innermost first: ["rack", "pod"]. Default: each node is
     its own domain.""")
     log_lag: float = setting(1.0)("""Spare capacity of the log, in iterations, for the time from the
-    start of the copy of a window's last slot until the window is persisted; the planner computes
-    the number.""")
+    start of the copy of a window's last slot until the window is persisted.""")
     order: str = setting(POPULARITY)("""Experts that a window captures last, and a replay keeps
     frozen longest. 'popularity': those with most tokens; 'soft': with most weight from their
     router; 'decayed': with most tokens, averaged over windows with halving weights; 'capacity':

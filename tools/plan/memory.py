@@ -4,7 +4,6 @@
 Sizes come from `memory.budget`, as in training. This module computes its arguments.
 """
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -26,11 +25,6 @@ from moevement_ext.replicate.placement import place_copies
 
 from ..model.layout import Batch, Layout, Precision
 from ..model.shape import ModelShape
-
-CHECKSUM_BYTES_PER_S = 12e9
-"""Speed of xxh3_64 on one core (measured on an AMD EPYC with AVX2)."""
-ANNOUNCEMENT_S = 0.1
-"""Time from the last report of a window until all ranks have read that it is persisted."""
 
 
 def window_files(operators: OperatorTable, longest_window: int, always: int = 0) -> np.ndarray:
@@ -69,22 +63,6 @@ def logged_per_iteration(
     sent = micro_batches * (2 * layout.chunks - ends)
     record = region_bytes(elements * precision.boundary_bytes)
     return Logged(sent * record, record)
-
-
-def log_lag(layout: Layout, batch: Batch, seconds: float, iteration_s: float) -> float:
-    """Share of an iteration's log that is written in its first `seconds`, rounded up to 0.001.
-
-    While micro-batches fill the pipeline, a stage sends one tensor per forward computation; later
-    it sends two per forward and backward, which take three times as long. As many micro-batches
-    fill the pipeline as there are stages; with more chunks twice as many, and once more for each
-    further chunk; then every stage waits for the first gradient to come back.
-    """
-    elapsed = seconds / iteration_s
-    chunks = layout.chunks
-    filling = layout.pipeline * (1 if chunks == 1 else chunks + 1)
-    sends = 2 * chunks * batch.micro_batches(layout.data)
-    lag = max(elapsed, min(1.5 * elapsed, filling / sends))
-    return math.ceil(round(1000 * lag, 6)) / 1000
 
 
 def log_rings(logged: Sequence[Logged], longest_window: int, lag: float) -> list[int]:

@@ -221,17 +221,9 @@ class JobPlan(msgspec.Struct, frozen=True):
     def log_bytes_of_node(self) -> int:
         return int(self._busiest_node([np.array(one.logged.iteration_bytes) for one in self.kinds]))
 
-    def host_memory(
-        self, longest_window: int | None = None, log_lag: float | None = None
-    ) -> HostMemoryPlan:
-        """Memory of the node that needs most.
-
-        Args:
-            longest_window: iterations to reserve memory for; None: as training does.
-            log_lag: iterations that the log has space for until a window is persisted; None: as
-                the job's flag says.
-        """
-        return _host_memory(self.job, self.kinds, longest_window or self.longest, log_lag)
+    def host_memory(self, longest_window: int | None = None) -> HostMemoryPlan:
+        """Memory of the node that needs most, for a longest window; None: as training reserves."""
+        return _host_memory(self.job, self.kinds, longest_window or self.longest)
 
     def taken_bytes(self) -> int:
         """Bytes of this memory that the node reserves at first; longer windows take more later."""
@@ -239,29 +231,6 @@ class JobPlan(msgspec.Struct, frozen=True):
         if self.job.protection.fixed_window is None:
             window = max(window, min(self.longest, FIRST_WINDOW))
         return self.host_memory(window).node_total
-
-    def persist_s(self) -> float:
-        """Seconds from the start of the copy of a window's last slot until the window is persisted.
-
-        The slot is copied, summed and sent to the holders behind the queue; holders verify the sums
-        of the whole window; then the window is announced.
-        """
-        last = max(int(kind.slot_bytes()[-1].max()) for kind in self.kinds)
-        seconds = last / self.job.cluster.copy_bytes_per_s + last / memory.CHECKSUM_BYTES_PER_S
-        if self.job.copies:
-            whole = max(int(kind.slot_bytes().sum(axis=0).max()) for kind in self.kinds)
-            queued = max(int(self.queued(kind)[-1].max()) for kind in self.kinds)
-            seconds += self.job.copies * queued / self.job.send_bytes_per_s
-            seconds += whole / memory.CHECKSUM_BYTES_PER_S
-        return seconds + memory.ANNOUNCEMENT_S
-
-    def enough_log_lag(self) -> float:
-        """Iterations of its log that are written until a window is persisted, at most 1.
-
-        The next window does not begin earlier.
-        """
-        job = self.job
-        return min(1.0, memory.log_lag(job.layout, job.batch, self.persist_s(), job.iteration_s))
 
     def effectiveness(self) -> Sparse:
         return Sparse(
@@ -344,13 +313,10 @@ def per_rank(
     return np.concatenate(by_stage)
 
 
-def _host_memory(
-    job: Job, kinds: Sequence[StageKind], longest: int, log_lag: float | None = None
-) -> HostMemoryPlan:
-    lag = job.protection.log_lag if log_lag is None else log_lag
+def _host_memory(job: Job, kinds: Sequence[StageKind], longest: int) -> HostMemoryPlan:
     files = [memory.window_files(kind.operators, longest, kind.always) for kind in kinds]
     stubs = [memory.stub_files(kind.operators, longest) for kind in kinds]
-    rings = memory.log_rings([kind.logged for kind in kinds], longest, lag)
+    rings = memory.log_rings([kind.logged for kind in kinds], longest, job.protection.log_lag)
     return memory.fullest_node(
         per_rank(job.layout, kinds, files),
         per_rank(job.layout, kinds, stubs),

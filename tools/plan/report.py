@@ -64,8 +64,6 @@ def figures(plan: JobPlan) -> dict[str, Any]:
         'replication_budget_bytes_per_node': plan.network_bytes(),
         'replication_queue_bytes': plan.queue_bytes(),
         'log_bytes_per_node': plan.log_bytes_of_node(),
-        'persist_s': plan.persist_s(),
-        'log_lag': plan.enough_log_lag(),
         'host_memory_bytes_per_node': {**memory.by_kind(), 'total': memory.node_total},
         'host_memory_taken_bytes_per_node': plan.taken_bytes(),
         'host_memory_available_bytes': job.cluster.host_memory_bytes,
@@ -137,22 +135,17 @@ def _ranges(numbers: list[int]) -> str:
 def _fields(plan: JobPlan) -> dict[str, Any]:
     """The figures, and what else the texts need."""
     found, settings = figures(plan), plan.job.protection
-    kinds, lag = plan.host_memory().by_kind(), found['log_lag']
-    network, shorter = 'no replicas', ''
+    kinds, network = plan.host_memory().by_kind(), 'no replicas'
     if plan.budgets.network_bytes is not None:
         network = (
             f'{gib(plan.budgets.network_bytes)} to each holder, on average over a window; at most '
             f'{gib(plan.queue_bytes())} wait in its file'
         )
-    if settings.log_lag > lag:
-        need = gib(plan.host_memory(log_lag=lag).node_total)
-        shorter = f'; with --sparse-ckpt-log-lag {lag:g}, which suffices, a node needs {need}'
     fewest, by_copy = plan.fewest, plan.fewest_by_copy
     longer = 'find host memory' if _short_of_room(plan) else 'set a longer --sparse-ckpt-window'
     ranks = range(plan.job.ranks_per_node)
     return found | {
         'network': network,
-        'shorter_log': shorter,
         'kinds': ', '.join(f'{name.replace("_", " ")} {gib(n)}' for name, n in kinds.items()),
         'fewest_by_copy': by_copy,
         'carried': f'a window of {fewest}' if fewest else 'no window of a sensible length',

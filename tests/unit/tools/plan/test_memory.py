@@ -37,24 +37,6 @@ def test_log_has_the_size_of_the_training(monkeypatch, stage, chunks, sequence_p
     assert found == expected and found.iteration_bytes > found.record_bytes > 0
 
 
-@pytest.mark.parametrize(
-    ('pipeline', 'chunks', 'seconds', 'lag'),
-    [
-        (1, 1, 1.0, 0.1),
-        (4, 1, 1.0, 0.15),  # four stages are filled with 4 of 16 tensors, but not in a tenth
-        (4, 1, 2.0, 0.25),
-        (4, 1, 4.0, 0.4),
-        (4, 2, 1.0, 0.15),
-        (4, 2, 3.0, 0.375),
-        (4, 1, 2.5001, 0.251),
-    ],
-)
-def test_lag_is_the_part_of_the_log_that_is_written_by_then(pipeline, chunks, seconds, lag):
-    layout = Layout(32, pipeline=pipeline, chunks=chunks)
-    batch = Batch(global_batch_size=8 * layout.data)
-    assert memory.log_lag(layout, batch, seconds, iteration_s=10.0) == pytest.approx(lag)
-
-
 def test_instances_of_the_optimizer_share_nothing_but_have_equal_shards():
     layout = Layout(16, pipeline=2, expert=2, instances=2)
     assert layout.families() == [0, 1, 2, 3, 0, 1, 2, 3, 8, 9, 10, 11, 8, 9, 10, 11]
