@@ -9,9 +9,8 @@ import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from tools import prepare_data
-from tools.prepare_data import BYTE_TOKENIZER, main
+from tools.prepare_data import END_OF_DOCUMENT, main
 
-EOD = BYTE_TOKENIZER.eod
 EVERY_BYTE = bytes(range(1, 256)) * 3  # that a text may have
 
 
@@ -50,7 +49,7 @@ def test_eod_ends_every_document_once(tmp_path: Path, out: Path) -> None:
     (tmp_path / 'b.txt').write_bytes(b'short')
     inputs = [str(tmp_path / 'a.txt'), str(tmp_path / 'b.txt')]
     assert main(['--input', *inputs, '--output-prefix', str(out), '--append-eod']) == 0
-    assert documents(out) == [[*long, EOD], [*b'short', EOD]]
+    assert documents(out) == [[*long, END_OF_DOCUMENT], [*b'short', END_OF_DOCUMENT]]
 
 
 def test_folder_is_read_in_order_without_other_files(tmp_path: Path, out: Path) -> None:
@@ -106,7 +105,7 @@ def test_upstream_trains_on_it_with_the_printed_flags(tmp_path: Path, out: Path)
     tokenizer = MegatronTokenizer.from_pretrained(
         metadata_path={'library': 'null-text'}, vocab_size=257
     )
-    assert tokenizer.eod == EOD
+    assert tokenizer.eod == END_OF_DOCUMENT
     config = GPTDatasetConfig(
         random_seed=1, sequence_length=16, blend=([str(out)], None), split='1,0,0',
         tokenizer=tokenizer, reset_position_ids=False, reset_attention_mask=False,
