@@ -12,7 +12,7 @@ from moevement_ext.events import (
     WindowCommitted,
     WindowPersisted,
 )
-from tools.lab.hardware import Hardware
+from tools.bench.frame import Hardware
 from tools.lab.run_log import Iteration, RunLog
 
 START = datetime(2026, 1, 31, 23, 59, 58)
