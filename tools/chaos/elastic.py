@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 from moevement_ext.events import Event, RecoveryStarted, WindowPersisted
 
-from ..lab import models
 from ..lab.digests import Difference, differences, read_digest
 from ..lab.errors import LabError
 from ..lab.evidence import kind_of
@@ -26,18 +25,13 @@ from ..lab.job import DIGEST, Job
 from ..lab.launch import Launch
 from ..lab.local_cluster import log_file
 from ..lab.run_log import read_log
-from .configuration import COMMON_FLAGS, Layout, parse_layout
+from .configuration import BF16, RUN_ID, Configuration, Layout, parse_layout
 
-RUN_ID = 'elastic'
 EVENTS = 'events'
 LAYOUTS = tuple(map(parse_layout, 'ep2 ep3 ep4 dp4-ep2 pp2-ep2 pp2-vp2-ep2'.split()))
 """Upstream loads a checkpoint of any of them in any other."""
 _LAST = LAYOUTS[2]  # on all nodes, so that each node removes its files
-_TRAINING = (
-    '--num-experts 12 --global-batch-size 12 --bf16 --use-distributed-optimizer '
-    '--untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0 '
-    '--lr-warmup-iters 3 --lr-decay-iters 400'
-).split()
+_MORE = '--num-experts 12 --global-batch-size 12 --lr-decay-iters 400'.split()
 _DENSE = '--ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable'.split()
 _ITERATIONS_PER_LIFE = 10
 _IN_RESHARD = 0.2
@@ -74,6 +68,11 @@ class Lived(NamedTuple):
             f'{self.life.layout.name} on {self.life.nodes} nodes {went_on}: '
             f'{self.nbytes} bytes of {self.layouts} layouts in the tmpfs'
         )
+
+
+def _configuration(layout: Layout) -> Configuration:
+    """A number of nodes plays no part, and nothing hangs."""
+    return Configuration(layout, BF16, (), window=1, nodes=2, hang_timeout_s=60)
 
 
 def draw_lives(seed: int, restarts: int) -> list[Life]:
@@ -135,7 +134,7 @@ class ElasticCampaign:
         at = persisted = 0
         for number, life in enumerate(self.lives):
             folder = self._folder(number)
-            flags = [*self._training(life.layout, folder), *self._protection(folder)]
+            flags = [*self._training(life.layout, folder), *self._protection(life.layout, folder)]
             kill_at, fail_at = at + life.iterations, ''
             if life.in_reshard:  # while a rank assembles any window up to the newest iteration
                 points = range(max(at - _BEHIND, 0), at + 1)
@@ -209,13 +208,10 @@ class ElasticCampaign:
 
     def _training(self, layout: Layout, folder: Path) -> list[str]:
         iterations = _ITERATIONS_PER_LIFE * len(self.lives)
-        return [
-            *COMMON_FLAGS, *_TRAINING, *layout.flags(), *models.NO_EVALUATION,
-            *models.data_flags(self.data), '--train-iters', str(iterations),
-            '--sparse-ckpt-digest', str(folder / DIGEST),
-        ]  # fmt: skip
+        flags = _configuration(layout).training_flags(self.data, iterations, folder)
+        return [*flags, *_MORE, '--sparse-ckpt-digest', str(folder / DIGEST)]
 
-    def _protection(self, folder: Path) -> list[str]:
-        flags = models.sparse_flags(self.memory, RUN_ID, 1, folder / EVENTS)
+    def _protection(self, layout: Layout, folder: Path) -> list[str]:
+        flags = _configuration(layout).sparse_flags(self.memory, folder)
         flags.remove('--sparse-ckpt-strict')  # nodes come and go
-        return [*flags, '--sparse-ckpt-elastic', 'restart', '--sparse-ckpt-replicas', '1']
+        return [*flags, '--sparse-ckpt-elastic', 'restart']
