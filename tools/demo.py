@@ -26,12 +26,12 @@ from moevement_ext.events import Recovered, RecoveryStarted
 
 from .lab.arguments import Parser, at_least
 from .lab.benchmark import run_tool
-from .lab.digests import difference_table, differences
+from .lab.digests import compare
 from .lab.errors import LabError
 from .lab.evidence import kind_of, persisted, problems
 from .lab.four_ranks import NODES, STAGE_RANKS, WORKERS_PER_NODE, WORLD_SIZE, training_flags
 from .lab.history import History
-from .lab.job import Job, Trained, memory_directory, train
+from .lab.job import Job, Kind, Trained, memory_directory, train
 from .lab.launch import Launch, add_share_gpu
 from .lab.models import native_precision, prepare_text, sparse_flags
 from .lab.tables import say
@@ -47,7 +47,7 @@ _MAX_RESTARTS = 3
 _PLAIN, _DISTURBED, _PAGE = 'fault-free', 'recovered', 'report.html'
 _LOST = f"""\
   [red]node-{LOST} is lost[/] after iteration {{iteration}}: killed its {WORKERS_PER_NODE} workers \
-(all of pipeline stage {LOST}) and deleted its memory ({{mib:.0f}} MiB).
+(all of pipeline stage {LOST}) and deleted its memory.
   Hot spares, processes that have imported the program, take over, and fetch the replicas that \
 node-{1 - LOST} holds.
   The workers of node-{1 - LOST} (stage {1 - LOST}) keep their state and wait."""
@@ -72,8 +72,7 @@ def result(plain: Trained, disturbed: Trained) -> tuple[bool, str]:
     if wrong:
         why = '; '.join(wrong)
         raise LabError(f'the recovery was not localized: {why}; see the logs and events of the run')
-    back = kind_of(disturbed.events, Recovered)
-    new = log.first_after(max(event.target or 0 for event in back))
+    new = log.resumed(killed_at)
     of_lost = [event for rank in STAGE_RANKS[LOST] for event in history.by_rank[rank]]
     replay_at = max(event.time for event in kind_of(of_lost, RecoveryStarted))
     before = [item for item in log.iterations if item.time <= killed_at]
@@ -89,7 +88,7 @@ def result(plain: Trained, disturbed: Trained) -> tuple[bool, str]:
     identical = not disturbed.different(plain)
     return identical, (
         f'demo: bit_identical={str(identical).lower()} '
-        f'replayed={max(event.replayed for event in back)} '
+        f'replayed={history.episodes[-1].replayed} '
         f'recovery_s={new.time - killed_at:.1f} (starting processes {replay_at - killed_at:.1f}, '
         f'replaying {replaying_s:.1f}) overhead={sparse_ms / plain_ms:.3f} '
         f'slot_over_dense={slots / dense:.3f}'
@@ -110,9 +109,8 @@ def follow(
             number, loss = log.iterations[-1].number, log.iterations[-1].loss
             due = kill_after is not None and killed_at is None and number >= kill_after
             if due and persisted(job.events(), job.pids(), 0.0):
-                killed_at, nbytes = job.lose_node(STAGE_RANKS[LOST][0])
-                lost = _LOST.format(iteration=number, mib=nbytes / 2**20)
-                console.print(lost, highlight=False, soft_wrap=True)
+                killed_at = job.hurt(Kind.NODE, STAGE_RANKS[LOST])
+                console.print(_LOST.format(iteration=number), highlight=False, soft_wrap=True)
             progress.update(task, completed=number, description=f'loss {loss:.3f}')
     return killed_at
 
@@ -143,8 +141,7 @@ def run_demo(args: argparse.Namespace, console: Console) -> int:
             f'the run ended before a window was persisted on all {WORLD_SIZE} ranks, so nothing '
             f'was lost; see {output / _DISTURBED}'
         )
-    if different := differences(plain.state, disturbed.state):
-        console.print(difference_table(different, plain.state, disturbed.state))
+    compare(console, plain.state, disturbed.state)
     identical, line = result(plain, disturbed)
     history = History(disturbed.events)
     (output / _PAGE).write_text(render(history, 'The demo'), 'utf-8')

@@ -34,7 +34,7 @@ from moevement_ext.launch.launch_config import flag_value
 
 from .lab.arguments import Flag, Parser, add_flags, at_least, split_at_end
 from .lab.benchmark import run_tool
-from .lab.digests import kinds_of_difference, read_digest
+from .lab.digests import compare, read_digest
 from .lab.errors import LabError
 from .lab.evidence import kind_of, problems
 from .lab.following import read_events
@@ -116,7 +116,7 @@ def _report(folder: Path, ranks: int, failures: int, console: Console) -> bool:
     )
     for line in dict.fromkeys(devices):
         say(console, line, style='yellow')
-    differ = kinds_of_difference(read_digest(undisturbed / DIGEST), read_digest(disturbed / DIGEST))
+    differ = compare(console, *(read_digest(one / DIGEST) for one in (undisturbed, disturbed)))
     found = problems(events, ranks, failures, differ)
     for line in found:
         say(console, line, style='bold red')

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ..lab.digests import StateDigest, difference_table, differences, read_digest
+from ..lab.digests import StateDigest, compare, read_digest
 from ..lab.errors import LabError
 from ..lab.job import DIGEST, Job, Kind, memory_directory, train
 from ..lab.tables import say
@@ -107,9 +107,7 @@ class Campaign:
         )  # fmt: skip
 
     def _compare(self, reference: StateDigest, digest: StateDigest, number: int) -> bool:
-        different = differences(reference, digest)
-        if different:
-            self.console.print(difference_table(different, reference, digest))
+        different = compare(self.console, reference, digest)
         say(self.console, f'job {number}: final state {"DIFFERENT" if different else "equal"}')
         return not different
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from ..lab.errors import LabError
 from ..lab.evidence import lost_iterations, persisted, recovery
-from ..lab.job import Injection, Job, Kind
+from ..lab.job import Job, Kind
 from ..lab.run_log import Iteration
 from .drawing import Fault
 from .results import FaultRecord
@@ -67,7 +67,7 @@ class FaultInjector:
 
     def _one(self, fault: Fault) -> None:
         iteration = self._at()
-        struck_at = self._inject(fault).time
+        struck_at = self._inject(fault)
         found = self._wait_for(
             f'recovery after {fault}',
             lambda: recovery(self.job.events(), self.job.pids(), struck_at, self._iterations()),
@@ -93,8 +93,8 @@ class FaultInjector:
             f'{record.lost} lost{"".join(f"; {death}" for death in new.values())}',
         )
 
-    def _inject(self, fault: Fault) -> Injection:
-        """Inject a fault; returns the last injection."""
+    def _inject(self, fault: Fault) -> float:
+        """Inject a fault; returns the time of the last signal."""
         if fault.kind is Kind.DOUBLE and fault.apart_s:
             self.job.hurt(Kind.KILL, fault.victims[:1])
             time.sleep(fault.apart_s)

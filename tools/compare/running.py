@@ -193,7 +193,7 @@ def _inject(job: Job, row: Row, fault: PlannedFault, due: float) -> float:
             )
         time.sleep(_POLL_S)
     if not row.restarts_all:
-        return job.hurt(fault.kind, [fault.rank]).time
+        return job.hurt(fault.kind, [fault.rank])
     lost: Sequence[int] = ()
     if fault.kind is Kind.NODE and row.keeps is Keeps.MEMORY:
         # All stop first: a worker that survived its peers would end, and restart, by itself.

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -58,6 +59,13 @@ def differences(first: StateDigest, second: StateDigest) -> list[Difference]:
     if not found and first.digest != second.digest:
         found.append(Difference('all', 'digest', 'the total contradicts the entries'))
     return found
+
+
+def compare(console: Console, first: StateDigest, second: StateDigest) -> list[str]:
+    """Print a table of the differences of two states, if any; returns their kinds."""
+    if found := differences(first, second):
+        console.print(difference_table(found, first, second))
+    return sorted({one.kind for one in found})
 
 
 def kinds_of_difference(first: StateDigest, second: StateDigest) -> list[str]:

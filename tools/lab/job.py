@@ -55,15 +55,6 @@ class Kind(enum.StrEnum):
     """A node returns after `AWAY`, to which its ranks move."""
 
 
-class Injection(NamedTuple):
-    """A fault that was injected."""
-
-    kind: Kind
-    time: float
-    """Seconds since the epoch."""
-    pid: int
-
-
 type Start = Launcher | Callable[[Launch], Agents]
 """The program that starts the workers, or what makes its agents."""
 
@@ -221,8 +212,8 @@ class Job:
 
     # Faults
 
-    def hurt(self, kind: Kind, victims: Sequence[int]) -> Injection:
-        """Inject a fault.
+    def hurt(self, kind: Kind, victims: Sequence[int]) -> float:
+        """Inject a fault; returns its time (seconds since the epoch).
 
         Args:
             kind: kind of the fault; `NODE` hits the node of the first victim.
@@ -231,7 +222,7 @@ class Job:
         pid, at = self.pids()[victims[0]], time.time()
         match kind:
             case Kind.NODE:
-                at, _ = self.lose_node(victims[0])
+                at = self.lose_node(victims[0])
             case Kind.STOP:
                 at = self.send(victims, signal.SIGSTOP)
             case Kind.STUCK:
@@ -246,7 +237,7 @@ class Job:
                 self._launcher.start()
             case _:
                 at = self.send(victims, signal.SIGKILL)
-        return Injection(kind, at, pid)
+        return at
 
     def kill(self) -> None:
         """SIGKILL the launcher, and all workers with it."""
@@ -269,21 +260,17 @@ class Job:
                 os.killpg(pid, number)
         return signalled_at
 
-    def lose_node(self, rank: int) -> tuple[float, int]:
-        """Kill all workers on the node of a rank and delete the node's memory.
+    def lose_node(self, rank: int) -> float:
+        """Kill all workers on the node of a rank and delete the node's memory; returns the time.
 
         The workers are stopped first: none may write deleted files, and no successor may find them.
-
-        Returns:
-            The time (seconds since the epoch), and the bytes of that memory.
         """
         ranks, node = self.ranks_beside(rank), self._launcher.hosts()[self._node_of(rank)]
         if self._memory is None or not (memory := self._memory / node).is_dir():
             raise LabError(f'{node} has no memory to lose in {self._memory}')
         self.send(ranks, signal.SIGSTOP)
-        nbytes = sum(path.stat().st_size for path in memory.rglob('*') if path.is_file())
         shutil.rmtree(memory)
-        return self.send(ranks, signal.SIGKILL), nbytes
+        return self.send(ranks, signal.SIGKILL)
 
     def _order(self, kind: Kind, victims: Iterable[int]) -> None:
         if not isinstance(self._launcher, LocalCluster):

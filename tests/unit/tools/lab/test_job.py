@@ -54,14 +54,13 @@ def test_faults_of_each_kind_are_injected(job: Job, tmp_path: Path) -> None:
         with pytest.raises(LabError, match=why):
             job.hurt(kind, [2])
     assert workers[2].status() != psutil.STATUS_STOPPED
-    stuck = job.hurt(Kind.STUCK, [3])
-    assert stuck.pid == workers[3].pid and workers[3].is_running()
+    job.hurt(Kind.STUCK, [3])
+    assert workers[3].is_running()
     assert (job.folder / f'stall.{workers[3].pid}').exists()
     job.hurt(Kind.STOP, [2])
     while workers[2].status() != psutil.STATUS_STOPPED:
         time.sleep(0.01)
-    lost = job.hurt(Kind.NODE, [1, 0])
-    assert (lost.kind, lost.pid) == (Kind.NODE, workers[1].pid)
+    job.hurt(Kind.NODE, [1, 0])
     assert not psutil.wait_procs(workers[:2], timeout=WAIT_S)[1]
     assert not (tmp_path / 'memory' / 'node0').exists()
     job.hurt(Kind.WHOLE, range(4))
