@@ -17,7 +17,6 @@ import argparse
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -54,19 +53,12 @@ class Lived(msgspec.Struct, frozen=True):
 
 def lived(log: RunLog, killed_at: Sequence[float], different: list[str]) -> Lived:
     """Evaluate a job; `killed_at`: times of both failures (seconds since the epoch)."""
-    before = [log.newest_until(at) for at in killed_at]
-    new = [log.first_after(number) for number in before]
+    new = [log.resumed(at) for at in killed_at]
     spare_s, guest_s = (one.time - at for one, at in zip(new, killed_at, strict=True))
-
-    def median(first: int, last: int) -> float:
-        return statistics.median(
-            after.time - one.time
-            for one, after in pairwise(log.iterations)
-            if first < after.number <= last
-        )
-
-    with_guest = median(new[1].number + _SETTLED, _ITERATIONS)
-    return Lived(median(_WARM_UP, before[0]), with_guest, spare_s, guest_s, different)
+    fault_free = log.wall_seconds(_WARM_UP, log.newest_until(killed_at[0]))
+    with_guest = log.wall_seconds(new[1].number + _SETTLED)
+    fault_free_s, with_guest_s = map(statistics.median, (fault_free, with_guest))
+    return Lived(fault_free_s, with_guest_s, spare_s, guest_s, different)
 
 
 class GuestsBench(Bench):
@@ -111,7 +103,7 @@ class GuestsBench(Bench):
             def hurt(job: Job) -> None:
                 for kind, at in ((Kind.NODE, _KILL_AT), (Kind.AWAY, _LOSE_AT)):
                     job.await_iteration(at)
-                    killed_at.append(job.hurt(kind, [_VICTIM]).time)
+                    killed_at.append(job.hurt(kind, [_VICTIM]))
 
             done = train(launch, hurt, memory=memory / RUN_ID)
         return lived(done.log, killed_at, done.different(self._reference))

@@ -126,7 +126,7 @@ def lose_a_node(folder: Path, launch: Launch, way: str, reference: StateDigest) 
     if code or lost.lost_at is None:
         raise LabError(f'{way}: the job ended with exit status {code}; see {folder}')
     log = parse_log((folder / 'logs' / f'rank{_STAGES - 1}.log').read_text('utf-8'))
-    new = log.first_after(log.newest_until(lost.lost_at))
+    new = log.resumed(lost.lost_at)
     after = [one for one in read_events(events) if one.rank == _VICTIM and one.time > lost.lost_at]
     began, ready = (kind_of(after, kind)[0].time for kind in (WorkerStarted, Protected))
     different = kinds_of_difference(reference, read_digest(folder / DIGEST))

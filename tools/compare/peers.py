@@ -17,7 +17,6 @@ Exit status: 0 done, 1 a row of this project ended with other bits, 2 no result.
 """
 
 import argparse
-import itertools
 import os
 import shutil
 import signal
@@ -220,8 +219,7 @@ def compared(
 
 def _pace_s(log: RunLog) -> float:
     """Median seconds of the iterations before the kill."""
-    times = [item.time for item in log.attempts[0] if _FIRST <= item.number <= _KILL_AFTER]
-    return statistics.median(after - before for before, after in itertools.pairwise(times))
+    return statistics.median(RunLog(log.attempts[:1], []).wall_seconds(_FIRST, _KILL_AFTER))
 
 
 class PeersBench(Bench):

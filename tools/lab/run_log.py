@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The only parser of training logs: upstream's lines and those of sparse checkpointing."""
 
+import itertools
+import math
 import re
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -60,14 +62,16 @@ class RunLog:
     def iterations(self) -> list[Iteration]:
         return [iteration for attempt in self.attempts for iteration in attempt]
 
-    def wall_seconds(self, warm_up: int) -> list[float]:
-        """Seconds between the lines of consecutive iterations, including every stall of a save.
+    def wall_seconds(self, after: int, until: float = math.inf) -> list[float]:
+        """Seconds of the iterations beyond one number and up to another, with the stalls of saves.
 
-        The first `warm_up` iterations are dropped: at least 1, as the first has no predecessor.
+        An iteration lasts from the previous line to its own, so the first one does not count.
         """
-        times = [iteration.time for iteration in self.iterations]
-        seconds = [after - before for before, after in zip(times, times[1:], strict=False)]
-        return seconds[warm_up - 1 :]
+        return [
+            one.time - before.time
+            for before, one in itertools.pairwise(self.iterations)
+            if after < one.number <= until
+        ]
 
     def newest_until(self, time: float) -> int:
         """Highest number logged up to a time (seconds since the epoch); 0 without one."""
@@ -79,6 +83,10 @@ class RunLog:
             if item.number > number:
                 return item
         raise LabError(f'the job never got beyond iteration {number}')
+
+    def resumed(self, time: float) -> Iteration:
+        """First iteration not logged by a time (since the epoch); `LabError` if there is none."""
+        return self.first_after(self.newest_until(time))
 
 
 def parse_log(text: str) -> RunLog:
