@@ -284,6 +284,9 @@ def rows(report: Report, figures: Mapping[str, Figure]) -> list[list[str]]:
 
 
 def markdown(report: Report, figures: Mapping[str, Figure]) -> str:
+    # A file of an earlier version lacks figures that came later.
+    had = {name for way in report.ways.values() for name in (*way.figures, *way.words)}
+    figures = {name: figure for name, figure in figures.items() if name in had}
     cells = [[title.replace('*', '\\*'), *others] for title, *others in rows(report, figures)]
     return tables.markdown(('', *(figure.heading for figure in figures.values())), cells)
 
