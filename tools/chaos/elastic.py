@@ -8,6 +8,7 @@ number of stages changes, so these may differ. No run attempt may begin before a
 ranks had, and the files left in the tmpfs after each attempt must not grow.
 """
 
+import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -23,8 +24,6 @@ from ..lab.evidence import kind_of
 from ..lab.following import read_events
 from ..lab.job import DIGEST, Job
 from ..lab.launch import Launch
-from ..lab.local_cluster import log_file
-from ..lab.run_log import read_log
 from .configuration import BF16, RUN_ID, Configuration, Layout, parse_layout
 
 EVENTS = 'events'
@@ -114,7 +113,7 @@ def run_here(
         else:
             job.kill_after(kill_at, (), life.delay_s)
             job.kill()
-    return read_log(log_file(folder, life.layout.ranks - 1)).iterations[-1].number
+        return job.read_log().newest_until(math.inf)
 
 
 @dataclass(frozen=True)

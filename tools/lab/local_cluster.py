@@ -24,10 +24,6 @@ ORDERS = 'orders'
 """File in the folder of the logs. A line has the action of a staged failure, and the node."""
 
 
-def log_file(folder: Path, rank: int) -> Path:
-    return folder / 'logs' / f'rank{rank}.log'
-
-
 class LocalCluster(Launched):
     """One launcher for all nodes, as a process that can be killed like any other."""
 
@@ -58,7 +54,7 @@ class LocalCluster(Launched):
         ]  # fmt: skip
 
     def log_of(self, rank: int) -> Path:
-        return log_file(self._launch.folder, rank)
+        return self._launch.logs / f'rank{rank}.log'
 
     def hosts(self) -> dict[int, str]:
         self._note_events()

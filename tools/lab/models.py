@@ -15,7 +15,7 @@ from .launch import PACKAGE, ROOT
 
 TEXT = '--tokenizer-type NullTokenizer --vocab-size 257 --split 90,5,5'.split()
 """Flags for text as bytes, as `prepare_data` writes it."""
-NO_EVALUATION = '--num-workers 0 --eval-interval 1000000 --eval-iters 0'.split()
+_NO_EVALUATION = '--num-workers 0 --eval-interval 1000000 --eval-iters 0'.split()
 
 _PROCESSORS = Path('/proc/cpuinfo')
 TRAINING = (
@@ -49,7 +49,7 @@ class ToyModel(NamedTuple):
     def training_flags(self, own: Iterable[str], data: Path, iterations: int) -> list[str]:
         """Flags of plain Megatron: `own` flags, and the common flags of small jobs."""
         return [
-            *self.flags(), *TRAINING, *own, *TEXT, *NO_EVALUATION, *data_flags(data),
+            *self.flags(), *TRAINING, *own, *TEXT, *_NO_EVALUATION, *data_flags(data),
             '--train-iters', str(iterations),
         ]  # fmt: skip
 

@@ -6,7 +6,6 @@ import math
 import re
 from dataclasses import dataclass, field
 from datetime import datetime
-from pathlib import Path
 from typing import NamedTuple
 
 from .errors import LabError
@@ -125,13 +124,3 @@ def parse_log(text: str) -> RunLog:
         elif _CONVERTED in line:
             restarted = True
     return RunLog(attempts, captured, validated)
-
-
-def read_log(path: Path) -> RunLog:
-    try:
-        log = parse_log(path.read_text('utf-8', errors='replace'))
-    except OSError as error:
-        raise LabError(f'{path}: {error.strerror}; give the log of a training run') from error
-    if not log.attempts:
-        raise LabError(f'{path}: no trained iteration; run the trainer with --log-interval 1')
-    return log
