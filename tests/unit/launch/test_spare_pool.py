@@ -87,7 +87,9 @@ def test_one_spare_forks_all_workers(job: Job, survive: bool) -> None:
     assert job.run(*flags, survive=survive, nodes=2, spares=2) == 0
     [spare] = job.spares()
     assert {event.was_spare for event in job.started()} == {True}
-    seen = [job.attempt(rank, restarts) for rank in (0, 1) for restarts in range(3)]
+    lives = [(rank, restarts) for rank in (0, 1) for restarts in range(3)]
+    # If all start again, rank 0 may end before it has written its file.
+    seen = [job.attempt(*life) for life in lives if survive or life not in [(0, 0), (0, 1)]]
     assert {one['imported']['pid'] for one in seen} == {spare.pid}
     assert {one['imported']['rank'] for one in seen} == {None}
     assert all(one['argv'] == [str(job.program), *flags] for one in seen)
