@@ -122,6 +122,7 @@ def test_job_waits_for_a_lost_node(cluster: Make, reference: Reference) -> None:
     assert not done.job.memory.exists()
 
 
+@pytest.mark.thorough
 def test_nodes_are_lost_until_one_is_left(cluster: Make, reference: Reference) -> None:
     """Then all workers die at once, and go on where they were."""
     flags = f'{WIDE} --train-iters 26'
