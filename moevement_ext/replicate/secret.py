@@ -26,9 +26,9 @@ import hashlib
 import hmac
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from contextlib import suppress
-from typing import Annotated, Protocol
+from typing import Annotated, Any, Protocol, cast
 
 import msgspec
 
@@ -79,23 +79,17 @@ def new_secret() -> bytes:
     return secrets.token_bytes(SECRET_BYTES)
 
 
+type Steps[Result] = Generator[Any, Any, Result]
+"""One side of the greeting, without its connection: yields a message to send, or the decoder of the
+message that it is sent next."""
+
+
 def admit(connection: Connection, secret: bytes) -> None:
     """Authenticate the client of a new connection. The caller sets the deadline.
 
     Raises `ConnectionError` if the client does not belong to this job; it is told why if possible.
     """
-    hello = connection.receive(_HELLO, MAX_GREETING_BYTES)
-    if hello.version != PROTOCOL_VERSION:
-        reason = f'protocol version {hello.version}, this holder speaks {PROTOCOL_VERSION}'
-        connection.send(Refused(reason))
-        raise ConnectionError(reason)
-    nonce = secrets.token_bytes(32)
-    connection.send(_Challenge(nonce, _proof(secret, b'server', hello.nonce, nonce)))
-    response = connection.receive(_RESPONSE, MAX_GREETING_BYTES)
-    if not hmac.compare_digest(response.proof, _proof(secret, b'client', hello.nonce, nonce)):
-        connection.send(Refused('this holder belongs to another job'))
-        raise ConnectionError('a client without the secret of the job')
-    connection.send(Ack())
+    _carry_out(admitting(secret), connection)
 
 
 def introduce(connection: Connection, secret: bytes) -> str | None:
@@ -104,9 +98,43 @@ def introduce(connection: Connection, secret: bytes) -> str | None:
     Returns the server's reason to refuse this client; None after mutual authentication. Raises
     `ConnectionError` if the server does not belong to the job.
     """
+    return _carry_out(introducing(secret), connection)
+
+
+def _carry_out[Result](steps: Steps[Result], connection: Connection) -> Result:
+    answer = None
+    try:
+        while True:
+            step, answer = steps.send(answer), None
+            if isinstance(step, msgspec.msgpack.Decoder):
+                answer = connection.receive(step, MAX_GREETING_BYTES)
+            else:
+                connection.send(step)
+    except StopIteration as end:
+        return cast(Result, end.value)
+
+
+def admitting(secret: bytes) -> Steps[None]:
+    """The steps of `admit`."""
+    hello = yield _HELLO
+    if hello.version != PROTOCOL_VERSION:
+        reason = f'protocol version {hello.version}, this holder speaks {PROTOCOL_VERSION}'
+        yield Refused(reason)
+        raise ConnectionError(reason)
     nonce = secrets.token_bytes(32)
-    connection.send(_Hello(PROTOCOL_VERSION, nonce))
-    challenge = connection.receive(_CHALLENGE, MAX_GREETING_BYTES)
+    yield _Challenge(nonce, _proof(secret, b'server', hello.nonce, nonce))
+    response = yield _RESPONSE
+    if not hmac.compare_digest(response.proof, _proof(secret, b'client', hello.nonce, nonce)):
+        yield Refused('this holder belongs to another job')
+        raise ConnectionError('a client without the secret of the job')
+    yield Ack()
+
+
+def introducing(secret: bytes) -> Steps[str | None]:
+    """The steps of `introduce`."""
+    nonce = secrets.token_bytes(32)
+    yield _Hello(PROTOCOL_VERSION, nonce)
+    challenge = yield _CHALLENGE
     if isinstance(challenge, Refused):
         return challenge.reason
     expected = _proof(secret, b'server', nonce, challenge.nonce)
@@ -116,8 +144,8 @@ def introduce(connection: Connection, secret: bytes) -> str | None:
             'one, listens there (check --sparse-ckpt-run-id), or another node without '
             'MOEVEMENT_SECRET'
         )
-    connection.send(_Response(_proof(secret, b'client', nonce, challenge.nonce)))
-    verdict = connection.receive(_VERDICT, MAX_GREETING_BYTES)
+    yield _Response(_proof(secret, b'client', nonce, challenge.nonce))
+    verdict = yield _VERDICT
     return verdict.reason if isinstance(verdict, Refused) else None
 
 
