@@ -21,7 +21,7 @@ ENGINE_FLOORS = (
     {'system', 'memory', 'regroup'},
     {'plan', 'store'},
     {'replicate'},
-    {'capture', 'membership'},
+    {'capture', 'coordinator', 'membership'},
     {'protect'},
     {'recover'},
     {'launch'},
@@ -42,6 +42,16 @@ ADAPTER_FLOORS = (
 """As `ENGINE_FLOORS`."""
 
 NEEDED_BY_NO_PRODUCT_CODE = {
+    **dict.fromkeys(
+        (
+            'Coordinator',
+            'CoordinatorClient',
+            'CoordinatorClient.ask',
+            'CoordinatorClient.promise',
+            'Promises.with_window',
+        ),
+        'no job uses the coordinator yet',
+    ),
     'Figures.replication_lag': 'read by its name for the metrics',
     'Figures.window_age': 'read by its name for the metrics',
     'LossLogged.finite': 'read by its name for the metrics',
