@@ -48,6 +48,7 @@ from moevement_ext.memory.window.name import MAX_GIVEN_UP, NOTHING_AGREED, Agree
 type Rule = Callable[[Sequence[bytes]], bytes]
 """From the values of all ranks, by rank, to a value for all; a pure function."""
 
+LEFT_OUT = Fenced('the other ranks have gone on with another process')
 _MOST_NAMED = 4
 
 
@@ -88,13 +89,20 @@ class Board:
     def greet(self, hello: Hello) -> Fenced | None:
         """Put up the statements of a process, or return why it has no place here.
 
-        Another process of its rank has no place any more.
+        Another process of its rank has no place any more, unless the others go on with it. Raises
+        `ConnectionError` while that is open, because they have not entered the round that has met.
         """
         if hello.job != self.job or not 0 <= hello.rank < self.job.size:
             return Fenced(f'rank {hello.rank} of {hello.job} does not belong to {self.job}')
         old = self.members.get(hello.rank)
-        if old is not None and old.token != hello.token and hello.precedence < old.precedence:
-            return Fenced('another process has taken its rank')
+        if old is not None and old.token != hello.token:
+            if hello.precedence < old.precedence:
+                return Fenced('another process has taken its rank')
+            if hello.rank not in self._here({**self.members, hello.rank: hello})[1]:
+                return LEFT_OUT
+            met = self.conclude().met
+            if met is not None and hello.place.been and hello.place.last < met.number:
+                raise ConnectionError('the other ranks may go on with another process')
         self.members[hello.rank] = hello
         self.absent -= {hello.rank}
         if len(self.members) == self.job.size:
@@ -126,11 +134,7 @@ class Board:
 
     def conclude(self) -> Conclusions:
         """All conclusions; a pure function of the statements."""
-        newest = max((one.place.number for one in self.members.values() if one.round), default=0)
-        here = {rank: one for rank, one in self.members.items() if not _is_behind(one, newest)}
-        left_out = self._left_out(newest, here)
-        if left_out is not None:
-            del here[left_out]
+        newest, here = self._here(self.members)
         over = self._over(newest, here)
         found = Conclusions(frozenset(self.members.keys() - here.keys()), over)
         places = {(one.place.phase, one.place.number) for one in here.values()}
@@ -141,6 +145,15 @@ class Board:
         met = self._met(over.number + 1, ranks)
         in_round = self._in_round(ranks) if places == {inside} else ()
         return msgspec.structs.replace(found, met=met, in_round=tuple(in_round))
+
+    def _here(self, members: Mapping[int, Hello]) -> tuple[int, dict[int, Hello]]:
+        """The newest round that a process is in, and the processes that the others count on."""
+        newest = max((one.place.number for one in members.values() if one.round), default=0)
+        here = {rank: one for rank, one in members.items() if not _is_behind(one, newest)}
+        left_out = self._left_out(newest, here)
+        if left_out is not None:
+            del here[left_out]
+        return newest, here
 
     def _left_out(self, newest: int, here: Mapping[int, Hello]) -> int | None:
         """The one process without which the round `newest` was met, if it has been in others.
@@ -198,7 +211,7 @@ class Board:
         """The conclusions that matter to the process of a rank."""
         place = self.members[rank].place
         if rank in found.stale:
-            return [Fenced('the other ranks have gone on with another process')]
+            return [LEFT_OUT]
         if (
             place.number + (place.phase in (RoundPhase.LEFT, RoundPhase.SETTING_UP))
             <= found.over.number

@@ -115,7 +115,7 @@ class Coordinator:
     async def serve(self, listening: socket.socket) -> None:
         """Serve until cancelled; the listening socket stays open."""
         server = await asyncio.start_server(
-            self._accept, sock=listening.dup(), limit=STRANGER_BYTES // 2
+            self._accept, sock=listening.dup(), limit=STRANGER_BYTES // 4
         )
         looked_at = time.monotonic()
         try:
@@ -162,6 +162,8 @@ class Coordinator:
             oldest.transport.abort()
             del self._strangers[oldest]
         self._strangers[writer] = None
+        # asyncio reads this much at once, and stops reading with twice the limit in its buffer.
+        writer.transport.max_size = STRANGER_BYTES // 2  # type: ignore[attr-defined]
         try:
             async with asyncio.timeout(GREETING_S):
                 await carry_out(admitting(self._secret), reader, writer)

@@ -50,6 +50,11 @@ class RoundPlace(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
     why: str = ''
     """Reason why it left."""
 
+    @property
+    def last(self) -> int:
+        """Number of the last round that the process has been in, or a later one."""
+        return self.number - (self.phase is RoundPhase.JOINED)
+
     def joined(self, report: bytes) -> 'RoundPlace':
         """Join the next round, outside of one."""
         return RoundPlace(RoundPhase.JOINED, self.number + 1, 0, report, self.been)

@@ -220,8 +220,12 @@ class Model:
                 return s
             board.hear(process.rank, message)  # type: ignore[arg-type]
             return self._concluded(s, board)
-        if refused := board.greet(message):
-            process = s.processes[at]
+        process = s.processes[at]
+        try:
+            refused = board.greet(message)
+        except ConnectionError:
+            return self._put(s, at, change(process, connected=False, up=()))
+        if refused:
             down = (*process.down, refused)
             return self._put(s, at, change(process, down=down, connected=False, up=()))
         for other, one in enumerate(s.processes):
@@ -269,9 +273,24 @@ class Model:
                 return self._put(s, at, change(process, agreed=agreed, files=files))
             case Fenced():
                 if at < self.limits.ranks:
-                    return change(s, wrong='C6: the present process of a rank is fenced')
+                    at, s = self._back_to_predecessor(s, at)
                 return change(s, processes=(*s.processes[:at], *s.processes[at + 1 :]))
         return self._put(s, at, process)
+
+    def _back_to_predecessor(self, s: State, at: int) -> tuple[int, State]:
+        """Let a process go that was in a round, if the others have met with its predecessor since.
+
+        That one is not fenced then.
+        """
+        new = s.processes[at]
+        newest = max((name[0] for name, _, _ in s.declared), default=0)
+        met = {one for name, _, identities in s.declared if name[0] == newest for one in identities}
+        for other, one in enumerate(s.processes):
+            is_fenced = any(isinstance(message, Fenced) for message in one.down)
+            if other != at and one.rank == new.rank and one.identity in met and not is_fenced:
+                if new.own.place.been:
+                    return other, self._put(s, at, one)
+        return at, change(s, wrong='C6: the present process of a rank is fenced')
 
     def _captures(self, s: State, at: int) -> Iterator[tuple[str, State]]:
         process = s.processes[at]

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from moevement_ext.coordinator import board as boards
-from moevement_ext.coordinator.board import Board, settled
+from moevement_ext.coordinator.board import LEFT_OUT, Board, settled
 from moevement_ext.coordinator.statements import (
     AllSaid,
     Beat,
@@ -30,7 +30,6 @@ from moevement_ext.recover.verdict import Localized, decide_recovery
 from tests.unit.recover.test_verdict import survivor
 
 JOB = JobStart(0, 3, '')
-LEFT_OUT = Fenced('the other ranks have gone on with another process')
 
 
 def hello(rank: int, place: RoundPlace, token: int = 0, born: int = 0) -> Hello:
@@ -112,6 +111,30 @@ def test_of_two_processes_of_a_rank_one_stays(old: RoundPlace, new: RoundPlace, 
         new_stays = stays == 'new' or (stays == 'later' and born == 3)
         assert board.members[0].token == (12 if new_stays else 11)
         assert (refused is None) == new_stays
+
+
+@pytest.mark.parametrize(
+    ('others', 'outcome'),
+    [
+        (RoundPlace(RoundPhase.JOINED, 2, been=True), 'later'),
+        (in_round(2, 1, 2, 4), LEFT_OUT),
+        (in_round(2, 1, 2, 8), None),
+    ],
+    ids=['may go on without it', 'go on without it', 'go on with it'],
+)
+def test_a_process_that_returns_displaces_none_that_others_go_on_with(
+    others: RoundPlace, outcome: object
+) -> None:
+    """Rank 2 has token 4 on the board, and 8 in the process that returns, which is newer."""
+    waits = RoundPlace(RoundPhase.JOINED, 2, been=True)
+    board = board_of(others, others, waits)
+    returns = hello(2, waits, 8, 1)
+    if outcome == 'later':
+        with pytest.raises(ConnectionError, match='may go on with another'):
+            board.greet(returns)
+    else:
+        assert board.greet(returns) == outcome
+    assert board.members[2].token == (8 if outcome is None else 4)
 
 
 @pytest.mark.parametrize(
@@ -205,15 +228,33 @@ def test_bytes_of_a_rank_do_not_grow_with_the_job(over: bool) -> None:
         place = inside if over else RoundPlace().joined(b'r' * 1000)
         for rank in range(size):
             board.greet(Hello(rank, rank + 1, board.job, 0, place))
-        if over:
-            board.gone(0)
-            board.miss([0])
+        lost = range(size // 2 if over else 0)
+        for rank in lost:
+            board.gone(rank)
+        board.miss(lost)
         found = board.conclude()
         messages = [one for rank in board.members for one in board.for_rank(rank, found)]
-        assert len(messages) == size - over
-        return sum(len(framed(one)) for one in messages) / size
+        assert len(messages) == size - len(lost)
+        return sum(len(framed(one)) for one in messages) / len(messages)
 
-    assert told(2000) <= told(20) + 8
+    assert told(400) <= told(20) + 16
+
+
+def tells_all_reports(self: Board, rank: int, found: boards.Conclusions) -> object:
+    every = b''.join(one.place.report for one in self.members.values())
+    return [RoundMet(1, 7, every)]
+
+
+@pytest.mark.parametrize(
+    ('over', 'owner', 'name', 'mutation'),
+    [(False, Board, 'for_rank', tells_all_reports), (True, boards, '_MOST_NAMED', 10**6)],
+)
+def test_growing_messages_are_noticed(
+    over: bool, owner: object, name: str, mutation: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, name, mutation)
+    with pytest.raises(AssertionError):
+        test_bytes_of_a_rank_do_not_grow_with_the_job(over)
 
 
 # ---- windows

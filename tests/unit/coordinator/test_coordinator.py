@@ -19,6 +19,7 @@ import pytest
 
 from moevement_ext.coordinator import coordinator as servers
 from moevement_ext.coordinator import coordinator_client as clients
+from moevement_ext.coordinator import statements
 from moevement_ext.coordinator.coordinator import Coordinator
 from moevement_ext.coordinator.coordinator_client import CoordinatorClient
 from moevement_ext.coordinator.statements import (
@@ -150,6 +151,13 @@ def promise(one: Rank, about: tuple[int, int], window: WindowName = W2) -> None:
         return old.with_window(window, NOTHING_AGREED)
 
     one.client.promise(about, 'memory', change)
+
+
+def wait_until(condition: Callable[[], object], most_s: float = SOON_S) -> None:
+    until = time.monotonic() + most_s
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.01)
 
 
 def connected(listening: socket.socket) -> Connection:
@@ -346,6 +354,43 @@ def test_stranger_is_cut_off_and_ranks_do_not_notice(
             stranger.sendall(sent)
         met(rank(0), rank(1))
         assert closes(stranger)
+
+
+def test_stranger_costs_at_most_64_kib_and_is_cut_at_once(
+    serve: Callable, listening: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even if all that it sent is there before the coordinator reads."""
+    kept = []
+
+    def feeds(self: Any, data: bytes) -> None:
+        kept.append(len(self._buffer) + len(data))
+        feed(self, data)
+
+    feed = asyncio.StreamReader.feed_data
+    monkeypatch.setattr(asyncio.StreamReader, 'feed_data', feeds)
+    serving = serve()
+    with socket.create_connection(listening.getsockname()[:2]) as stranger:
+        wait_until(lambda: serving.coordinator._strangers)
+        serving.loop.call_soon_threadsafe(time.sleep, 0.3)
+        with suppress(OSError):
+            stranger.sendall(struct.pack('<I', 2**20) + bytes(2**20 - 1))
+        wait_until(lambda: not serving.coordinator._strangers, servers.GREETING_S / 2)
+    assert 0 < max(kept) <= 64 * 2**10
+
+
+@pytest.mark.parametrize(
+    ('owner', 'limit'), [(servers, 'STRANGER_BYTES'), (statements, 'MAX_GREETING_BYTES')]
+)
+def test_a_limit_of_strangers_is_needed(
+    owner: Any,
+    limit: str,
+    serve: Callable,
+    listening: socket.socket,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(owner, limit, 2**22)
+    with pytest.raises(AssertionError):
+        test_stranger_costs_at_most_64_kib_and_is_cut_at_once(serve, listening, monkeypatch)
 
 
 def test_stranger_with_another_secret_is_refused(serve: Callable, listening: socket.socket) -> None:

@@ -34,6 +34,7 @@ SMALL = [
 LARGE = [
     Limits(windows=2, breaks=1),
     Limits(windows=0, cut_off=1),
+    Limits(windows=0, breaks=1, cut_off=1),
     Limits(windows=2, deaths=1),
     Limits(windows=1, deaths=1, restarts=1),
     Limits(windows=1, deaths=1, refused=1),
@@ -53,7 +54,7 @@ def test_invariants_hold_in_every_order(limits: Limits) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize('limits', LARGE, ids=str)
 def test_invariants_hold_in_every_order_of_more_faults(limits: Limits) -> None:
-    states, wrong = Model(limits).explored(150_000)
+    states, wrong = Model(limits).explored(700_000)
     assert not wrong and states > 5000
 
 
