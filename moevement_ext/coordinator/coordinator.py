@@ -51,7 +51,7 @@ LEARNING_S = 10.0
 TO_RECONNECT_S = 1.0
 _LOOK_S = 0.5
 _MOST_BETWEEN_LOOKS_S = 2.0
-# Part of the time that conclusions may take, as each looks at all ranks.
+# Part of the CPU time that conclusions may take, as each looks at all ranks.
 _CONCLUDING = 0.2
 
 
@@ -252,7 +252,7 @@ class Coordinator:
         self._concluding = None
         if self.board is None:
             return
-        began = time.perf_counter()
+        began = time.thread_time()
         found = self.board.conclude()
         for rank, peer in [*self._peers.items()]:
             for message in self.board.for_rank(rank, found):
@@ -261,4 +261,4 @@ class Coordinator:
                     self._leave(peer)
                 else:
                     peer.conclude(message)
-        self._took_s = time.perf_counter() - began
+        self._took_s = time.thread_time() - began

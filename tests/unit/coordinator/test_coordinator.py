@@ -247,6 +247,25 @@ def test_killed_process_is_replaced(
             process.wait()
 
 
+def test_standing_still_in_a_conclusion_delays_no_other(serve: Callable, rank: Callable) -> None:
+    pauses_s = [1.0]
+
+    def stands_still(values: Any) -> bytes:
+        time.sleep(pauses_s.pop() if pauses_s else 0.0)
+        return b''
+
+    serve(rules={'load': stands_still})
+    ranks = [rank(0), rank(1)]
+    about = met(*ranks)
+    for one in ranks:
+        one.client.say('load', b'', about)
+    assert ranks[0].hears(AllSaid)
+    began = time.monotonic()
+    for one in ranks:
+        promise(one, about)
+    assert ranks[0].hears(Settled) and time.monotonic() - began < 3.0
+
+
 @pytest.mark.parametrize('still_s', [0.0, 1.0])
 def test_cut_connection_costs_no_round(
     still_s: float, serve: Callable, rank: Callable, monkeypatch: pytest.MonkeyPatch
