@@ -6,6 +6,7 @@ copy, large models on GPUs do not. The limit is for measurements only, so the tr
 for it. The trainer may be under lm-resiliency, called as that project's documentation says.
 """
 
+import multiprocessing
 import os
 import sys
 import time
@@ -19,12 +20,15 @@ starting.prepare(sys.argv[1:] if __name__ == '__main__' else None)
 
 COPY_GB_PER_S = 'MOEVEMENT_COMPARE_COPY_GB_PER_S'
 """Environment variable: limit, in GB/s, of each rank's copies to host memory; unset: no limit."""
+FORK = 'MOEVEMENT_COMPARE_FORK'
+"""Environment variable: if set, processes with which Megatron saves are forks, like the workers."""
 FOLDER = 'MOEVEMENT_COMPARE_FOLDER'
 """Environment variable: the folder of lm-resiliency, if that protects the trainer."""
 STARTED = 'compare: program started at '
 """Line of a log, before the time in seconds since the epoch."""
 
 if __name__ != '__mp_main__':  # a subprocess, e.g. one that writes a checkpoint, is not a worker
+    import torch.multiprocessing
     from megatron.training import get_args, training
 
     from megatron.moevement import pretrain_gpt
@@ -43,6 +47,14 @@ def limit_copies(bytes_per_s: float) -> None:
         bucket.take(piece.nbytes, bytes_per_s)
 
     Copier._issue = slowly  # type: ignore[method-assign, assignment]
+
+
+def fork_helpers() -> None:
+    """Fork the processes that save: otherwise a restarted worker's first save waits for imports."""
+    fork = multiprocessing.get_context('fork')
+    modules: tuple[Any, ...] = (multiprocessing, torch.multiprocessing)
+    for module in modules:
+        module.get_context = lambda *_: fork
 
 
 def set_up(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -84,6 +96,8 @@ def main() -> None:
     print(f'{STARTED}{time.time():.3f}', flush=True)
     if (limit := os.environ.get(COPY_GB_PER_S)) is not None:
         limit_copies(1e9 * float(limit))
+    if FORK in os.environ:
+        fork_helpers()
     if FOLDER in os.environ:
         patches.wrap('megatron.training.training:setup_model_and_optimizer', set_up)
     sys.argv[0] = 'pretrain_gpt.py'

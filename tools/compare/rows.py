@@ -37,6 +37,7 @@ class Row(msgspec.Struct, frozen=True):
     restarts_all: bool = False
     """Every failure restarts all workers."""
     spares: int = 0
+    """Hot spares; with --quick each job has one."""
     asynchronous: bool = False
     """Saves of Megatron in the background."""
     copies: bool = False
@@ -89,8 +90,13 @@ def named[R](names: str, known: Mapping[str, R]) -> list[str]:
     return asked
 
 
-def chosen(names: str) -> list[str]:
-    """Names of rows; `all`: all but ablations. Raises ValueError."""
+def chosen(names: str, forked: bool) -> dict[str, Row]:
+    """Rows by name; `all`: the rows that differ here, except ablations. Raises ValueError."""
     if names == 'all':
-        return [name for name, row in ROWS.items() if not row.ablation]
-    return named(names, ROWS)
+        return {
+            name: row for name, row in ROWS.items() if not (row.ablation or (forked and row.spares))
+        }
+    rows = {name: ROWS[name] for name in named(names, ROWS)}
+    if forked and (same := [name for name, row in rows.items() if row.spares]):
+        raise ValueError(f'{", ".join(same)}: with --quick every worker starts as a hot spare does')
+    return rows

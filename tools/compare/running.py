@@ -75,6 +75,8 @@ class Course(NamedTuple):
     interval: int
     """Iterations between two dense checkpoints."""
     window: str
+    fork: bool
+    """A process that has imported the program forks workers."""
     copy_gb_per_s: float = 0.0
     network_gb_per_s: float = 0.0
     mtbf_s: float = 0.0
@@ -144,8 +146,9 @@ class Course(NamedTuple):
         spares: int = 0,
         limit: dict[str, str] | None = None,
     ) -> Launch:
+        variables = {**(limit or {}), **({program.FORK: '1'} if self.fork else {})}
         return Launch(
-            folder, flags, RANKS, 1, _MAX_RESTARTS, spares, limit or {},
+            folder, flags, RANKS, 1, _MAX_RESTARTS, max(spares, int(self.fork)), variables,
             program_file=program.__file__,
         )  # fmt: skip
 

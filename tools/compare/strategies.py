@@ -13,8 +13,9 @@ enough for a complete checkpoint. Plain Megatron without failures runs first in 
 are taken within a round. Rates of copies to host memory and of replication are limited, since a toy
 model would hide all of them: a capture of the whole state takes --dense-copy iterations.
 
-Without a hot spare workers are new processes, whose start takes most of a recovery on a CPU.
-`start` is that time; `warm` is ETTR without it. PLT: share of all tokens whose updates were lost.
+With --quick workers are forks of one process that has imported the program, like hot spares;
+otherwise they are new processes, whose start takes most of a recovery on a CPU. `start` is that
+time; `warm` is ETTR without it. PLT: share of all tokens whose updates were lost.
 
 Exit status: 0 done, 1 a row that promises equal bits ended with other bits, 2 no result.
 """
@@ -77,7 +78,8 @@ class CompareBench(Bench):
     @classmethod
     def add_flags(cls, parser: argparse.ArgumentParser) -> None:
         add = parser.add_argument
-        add('--quick', action='store_true', help='one round of a shorter job, fewer faults')
+        add('--quick', action='store_true', help='minutes: one round of a shorter job, fewer '
+            'faults, forked workers')  # fmt: skip
         add('--rows', default='all', help=f'some of {",".join(ROWS)} (default: all but windows and '
             'windows-frozen)')  # fmt: skip
         for name, (what, quick, full) in _SIZES.items():
@@ -100,7 +102,7 @@ class CompareBench(Bench):
                 f'--iterations {args.iterations}: must be at least {least}, 8 x --interval'
             )
         try:
-            args.rows = chosen(args.rows)
+            args.rows = list(chosen(args.rows, args.quick))
         except ValueError as error:
             parser.error(str(error))
 
@@ -111,7 +113,7 @@ class CompareBench(Bench):
                  if math.gcd(n, args.interval) == 1)  # fmt: skip
         self._course = Course(
             data, output, args.iterations, _INTERVALS_OF_WARM_UP * args.interval, next(apart),
-            args.interval, args.window,
+            args.interval, args.window, args.quick,
         )  # fmt: skip
         self._plain: dict[tuple[int, bool], Lived] = {}
         """Plain Megatron, by round, and whether optimizers are copies."""
@@ -173,6 +175,11 @@ class CompareBench(Bench):
             f'Copies to host memory are limited to {1000 * course.copy_gb_per_s:.4g} MB/s, sends '
             f'of windows to {1000 * course.network_gb_per_s:.4g} MB/s a rank, but not in rows '
             'with *.'
+        )
+        yield (
+            'Workers are forks of a process that has imported the program, as warm as hot spares.'
+            if course.fork
+            else 'Workers are new processes, unless a row has a hot spare.'
         )
         measured = course.iterations - course.warm_up
         for name, way in report.ways.items():

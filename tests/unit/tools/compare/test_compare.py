@@ -47,7 +47,7 @@ ROLLED_BACK = logged(
     (9, 4), (10, 5), (11, 6), (12, 7), (13, 8), (14, 9), (15, 10),
 )  # fmt: skip
 RESTARTED = Lived(Trained(ROLLED_BACK, SAME, []), [5.5], [0.0, 0.5, 7.5], 4000)
-COURSE = Course(Path(), Path(), 12, 0, 4, 3, 'auto')
+COURSE = Course(Path(), Path(), 12, 0, 4, 3, 'auto', fork=True)
 
 
 def test_figures_are_relative_to_plain_megatron() -> None:
