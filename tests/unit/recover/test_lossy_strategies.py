@@ -16,7 +16,7 @@ from moevement_ext.config import DYNAMIC, MOC
 from moevement_ext.events import Recovered, Replanned, TokensLost
 from moevement_ext.faults import Phase
 from moevement_ext.memory.window.name import WindowName
-from moevement_ext.plan.replanning import Cycle, PlanParameters
+from moevement_ext.plan.replanning import Cycle
 from moevement_ext.plan.strategy import moc
 from moevement_ext.protect.disk_tier import DiskTier
 from moevement_ext.protect.expert_ledger import ExpertLedger
@@ -220,7 +220,7 @@ def losses(lived: Lived) -> list[Any]:
 
 def test_too_great_a_loss_doubles_the_experts() -> None:
     faults = [Fault(1, Phase.FORWARD, 11)]
-    announced: list[PlanParameters | None] = []
+    announced: list[bool] = []
     adopted: list[int] = []
 
     def awaited(job: ThreadedJob, rank: int, trainer: FakeTrainer) -> None:
@@ -231,13 +231,16 @@ def test_too_great_a_loss_doubles_the_experts() -> None:
         if trainer.iteration == ITERATIONS - 1:
             wait_for(lambda: len(adopted) >= STAGES)
 
+    def leads(replanner: Replanner, start: int) -> None:
+        announced.append(replanner._store.check(['plan/newest']))
+
     def adopts(rank: Protection, plan: Cycle) -> None:
         adopted.append(plan.experts)
 
     with pytest.MonkeyPatch.context() as waiting:
         spy(waiting, ThreadedJob, 'note', awaited, after=True)
         spy(waiting, Protection, '_adopt', adopts, after=True)
-        spy(waiting, Replanner, '_announce', lambda _, chosen: announced.append(chosen), after=True)
+        spy(waiting, Replanner, '_lead', leads, after=True)
         waiting.setattr(moc, 'LOST_SHARE', 0.05)
         lived = launch(faults, experts=DYNAMIC)
     assert max(event.share for event in lived.lost) > 0.05
