@@ -44,17 +44,17 @@ def check_loaded(iteration: int, dense_iteration: int) -> None:
 
 
 def check_limits(rank: Rank, reserved: Reserved | None, joining: bool) -> None:
-    """Check the limit of open files that a recovery needs. Training thread.
+    """Check the system limits that a recovery needs. Training thread.
 
     `reserved` is None for unprotected training; `joining`: this process replaces a lost one.
-    Raises `HostMemoryError` if it is too low on this rank, and protection is required.
+    Raises `HostMemoryError` if a limit on this rank is too low, and protection is required.
     """
     if reserved is None or joining:
         return
-    reason = limits.shortage_of_files()
-    if reason is not None and rank.config.strict:
-        raise HostMemoryError(reason)
-    if reason is not None:
+    ranks = len(reserved.memory.plan.ranks)
+    for reason in limits.shortages(ranks, limits.over_infiniband(rank.backend)):
+        if rank.config.strict:
+            raise HostMemoryError(reason)
         rank.events.reduced(reason)
 
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limits of the container and of the system: memory, cores, open files.
+"""Limits of the container and of the system: memory, cores, threads, open files, locked memory.
 
 The kernel charges tmpfs pages to the cgroup of the process that made them, like its own memory, and
 cannot write them out. Over the limit the kernel kills processes. Page cache is charged as well, but
 the kernel reclaims it first, so page cache counts as free.
 
 A recovery connects new process groups before the old ones are destroyed, so a rank temporarily has
-twice the open files. Checked before iteration 1, with all groups connected.
+twice the open files and threads. Checked before iteration 1, with all groups connected.
 """
 
 import os
@@ -24,6 +24,9 @@ _FILES_PER_PEER = 8
 _FILES = 'raise it to that (ulimit -n, LimitNOFILE= of systemd, --ulimit nofile= of Docker)'
 # Further files of a recovery: connections to holders of replicas and logs, checkpoints.
 _OPENED_BESIDE = 64
+# Upper bound of memory that communication libraries lock in a rank with doubled groups.
+_LOCKED_BYTES = 2**30
+_INFINIBAND = Path('/sys/class/infiniband')
 CONNECTIONS_OF_A_RANK = 16
 """Upper bound of a rank's connections to the launcher's store, in a recovery."""
 # Other files of an agent of torchrun: pipes and logs of its workers.
@@ -45,18 +48,13 @@ def require_files(connected: int) -> None:
         raise UserError(f'a rank may take {needed} open files, and the limit is {limit}: {_FILES}')
 
 
-def shortage_of_files() -> str | None:
-    """Message, with the remedy, if a recovery could open too few files in this process.
+def shortages(ranks: int, locks_memory: bool) -> list[str]:
+    """Messages about limits that are too low for a recovery, with remedies.
 
-    Raises the soft limit as far as the hard limit allows.
+    Raises soft limits as far as the hard limits allow. `ranks` counts those of this node;
+    `locks_memory`: collectives use InfiniBand, if the node has it.
     """
-    needed = 2 * len(os.listdir('/proc/self/fd')) + _OPENED_BESIDE
-    limit = _raised(resource.RLIMIT_NOFILE, needed)
-    if limit is None:
-        return None
-    return (
-        f'a recovery may take {needed} open files of each rank, and the limit is {limit}: {_FILES}'
-    )
+    return [*_files(), *_threads(ranks), *(_locked() if locks_memory else ())]
 
 
 def shortage_of_agent(ranks: int) -> str | None:
@@ -76,6 +74,47 @@ def shortage_of_agent(ranks: int) -> str | None:
         'systemd, --ulimit nofile= of Docker), or serve the store with python -m '
         'moevement_ext.store (--sparse-ckpt-store)'
     )
+
+
+def over_infiniband(backend: str) -> bool:
+    """True if collectives of this backend lock memory on this node."""
+    return backend == 'nccl' and _INFINIBAND.is_dir() and any(_INFINIBAND.iterdir())
+
+
+def _files() -> Iterator[str]:
+    needed = 2 * len(os.listdir('/proc/self/fd')) + _OPENED_BESIDE
+    limit = _raised(resource.RLIMIT_NOFILE, needed)
+    if limit is not None:
+        yield (
+            f'a recovery may take {needed} open files of each rank, and the limit is {limit}: '
+            f'{_FILES}'
+        )
+
+
+def _threads(ranks: int) -> Iterator[str]:
+    needed = len(os.listdir(THIS_PROCESS / 'task'))
+    left = processes_left(THIS_PROCESS)
+    if left is not None and left < ranks * needed:
+        yield (
+            f'a recovery may take {ranks * needed} more threads on this node, and the control '
+            f'group leaves {left}: raise pids.max (--pids-limit of Docker, podPidsLimit of '
+            f'Kubernetes, TasksMax= of systemd)'
+        )
+    limit = _raised(resource.RLIMIT_NPROC, 2 * ranks * needed)
+    if limit is not None and os.geteuid() != 0:
+        yield (
+            f'the ranks of this node may have {2 * ranks * needed} threads in a recovery, and the '
+            f'limit of this user is {limit}: raise it (ulimit -u, LimitNPROC= of systemd)'
+        )
+
+
+def _locked() -> Iterator[str]:
+    limit = _raised(resource.RLIMIT_MEMLOCK, _LOCKED_BYTES)
+    if limit is not None:
+        yield (
+            f'a recovery registers buffers with InfiniBand again, and only {limit} bytes may be '
+            f'locked: ulimit -l unlimited (LimitMEMLOCK= of systemd, --ulimit memlock=-1 of Docker)'
+        )
 
 
 def _raised(kind: int, needed: int, process: int = 0) -> int | None:
@@ -131,6 +170,12 @@ def memory_left(process: Path = THIS_PROCESS) -> _MemoryLeft | None:
     available = _available(process.parent / 'meminfo')
     found += [] if available is None else [_MemoryLeft(available, None)]
     return min(found, key=lambda left: left.nbytes, default=None)
+
+
+def processes_left(process: Path = THIS_PROCESS) -> int | None:
+    """Threads left below the limits, as for `memory_left`; None: no limit."""
+    found = (_threads_left(group) for _, group in _groups(process, 'pids'))
+    return min((left for left in found if left is not None), default=None)
 
 
 def cores_left(process: Path = THIS_PROCESS) -> float:
@@ -197,6 +242,11 @@ def _available(meminfo: Path) -> int | None:
         return None
     found = (line.split()[1] for line in lines if line.startswith('MemAvailable:'))
     return next((int(kib) * 1024 for kib in found), None)
+
+
+def _threads_left(group: Path) -> int | None:
+    limit, used = (_limit(group / name) for name in ('pids.max', 'pids.current'))
+    return None if limit is None or used is None else max(limit - used, 0)
 
 
 def _cores(group: Path, version: _Version) -> float | None:

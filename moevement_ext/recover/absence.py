@@ -6,26 +6,37 @@ over would then make the other ranks delete their windows. So a job whose window
 once, and are not complete now, starts over only with an explicit flag. The same applies to a job
 that finds no complete window while a machine has windows under another name (of a container that is
 gone), in a format that only another release reads, or in files that cannot be read now.
+
+Without `--sparse-ckpt-run-id` a mistyped flag makes another run: the start names runs of which that
+is likely.
 """
 
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from functools import partial
 
 import msgspec
 
 from moevement_ext.config import SparseCheckpointConfig
 from moevement_ext.errors import SparseCheckpointError, UserError
+from moevement_ext.logger import logger_of
+from moevement_ext.membership.rank import Rank
 from moevement_ext.memory.holder_lock import is_held
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.format import Expected
 from moevement_ext.memory.window.name import HeldWindow, RankIdentity, Window, names_in, patiently
 from moevement_ext.memory.window.refusal import UnreadableWindow
-from moevement_ext.memory.window.settings import of_same_training
+from moevement_ext.memory.window.settings import of_same_training, told
+
+logger = logger_of(__name__)
 
 FLAG = '--sparse-ckpt-forget'
 MEMORY, DISK = '--sparse-ckpt-dir', '--sparse-ckpt-disk'
+_RUN_ID = '--sparse-ckpt-run-id'
 _NAMED = 8
+# Maximum number of differences: a run with more is another job, not a mistake.
+_MOST = 4
 
 
 class Traces(msgspec.Struct, frozen=True):
@@ -135,6 +146,24 @@ def some(names: Sequence[object]) -> str:
     return f'{shown} and {rest} more' if rest > 0 else shown
 
 
+def name_other_runs(store: NodeStore, rank: Rank) -> None:
+    """Name other runs with windows on rank 0's node that differ in few settings, by these.
+
+    Collective, when the run has no windows. `UserError` with `--sparse-ckpt-strict` if one differs
+    in its id alone, as jobs of a chain with Slurm's ids do; it may live on other nodes.
+    """
+    alone = ''
+    looks = rank.number == 0 and rank.config.run_id is None
+    with suppress(OSError):
+        for run_id in sorted(path.name for path in store.root.iterdir()) if looks else ():
+            with suppress(SparseCheckpointError, OSError):  # no run, or nothing of ours
+                if run_id != store.run_id:
+                    alone = _told(NodeStore(store.root, run_id, store.path.name), rank) or alone
+    said = rank.exchange('other-runs', alone.encode())[0].decode()
+    if said and rank.config.strict:
+        raise UserError(f'--sparse-ckpt-strict: {said} To start over give it its own {_RUN_ID}.')
+
+
 def of_other_names(
     store: NodeStore, identity: RankIdentity, layouts: Collection[str] = ()
 ) -> dict[str, int]:
@@ -169,3 +198,23 @@ def _newest(other: NodeStore, store: NodeStore, identity: RankIdentity) -> int:
     elif not of_same_training(file.header(0).placed, identity.placed):
         return -1
     return newest.name.start
+
+
+def _told(other: NodeStore, rank: Rank) -> str:
+    """Name `other` in the log if it may be meant; returns the text if its id alone differs."""
+    windows = other.scan()
+    if not windows or is_held(other.holder_path(windows[0].holder) / 'lock'):
+        return ''
+    header = WindowFile.open(windows[0].path).header(0)
+    lines = Expected.of(rank.identity).differs(header).decisive
+    differing = [line for line in lines if not line.startswith(f'{_RUN_ID}:')]
+    if not header.settings or len(differing) > _MOST:
+        return ''
+    said = (
+        f'nothing is found of the run {rank.run_id}; windows of {other.run_id}, from iteration '
+        f'{header.start} on, are not used, as it differs in {told(differing) or "its id alone"}. '
+        'To go on from them launch as that was'
+        f'{"" if differing else f", with {_RUN_ID} {other.run_id}"}.'
+    )
+    logger.warning('%s', said)
+    return '' if differing else said

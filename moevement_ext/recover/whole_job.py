@@ -28,7 +28,7 @@ from moevement_ext.memory.window.settings import told
 from moevement_ext.memory.window.slot import SlotHeader
 from moevement_ext.plan.strategy.choice import disk_only
 from moevement_ext.recover import launched_alike
-from moevement_ext.recover.absence import FLAG, refuse_to_forget, tier_of
+from moevement_ext.recover.absence import FLAG, name_other_runs, refuse_to_forget, tier_of
 from moevement_ext.recover.conversion import Conversion
 from moevement_ext.recover.inventory import Inventory, candidates, take_stock
 from moevement_ext.recover.sources import VerifiedWindow, make_room, verified_window
@@ -114,6 +114,8 @@ def find(
         history=inventories[0].history,
     )
     forget_deaths(store.shared)  # all ranks have read them: `rank.exchange` is collective
+    if not (everything or refused):
+        name_other_runs(store, rank)
     if not complete:
         traces = [inventory.traces for inventory in inventories]
         refuse_to_forget(everything, traces, max(dense_iteration, elsewhere), rank.config)

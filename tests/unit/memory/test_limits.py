@@ -18,15 +18,15 @@ from moevement_ext.memory.limits import _MemoryLeft, cores_left, memory_left
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def output_under_limit(soft: int, hard: int, uid: int = 0) -> list[str]:
-    """Run a process under this limit: its soft limit afterwards, and the reported shortage."""
+def output_under_limit(kind: str, soft: int, hard: int, uid: int = 0) -> list[str]:
+    """Run a process under this limit: its soft limit afterwards, and the reported shortages."""
     program = (
         'import os, resource, sys\n'
         f'from moevement_ext.memory import limits\n'
-        f'resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))\n'
+        f'resource.setrlimit(resource.{kind}, ({soft}, {hard}))\n'
         f'os.setuid({uid}) if {uid} else None\n'
-        f'found = limits.shortage_of_files()\n'
-        f'print(resource.getrlimit(resource.RLIMIT_NOFILE)[0], found, sep="\\n")\n'
+        f'found = limits.shortages(2, locks_memory=True)\n'
+        f'print(resource.getrlimit(resource.{kind})[0], *found, sep="\\n")\n'
     )
     done = subprocess.run(
         [sys.executable, '-c', program], capture_output=True, text=True, cwd=ROOT, check=True
@@ -34,12 +34,23 @@ def output_under_limit(soft: int, hard: int, uid: int = 0) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_soft_limit_is_raised_and_hard_limit_named() -> None:
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    raised, nothing = output_under_limit(40, most)
-    assert int(raised) > 40 and nothing == 'None'
-    kept, line = output_under_limit(40, 40, uid=54321 if os.geteuid() == 0 else 0)
-    assert kept == '40' and 'the limit is 40: raise it' in line and 'ulimit -n' in line
+@pytest.mark.parametrize(
+    ('kind', 'least', 'remedy'),
+    [
+        ('RLIMIT_NOFILE', 40, 'ulimit -n'),
+        ('RLIMIT_MEMLOCK', 8192, 'ulimit -l'),
+        ('RLIMIT_NPROC', 1, 'ulimit -u'),
+    ],
+)
+def test_soft_limit_is_raised_and_hard_limit_named(kind: str, least: int, remedy: str) -> None:
+    _, most = resource.getrlimit(getattr(resource, kind))
+    raised = output_under_limit(kind, least, most)
+    if most == resource.RLIM_INFINITY or most > 2**30 or kind != 'RLIMIT_MEMLOCK':
+        assert int(raised[0]) > least and not any(remedy in line for line in raised[1:])
+    said = output_under_limit(kind, least, least, uid=54321 if os.geteuid() == 0 else 0)
+    assert int(said[0]) == least
+    (line,) = [line for line in said[1:] if remedy in line]
+    assert str(least) in line
 
 
 @pytest.mark.parametrize(('most', 'refused'), [(4096, False), (271, True), (272, False)])
@@ -76,6 +87,34 @@ def test_soft_limit_of_the_agent_is_raised(ranks: int, message: bool) -> None:
     assert 40 < soft <= most
     assert (soft == most) == message
     assert ('ulimit -n 16000000256' in said and '--sparse-ckpt-store' in said) == message
+
+
+def test_control_group_with_too_few_threads_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(limits, 'processes_left', lambda process: 1)
+    (line,) = [line for line in limits.shortages(2, locks_memory=False) if 'pids.max' in line]
+    assert 'leaves 1' in line
+    monkeypatch.setattr(limits, 'processes_left', lambda process: None)
+    assert not [line for line in limits.shortages(2, locks_memory=False) if 'pids.max' in line]
+
+
+@pytest.mark.parametrize('version', [1, 2])
+def test_threads_left_are_those_of_the_tightest_group(tmp_path: Path, version: int) -> None:
+    process, mount = tmp_path / 'process', tmp_path / 'cgroup'
+    process.mkdir()
+    line = '0::/pod/box' if version == 2 else '3:pids:/pod/box\n4:memory:/other'
+    (process / 'cgroup').write_text(f'{line}\n')
+    kind = 'cgroup2 none rw' if version == 2 else 'cgroup none rw,pids'
+    (process / 'mountinfo').write_text(f'31 22 0:29 / {mount} rw shared:9 - {kind}\n')
+    for path, limit in (('', '900'), ('pod', '50'), ('pod/box', 'max')):
+        (mount / path).mkdir(parents=True, exist_ok=True)
+        (mount / path / 'pids.max').write_text(f'{limit}\n')
+        (mount / path / 'pids.current').write_text('20\n')
+    assert limits.processes_left(process) == 30
+    (mount / 'pod' / 'pids.max').write_text('max\n')
+    (mount / 'pids.max').write_text('max\n')
+    assert limits.processes_left(process) is None
 
 
 UNLIMITED = 9223372036854771712

@@ -2,20 +2,37 @@
 """Where parts of windows are not there a job refuses to start, rather than forget the others."""
 
 import errno
+import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from moevement_ext.config import SparseCheckpointConfig, node_name
 from moevement_ext.errors import UserError
 from moevement_ext.memory.disk import DiskWindows
+from moevement_ext.memory.holder_lock import HolderLock
 from moevement_ext.memory.node_store import NodeStore
+from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.generations import OwnerWindows
-from moevement_ext.memory.window.name import HeldWindow, RankIdentity, Window
-from moevement_ext.recover.absence import DISK, MEMORY, Traces, refuse_to_forget
+from moevement_ext.memory.window.name import HeldWindow, RankIdentity, Window, committed_name
+from moevement_ext.memory.window.settings import RunSettings, encode
+from moevement_ext.recover.absence import DISK, MEMORY, Traces, name_other_runs, refuse_to_forget
 from moevement_ext.recover.inventory import take_stock
-from tests.unit.memory.samples import RUN, TOPOLOGY, WINDOW, capacity, commit, make_file, named
+from tests.unit.memory.samples import (
+    RUN,
+    TOPOLOGY,
+    WINDOW,
+    capacity,
+    commit,
+    make_file,
+    make_header,
+    named,
+    tmpfs_directory,
+)
 
 CONFIG = SparseCheckpointConfig(disk='/mnt/windows')
 IDENTITY = RankIdentity(RUN, TOPOLOGY, 0)
@@ -166,3 +183,89 @@ def test_windows_under_another_name_are_noticed(why: str | None, store: NodeStor
     assert found.renamed == ({'before': 6} if why is None else {})
     for node in nodes:
         node.close()
+
+
+# Other runs, one of which was probably meant
+
+FLAGS = {f'--flag-{n}': '1' for n in range(9)}
+
+
+@pytest.fixture
+def root() -> Iterator[Path]:
+    with tmpfs_directory() as shm:
+        yield with_window(shm)
+
+
+def with_window(shm: Path) -> Path:
+    before = NodeStore(shm, 'run-before', 'node0')
+    before.lock(0)
+    folder = before.holder_path(0) / '0'
+    folder.mkdir(mode=0o700)
+    file = WindowFile.create(folder / committed_name(named(6)), capacity())
+    file.begin(named(6))
+    settings = encode(RunSettings({'--sparse-ckpt-run-id': 'run-before', '--lr': '0.1', **FLAGS}))
+    for slot in range(WINDOW):
+        header = make_header(slot, start=6)
+        file.reserve_slot(slot, header.payload_bytes)
+        file.seal_slot(msgspec.structs.replace(header, settings=b'' if slot else settings))
+    before.close()
+    # As in a container that was started again.
+    (before.holder_path(0) / 'lock').write_text(f'{os.getpid()} on node0')
+    return shm
+
+
+def said(
+    root: Path,
+    caplog: pytest.LogCaptureFixture,
+    run_id: str | None = None,
+    strict: bool = False,
+    **flags: str,
+) -> str:
+    settings = RunSettings({'--sparse-ckpt-run-id': 'run-now', '--lr': '0.1', **FLAGS, **flags})
+    rank = SimpleNamespace(
+        run_id='run-now',
+        number=0,
+        exchange=lambda name, own: [own],
+        config=SparseCheckpointConfig(run_id=run_id, strict=strict),
+        identity=RankIdentity('now', TOPOLOGY, 0, settings),
+    )
+    with caplog.at_level(logging.WARNING):
+        name_other_runs(NodeStore(root, 'run-now', 'node0'), rank)  # type: ignore[arg-type]
+    return caplog.text
+
+
+@pytest.mark.parametrize(
+    ('flags', 'named'),
+    [
+        (
+            {'--lr': '0.2'},
+            'differs in --lr: was 0.1, is 0.2. To go on from them launch',
+        ),
+        ({}, 'as that was, with --sparse-ckpt-run-id run-before.'),
+        (dict.fromkeys(FLAGS, '2'), ''),  # another job
+    ],
+)
+def test_run_that_was_probably_meant_is_named(
+    flags: dict[str, str], named: str, root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (root / 'a file').write_text('')
+    (root / 'run-broken' / 'node0' / '0' / '0').mkdir(parents=True, mode=0o700)
+    text = said(root, caplog, **flags)
+    assert named in text and bool(text) == bool(named)
+    assert not named or 'windows of run-before, from iteration 6 on' in text
+
+
+def test_strict_start_stops_at_a_run_that_differs_in_its_id_alone(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(UserError, match='-strict: .*with --sparse-ckpt-run-id run-before'):
+        said(root, caplog, strict=True)
+    caplog.clear()
+    assert said(root, caplog, run_id='run-now', strict=True) == ''
+    assert 'run-before' in said(root, caplog, strict=True, **{'--lr': '0.2'})
+
+
+def test_live_job_is_ignored(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    lock = HolderLock(root / 'run-before' / 'node0' / '0' / 'lock')
+    assert said(root, caplog) == ''
+    lock.release()
