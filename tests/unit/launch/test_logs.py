@@ -23,6 +23,19 @@ def test_all_attempts_of_a_rank_share_one_log(job: Job, tmp_path: Path) -> None:
     assert (logs / 'rank1.log').read_text() == 'importing\nother\n'
 
 
+def test_without_logs_each_line_names_the_rank(
+    job: Job, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job.finish_when = lambda: len(job.started(0)) == 2
+    assert job.run('0.0=print:first', '0.0=kill', '0.1=print:second', nodes=2) == 0
+    assert sorted(capsys.readouterr().out.splitlines()) == [
+        '[rank 0] first',
+        *['[rank 0] importing'] * 2,
+        '[rank 0] second',
+        '[rank 1] importing',
+    ]
+
+
 def test_workers_survive_the_loss_of_the_log_directory(
     job: Job, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

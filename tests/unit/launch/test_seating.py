@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -62,6 +63,21 @@ def test_free_host_comes_first() -> None:
     seats = seating(4)
     seats.lose('n3')
     assert seats.choices(3, ['n0', 'n1', 'n2', 'n9'])[:2] == ['n9', 'n1']
+
+
+def test_two_nodes_are_left_and_copies_share_a_node() -> None:
+    seats = seating(2)
+    seats.lose('n1')
+    assert seats.exposed(1, 'n0') == 2
+    seats.take(1, 'n0')
+    assert seats.guests == {1: 'n0'}
+
+
+@pytest.mark.parametrize('replicas', [0, 1])
+def test_without_copies_no_rank_is_exposed(replicas: int) -> None:
+    seats = seating(2, replicas=replicas)
+    seats.lose('n1')
+    assert seats.exposed(1, 'n0') == 2 * replicas
 
 
 def test_returning_host_takes_its_former_seat() -> None:

@@ -64,6 +64,28 @@ def test_staged_stop_keeps_the_worker_alive(job: Job) -> None:
     assert states == ['stopped']
 
 
+def test_staged_node_kill_removes_workers_and_memory(job: Job, tmp_path: Path) -> None:
+    for place in ('run/node0/0', 'run/node1/2', 'other/node1/2'):
+        (tmp_path / 'memory' / place).mkdir(parents=True)
+    left: list[list[str]] = []
+
+    def look(event: FaultStaged) -> None:
+        left.append(sorted(str(p.relative_to(tmp_path)) for p in tmp_path.glob('memory/*/*')))
+
+    job.on(FaultStaged, look)
+    job.finish_when = lambda: len(job.started()) == 6
+    flags = (
+        f'--sparse-ckpt-dir={tmp_path / "memory"}',
+        '--sparse-ckpt-run-id',
+        'run',
+        '3.0=print:iteration 2/',
+    )
+    fault = StagedFault(StagedAction.KILL_NODE, 1, 2)
+    assert job.run(*flags, nodes=2, workers_per_node=2, faults=(fault,)) == 0
+    assert ended(job) == {0: [0], 1: [0], 2: [-9, 0], 3: [-9, 0]}
+    assert left == [['memory/other/node1', 'memory/run/node0']]
+
+
 @pytest.mark.parametrize('told', [True, False])
 def test_staged_node_kill_removes_the_memory_that_workers_reported(
     job: Job, told: bool, tmp_path: Path

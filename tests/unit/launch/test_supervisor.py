@@ -153,6 +153,14 @@ def test_errors_caused_by_a_lost_worker_are_not_program_failures(job: Job) -> No
     assert ended(job) == {0: [-9, -9, -9, 0], 1: [3, 3, 3, 0]}
 
 
+def test_restart_of_all_workers_counts_once(job: Job) -> None:
+    job.finish_when = lambda: False
+    flags = ('1.0=kill', '0.1=kill', '1.2=kill')
+    assert job.run(*flags, survive=False, nodes=2, max_restarts=2) == 1
+    assert failure(job).endswith('and --max-restarts 2 is used up.')
+    assert len(job.started()) == 6
+
+
 @pytest.mark.parametrize('logged', [True, False])
 def test_program_failing_at_start_ends_the_job_with_its_last_lines(
     job: Job, logged: bool, tmp_path: Path
@@ -299,6 +307,16 @@ def test_exhausted_restart_budget_ends_the_job(job: Job) -> None:
     assert failure(job).endswith('ended with exit status 5 and --max-restarts 1 is used up.')
     assert ended(job) == {0: [-9], 1: [-9, 5]}
     assert psutil.Process().children() == before
+
+
+def test_repeated_program_failures_end_the_job(job: Job) -> None:
+    job.finish_when = lambda: False
+    flags = ('0.0=kill', *(f'0.{attempt}=exit:3' for attempt in range(1, 9)))
+    assert job.run(*flags, nodes=2) == 1
+    assert 'rank 0' in failure(job)
+    assert 'ended with exit status 3; it failed by itself 3 times' in failure(job)
+    assert failure(job).splitlines()[-1] == '    importing'
+    assert ended(job) == {0: [-9, 3, 3, 3], 1: [-9]}
 
 
 def test_whole_job_exit_is_no_program_failure(job: Job) -> None:

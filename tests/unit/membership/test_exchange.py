@@ -9,6 +9,8 @@ from datetime import timedelta
 import msgspec
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.distributed import PrefixStore, TCPStore
 
 from moevement_ext.membership import exchange
@@ -52,6 +54,20 @@ def test_joining_process_gives_its_own_agreement(store: PrefixStore, alone: None
 LIMIT = 1 << 20
 """Replaces the real limits, which would need as much memory."""
 BOMB = zlib.compress(bytes(64 * LIMIT), 9)
+
+
+@given(st.binary(max_size=2000))
+def test_packed_bytes_are_unpacked(content: bytes) -> None:
+    assert exchange.unpacked(exchange.packed(content)) == content
+    assert exchange.unpacked(exchange.packed(content), len(content)) == content
+
+
+@given(st.binary(max_size=200))
+def test_arbitrary_bytes_raise_only_value_errors(content: bytes) -> None:
+    try:
+        exchange.unpacked(content)
+    except ValueError:
+        pass
 
 
 def readers() -> dict[str, Callable[[TCPStore], object]]:

@@ -284,3 +284,12 @@ def test_hot_spares_count_only_while_memory_is_unreserved(
     with pytest.raises(HostMemoryError, match='hot spares take 1.00 GiB .--spares 0: none., but'):
         plan.check(None, shm / 'run1', machine.process)
     HostMemoryPlan({}).check(None, shm / 'run1', machine.process)
+
+
+def test_reserved_files_are_not_counted_again(machine: Machine, shm: Path) -> None:
+    machine.be_in('/job')
+    machine.group('job', 2**20, 2**19)
+    (shm / 'run1' / '0').mkdir(parents=True)
+    (shm / 'run1' / '0' / 'window').write_bytes(bytes(2**19))
+    rank = RankMemory(own_windows=2**20, replicas=0, ledger=0)
+    HostMemoryPlan({0: rank}).check(None, shm / 'run1', machine.process)

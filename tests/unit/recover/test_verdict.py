@@ -191,6 +191,13 @@ def test_other_bits_of_one_rank_end_the_job(job: Job) -> None:
 
 
 @given(job=jobs())
+def test_the_newest_committed_iteration_wins(job: Job) -> None:
+    verdict = job.verdict()
+    if isinstance(verdict, Localized):
+        assert verdict.target == job.target
+
+
+@given(job=jobs())
 def test_exactly_the_stages_that_lost_something_replay_whole(job: Job) -> None:
     verdict = job.verdict()
     if isinstance(verdict, WholeJob):

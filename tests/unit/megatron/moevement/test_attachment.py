@@ -297,3 +297,23 @@ def test_schedule_that_differs_from_the_plan_is_refused(
     with pytest.raises(Raised, match=f'ConfigurationError: .*{message}'):
         run(partial(with_other_schedule, change=change, runs=runs), directory)
     assert not (directory / 'updated').exists()
+
+
+def takes_its_device(directory: Path) -> list[str]:
+    from moevement_ext.job import own_device
+
+    done: list[str] = []
+    build = small_gpt.build
+    own_device.take = lambda: done.append('device')
+
+    def noted(*configurations: Any) -> Any:
+        done.append('build')
+        return build(*configurations)
+
+    small_gpt.build = noted
+    with attached(directory):
+        return done
+
+
+def test_device_is_set_before_the_model_is_built(directory: Path) -> None:
+    assert run(takes_its_device, directory) == ['device', 'build']

@@ -150,6 +150,16 @@ def test_shrunk_log_can_grow_again(shm: Path) -> None:
         assert reports.count() == 0
 
 
+def test_grow_cancels_a_pending_shrink(shm: Path) -> None:
+    with large(shm / 'log', Reports()) as log:
+        log.shrink(4 * mmap.PAGESIZE)
+        log.grow(8 * mmap.PAGESIZE)
+        for iteration in range(8):
+            log.append(iteration, DOWN, page(iteration))
+        assert [value(log, iteration, DOWN, 0) for iteration in range(8)] == list(range(8))
+        assert pages(shm / 'log') == 8
+
+
 def test_pages_are_released_after_their_readers(shm: Path) -> None:
     """A reader would otherwise find zeros, in pages that are never released."""
     with large(shm / 'log', Reports()) as log:

@@ -108,6 +108,15 @@ def test_tensor_is_released_before_its_checksum(log: UpstreamLog, reports: Repor
     assert seen.get(timeout=DEADLINE_S)
 
 
+def test_first_iteration_is_the_first_logged_one(log: UpstreamLog) -> None:
+    assert log.first_iteration is None
+    log.drop_until(3)
+    assert log.first_iteration is None
+    log.append(7, DOWN, region(7))
+    log.append(8, DOWN, region(8))
+    assert log.first_iteration == 7
+
+
 def test_going_back_without_rewind_is_an_error(log: UpstreamLog) -> None:
     log.append(7, DOWN, region(7))
     with pytest.raises(ValueError, match='must rewind'):

@@ -28,6 +28,10 @@ MODEL = (
 LAYOUT = '--pipeline-model-parallel-size 2 --expert-model-parallel-size 2'.split()
 ELASTIC = ['--sparse-ckpt-elastic', 'restart']
 RANKS = 4
+TENSOR_PARALLEL = '--tensor-model-parallel-size 2 --sequence-parallel --swiglu'.split()
+ETP_1, ETP_2 = ([*TENSOR_PARALLEL, '--expert-tensor-parallel-size', size] for size in ('1', '2'))
+INTERLEAVED = ['--moe-mlp-glu-interleave-size', '16']
+CYCLIC, SHARED = ['--dataloader-type', 'cyclic'], '--no-data-sharding'
 
 Capture = Callable[..., Path]
 
@@ -106,6 +110,25 @@ def test_other_layouts_continue_or_are_refused_with_a_reason(
     assert all(part in line for part in said), line
 
 
+@pytest.mark.parametrize('slurm', [None, '456'])
+def test_start_under_another_name_does_not_find_the_run(
+    slurm: str | None,
+    capture: Capture,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.delenv('SLURM_JOB_ID', raising=False)
+    if slurm is not None:
+        monkeypatch.setenv('SLURM_JOB_ID', slurm)
+    directory = capture(4)
+    assert main(['check', str(directory), '--', *MODEL, *LAYOUT]) == 1
+    start = 'run-' if slurm is None else 'slurm-456: '
+    assert f'no, the run is called {RUN}, and a start from here would be {start}' in (
+        said := capsys.readouterr().out
+    )
+    assert said.endswith(f'give --sparse-ckpt-run-id {RUN}\n')
+
+
 def test_a_damaged_file_is_named(capture: Capture, capsys: pytest.CaptureFixture[str]) -> None:
     directory = capture(4)
     path = next(directory.rglob('2/2/window-*'))
@@ -115,3 +138,27 @@ def test_a_damaged_file_is_named(capture: Capture, capsys: pytest.CaptureFixture
     assert found == 1
     assert lines[0].startswith(f'{path}: 100 bytes')
     assert lines[1] == f'{RUN}, window 4-plan1: no, there is none of the ranks 2 here'
+
+
+@pytest.mark.parametrize(
+    ('captured', 'flags', 'ranks', 'said'),
+    [
+        (ETP_1, ETP_2, 4, 'goes on, in another layout, bit for bit'),
+        ([*ETP_1, *INTERLEAVED], [*ETP_2, *INTERLEAVED], 4,
+         'no, --moe-mlp-glu-interleave-size mixes the rows of experts: start with '
+         '--expert-tensor-parallel-size 1'),
+        (CYCLIC, CYCLIC, 2, 'no, --dataloader-type cyclic shuffles'),
+        ([*CYCLIC, SHARED], [*CYCLIC, SHARED], 2, 'goes on, in another layout'),
+    ],
+)  # fmt: skip
+def test_window_that_a_restart_would_refuse_is_refused(
+    captured: list[str],
+    flags: list[str],
+    ranks: int,
+    said: str,
+    capture: Capture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    directory = capture(4, flags=captured)
+    _, (line,) = tried(capsys, directory, *ELASTIC, *flags, ranks=ranks)
+    assert said in line

@@ -2,8 +2,10 @@
 """The operator's view of real window files, of jobs that live and of jobs that are gone."""
 
 import errno
+import fcntl
 import json
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.generations import OwnerWindows
 from tests.unit.memory.samples import (
     PLAN,
+    WINDOW,
     capacity,
     commit,
     make_file,
@@ -22,7 +25,9 @@ from tests.unit.memory.samples import (
     write_slot,
 )
 from tools.windows.__main__ import main
-from tools.windows.found import find
+from tools.windows.export import launch_flags
+from tools.windows.found import MEMORY, Found, complete, find
+from tools.windows.pruning import live_runs
 
 RANKS = 2
 
@@ -120,6 +125,19 @@ def test_nothing_of_a_live_job_is_deleted(
     assert run.files() == before
 
 
+def test_two_that_look_at_a_dead_job_do_not_take_each_other_for_it(root: Path, run: Run) -> None:
+    run.store.close()
+    found = find(root)
+    lock = next(root.rglob('lock'))
+    with lock.open() as other:
+        fcntl.flock(other, fcntl.LOCK_SH)
+        assert live_runs(found) == []
+    lock.unlink()
+    lock.symlink_to(lock)
+    with pytest.raises(OSError, match='symbolic'):
+        live_runs(found)
+
+
 def test_windows_of_the_earlier_layout_of_a_live_job_are_kept(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -169,6 +187,21 @@ def test_prune_keeps_all_where_no_window_is_complete(root: Path, run: Run) -> No
     before = run.files()
     assert main(['prune', str(root), '--keep', '1', '--yes']) == 0
     assert run.files() == before
+
+
+def test_files_whose_deletion_was_cut_off_are_no_windows(root: Path, run: Run) -> None:
+    former = run.store.holder_path(1).rename(run.store.path / 'former-1-99')
+    run.store.close()
+    assert complete(find(root))['run1'] == []
+    assert main(['prune', str(root), '--yes']) == 0
+    assert not list(former.rglob('*.window')) and len(run.store.scan()) == 2
+
+
+def test_free_files_of_a_dead_job_are_pruned(root: Path, run: Run) -> None:
+    run.windows[0].discard(named(3))
+    run.store.close()
+    assert main(['prune', str(root), '--keep', '2', '--yes']) == 0
+    assert not any('free-' in name for name in run.files())
 
 
 def test_windows_on_disk_are_recognised_regardless_of_the_run_id(
@@ -232,6 +265,23 @@ def test_unreadable_directory_is_not_an_empty_one(
     assert not said.out
 
 
+def test_file_that_others_may_read_is_not_called_damaged(
+    root: Path, run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.store.close()
+    file = run.windows[1].file(named(3))
+    assert file is not None
+    file.path.chmod(0o644)
+    found = listed(capsys, 'verify', str(root), status=2)
+    (foreign,) = [one for one in found['files'] if one['foreign']]
+    assert foreign['problem'] == (
+        'is open to other users (mode -rw-r--r--): run as its owner, after chmod 600'
+    )
+    assert main(['prune', str(root), '--keep', '1', '--yes']) == 2
+    assert f'{file.path}: is open to other users' in capsys.readouterr().err
+    assert file.path.exists()
+
+
 # Export; what it comes to: tests/distributed/test_export.py
 
 
@@ -244,6 +294,19 @@ def saved_in(directory: Path, iteration: int) -> Path:
     directory.mkdir()
     (directory / 'latest_checkpointed_iteration.txt').write_text(f'{iteration}\n')
     return directory
+
+
+def test_one_run_is_exported(
+    root: Path, run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = Run(root, 'run2')
+    other.commit(0)
+    for one in (run, other):
+        one.store.close()
+    assert exported(root, tmp_path / 'dense', 'false') == 1
+    assert 'name the directory of one run; there is run1, run2' in capsys.readouterr().err
+    assert exported(root / 'run2', tmp_path / 'dense', 'false') == 1
+    assert 'status 1 and saved no checkpoint in' in capsys.readouterr().err
 
 
 def test_existing_checkpoint_is_neither_overwritten_nor_replaced_by_an_older_one(
@@ -280,8 +343,66 @@ def test_the_run_is_launched_with_flags_that_have_the_last_word(run: Run, tmp_pa
     assert flags[-1] == '--dist-ckpt-optim-fully-reshardable'
 
 
+@pytest.mark.parametrize(
+    'elastic', ['--sparse-ckpt-elastic restart', '--sparse-ckpt-elastic=restart']
+)
+def test_an_elastic_run_is_launched_by_its_own_name(elastic: str) -> None:
+    """It finds the directory of its layout itself."""
+    path = Path('/memory/run.0123abcd/node0/0/0/window-1-a.window')
+    newest = Found(
+        run='run.0123abcd', tier=MEMORY, rank=0, holder=0, node='node0', state='committed',
+        nbytes=0, path=path,
+    )  # fmt: skip
+    own = ['--sparse-ckpt-dir', '/memory', '--sparse-ckpt-run-id']
+    assert launch_flags(newest, Path('dense'), elastic.split())[:4] == [*own, 'run']
+    assert launch_flags(newest, Path('dense'), [])[:4] == [*own, 'run.0123abcd']
+
+
+RUN_ON = """
+import sys
+from pathlib import Path
+
+given = dict(zip(sys.argv[2::2], sys.argv[3::2]))
+iteration = int(sys.argv[1])
+while iteration < 100:
+    iteration += 1
+    ends = not iteration % int(given['--exit-interval'])
+    if ends or not iteration % int(given['--save-interval']):
+        Path(given['--save']).mkdir(exist_ok=True)
+        Path(given['--save'], 'latest_checkpointed_iteration.txt').write_text(str(iteration))
+    if ends:
+        break
+"""
+"""Upstream's loop, from an iteration on: what it saves, and where it ends."""
+
+
+@pytest.mark.parametrize('window', [0, 3, 12], ids=['older', 'newest', 'newer'])
+def test_first_iteration_after_the_resumed_window_is_saved(
+    window: int, run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The newest may prove damaged, and other nodes may have a newer one than are seen here."""
+    run.store.close()
+    dense, dense_at = tmp_path / 'dense', window + WINDOW - 1
+    assert exported(run.root, dense, sys.executable, '-c', RUN_ON, str(dense_at)) == 0
+    assert f'iteration {dense_at + 1} is in {dense}' in capsys.readouterr().out
+
+
 def listed_newest(root: Path) -> int:
     """Iteration that the newest window comes to when it is converted."""
     found = max(find(root), key=lambda one: one.start)
     assert found.slots is not None
     return found.start + found.slots - 1
+
+
+def test_stubs_of_a_twin_belong_to_the_owner(root: Path, run: Run) -> None:
+    """It goes with the rest of the run, and takes no part of it for a stranger's."""
+    stub = run.store.stub_path(1, 0)
+    run.replica.path.rename(stub)
+    found = [one for one in find(root) if one.path.parent == stub]
+    assert [(one.rank, one.holder, one.state, one.problem) for one in found] == [
+        (0, 1, 'committed', None)
+    ] * 2
+    assert complete(find(root)) == {'run1': [str(named(3)), str(named(0))]}
+    run.store.close()
+    assert main(['prune', str(root), '--keep', '0', '--yes']) == 0
+    assert not (root / 'run1').exists()

@@ -19,6 +19,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
 from megatron.training.arguments import add_megatron_arguments
+from torch.distributed import HashStore
 
 from megatron.moevement.arguments import add_arguments
 from megatron.moevement.job import flags as known_flags
@@ -26,11 +27,14 @@ from megatron.moevement.job import identity
 from megatron.moevement.job.declared import TrainingPlan, facts_of_loop, settings_of_loop
 from megatron.moevement.job.flags import not_localized, refuse_unsupported
 from moevement_ext.config import SparseCheckpointConfig
+from moevement_ext.membership.report import Report
 from moevement_ext.memory.window.format import Expected
 from moevement_ext.memory.window.name import RankIdentity
 from moevement_ext.memory.window.refusal import OtherSettings
-from moevement_ext.memory.window.settings import differences, encode
+from moevement_ext.memory.window.settings import Layout, Placed, differences, encode
 from moevement_ext.memory.window.slot import FORMAT_VERSION, SlotHeader
+from moevement_ext.recover import launched_alike
+from moevement_ext.recover.inventory import launch_of
 from tests.support.each import each
 
 ROOT = Path(__file__).resolve().parents[5]
@@ -161,6 +165,31 @@ def test_every_flag_counts_unless_listed(defaults: Namespace) -> None:
     flags = {*vars(defaults), 'timeout', 'timers'}
     misspelt = {name for name in named - flags if name not in _SET_BY_VALIDATION}
     assert misspelt == set()
+
+
+def test_new_upstream_flag_changes_the_run_and_is_named() -> None:
+    """With another value of it, windows and new processes are refused."""
+    parser = add_arguments(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
+    parser.add_argument('--moe-router-made-up-noise', type=float, default=0.0)
+    was, now = (
+        _identity_of_rank(parser.parse_args(flags))
+        for flags in ([], ['--moe-router-made-up-noise', '0.5'])
+    )
+    assert was.settings.flags['--moe-router-made-up-noise'] == '0.0'
+    assert was.run != now.run and was.topology == now.topology
+    with pytest.raises(OtherSettings, match=r'--moe-router-made-up-noise: was 0\.0, is 0\.5$'):
+        Expected.of(now).check(_captured_by(was), Path('window'))
+    store, survivor = HashStore(), Report(True, 'a', 1, [], launched=launch_of(was))
+    launched_alike.leave(store, was)
+    assert launched_alike.why_not(store, [survivor], now, strict=False) == (
+        'rank 0 has other settings than the job it joins: --moe-router-made-up-noise: the job '
+        '0.0, rank 0 0.5'
+    )
+
+
+def _identity_of_rank(args: Namespace) -> RankIdentity:
+    args.rank, args.world_size, args.data_parallel_size = 0, 4, 2
+    return identity.rank_identity(vars(args), 0, SparseCheckpointConfig(run_id='run'))
 
 
 def test_windows_of_another_strategy_are_refused() -> None:
@@ -294,3 +323,19 @@ def test_configurations_lack_the_flags_of_upstreams_trainer() -> None:
     refuse_unsupported(settings)
     assert not_localized(settings) is None
     assert '--async-save' in str(not_localized({**settings, 'async_save': True}))
+
+
+def test_rank_identity_has_layout_and_seat() -> None:
+    args = parsed('--pipeline-model-parallel-size', '2', '--use-distributed-optimizer')
+    args.rank, args.world_size, args.data_parallel_size = 0, 4, 2
+    config = SparseCheckpointConfig(run_id='run')
+    found = [identity.rank_identity(vars(args), rank, config) for rank in range(4)]
+    placed = [one.placed for one in found if isinstance(one.placed, Placed)]
+    assert [(one.seat.pipeline, one.seat.data) for one in placed] == [
+        (0, 0),
+        (0, 1),
+        (1, 0),
+        (1, 1),
+    ]
+    assert {one.layout for one in placed} == {Layout(4, pipeline=2, data=2, sharded=True)}
+    assert '--use-distributed-optimizer' in found[0].settings.layout

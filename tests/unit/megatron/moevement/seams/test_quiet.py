@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron.moevement.seams import cpu_device, quiet, without_gpu
-from moevement_ext.errors import UserError
+from moevement_ext.errors import EXIT_USER_ERROR, UserError
 
 ROOT = Path(__file__).resolve().parents[5]
 WITHOUT_GPU = {'CUDA_VISIBLE_DEVICES': '', 'TORCHDYNAMO_DISABLE': '1', 'OMP_NUM_THREADS': '1'}
@@ -91,6 +91,20 @@ def test_missing_gpu_is_refused_with_the_remedy(flags: str) -> None:
 )
 def test_cpu_flags_are_accepted_without_a_gpu(flags: str) -> None:
     quiet.refuse_without_gpu(flags.split())
+
+
+def test_trainer_without_a_gpu_ends_with_one_line() -> None:
+    result = subprocess.run(
+        [sys.executable, 'pretrain_gpt.py', '--num-layers', '4', '--sparse-ckpt'],
+        cwd=ROOT,
+        env={**os.environ, **WITHOUT_GPU},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == EXIT_USER_ERROR and result.stdout == ''
+    (line,) = result.stderr.splitlines()
+    assert line.startswith('pretrain_gpt.py: error: no GPU is visible here')
 
 
 def test_tutorial_lists_the_cpu_flags() -> None:
