@@ -68,6 +68,18 @@ def test_the_wheel_has_every_file_of_the_programs_and_no_other(wheel: Path) -> N
     assert sorted(found) == sorted(expected)
 
 
+def test_metadata_describe_the_package(wheel: Path) -> None:
+    archive = zipfile.ZipFile(wheel)
+    metadata = archive.read(f'{NAME}.dist-info/METADATA').decode()
+    assert (
+        '\n# MoEvement on Megatron-Core\n' in metadata and '\nRequires-Python: >=3.12' in metadata
+    )
+    assert '\nRequires-Dist: torch>=2.11\n' in metadata
+    assert '\nProject-URL: ' in metadata and '\nClassifier: ' in metadata
+    top = archive.read(f'{NAME}.dist-info/top_level.txt').decode().split()
+    assert top == ['megatron', 'moevement_ext']
+
+
 @pytest.fixture(scope='module')
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of the programs of a new environment that has the wheel."""
@@ -109,6 +121,14 @@ def test_the_command_has_its_programs(installed: Path, tmp_path: Path) -> None:
     assert 'window' in planned
     assert 'Figures and text' in run(tmp_path, moevement, 'simulate', 'paper')
     assert list(tmp_path.iterdir()) == []
+
+
+def test_foreign_tools_packages_do_not_collide(installed: Path, tmp_path: Path) -> None:
+    (tmp_path / 'tools').mkdir()
+    (tmp_path / 'tools' / '__init__.py').write_text('raise SystemExit("of another")')
+    run(tmp_path, installed / 'moevement', 'check', '--help')
+    said = run(tmp_path, installed / 'python', '-c', 'import moevement_ext, tools', status=1)
+    assert said == 'of another\n'
 
 
 def test_launched_job_loses_a_worker_and_is_reported(installed: Path, tmp_path: Path) -> None:

@@ -178,6 +178,13 @@ def test_agents_run_in_a_container_image(
     assert '--nodelist=n1' in asked and [flag for flag in asked if 'container' in flag] == flags
 
 
+def test_words_in_quotes_stay_together(elsewhere: Path) -> None:
+    """The launcher splits these variables in the same way."""
+    given = {'AGENT_PYTHON': APPTAINER, 'DRILL': '--text "two words"'}
+    words = command_of('slurm_drill.sbatch', elsewhere, **given)
+    assert words[words.index('--text') + 1 :][:2] == ['two words', '--']
+
+
 SRUN = """\
 #!/usr/bin/env bash
 echo "$@ $(env | grep ^SLURM_ | sort | xargs)" >"$0.asked"

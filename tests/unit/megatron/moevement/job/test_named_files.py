@@ -6,12 +6,14 @@ import os
 import re
 import socket
 import struct
+import subprocess
 import sys
 from argparse import Namespace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
 
+import megatron.core
 import numpy
 import pytest
 import torch
@@ -270,6 +272,31 @@ def test_versions_include_the_program(tmp_path: Path, monkeypatch: pytest.Monkey
     assert {'torch', 'megatron-core', 'megatron-moevement', 'python'} <= found.keys()
     program.write_text('two')
     assert found['program'] != computing.versions(on_cpu=True)['program']
+
+
+def test_checkout_before_the_installed_release_is_named(tmp_path: Path) -> None:
+    """As containers ship one: PYTHONPATH names it."""
+    (there,) = megatron.core.__path__
+    core = tmp_path / 'megatron' / 'core'
+    core.mkdir(parents=True)
+    for path in Path(there).iterdir():
+        (core / path.name).symlink_to(path)
+    information = (core / 'package_info.py').read_text()
+    (core / 'package_info.py').unlink()
+    (core / 'package_info.py').write_text(f"{information}\n__version__ = '0.20.0'\n")
+    program = (
+        'from megatron.moevement.job import computing, flags\n'
+        'found = computing.versions(on_cpu=True)\n'
+        'print(found["megatron-core"], found["folder of megatron-core"], sep=" in ")\n'
+        'print(flags.hazard({}))'
+    )
+    ours = Path(computing.__file__).parents[3]
+    path = os.pathsep.join(map(str, (ours, tmp_path)))
+    command = [sys.executable, '-W', 'ignore', '-c', program]
+    said = subprocess.check_output(command, env=os.environ | {'PYTHONPATH': path}, text=True)
+    release, warning = said.splitlines()[-2:]
+    assert release == f'0.20.0 in {core}'
+    assert f'only megatron-core 0.19.2 was checked, not {release},' in warning
 
 
 @pytest.mark.parametrize(
