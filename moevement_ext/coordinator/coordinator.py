@@ -225,9 +225,8 @@ class Coordinator:
     def _look(self, passed_s: float) -> None:
         if self.board is None:
             return
-        if (
-            passed_s > _MOST_BETWEEN_LOOKS_S
-        ):  # so messages may be under way that would end an absence
+        if passed_s > _MOST_BETWEEN_LOOKS_S:
+            # Messages may be under way that would end an absence.
             self.board.learning, self._learned_s = True, 0.0
         self._learned_s += min(passed_s, _MOST_BETWEEN_LOOKS_S)
         if self.board.learning and self._learned_s >= LEARNING_S:

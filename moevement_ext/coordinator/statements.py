@@ -176,9 +176,9 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     promises: dict[str, Promises] = {}
     """Promises in the round that it is in."""
     said: dict[str, bytes] = {}
-    """Answered of the round that it is in."""
+    """Values by name, about the round that it is in."""
     facts: dict[str, bytes] = {}
-    """Answered of the whole life of the process."""
+    """Values by name, about the whole life of the process."""
     version: int = VERSION
 
     @property

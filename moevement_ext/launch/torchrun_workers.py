@@ -135,8 +135,8 @@ class _Process:
     """What torch asks of a worker's process, as `subprocess.Popen` answers it.
 
     A thread of this object announces the worker's death, and sends its heartbeats while the worker
-    is blocked in the kernel. `dying` is set when the worker begins to
-    die; `command` and `env` are the worker's.
+    is blocked in the kernel. `dying` is set when the worker begins to die; `command` and `env` are
+    the worker's.
     """
 
     def __init__(
