@@ -13,7 +13,6 @@ _MOST = math.nextafter(math.inf, 0)
 Positive = Annotated[float, Meta(gt=0, le=_MOST, description='give a number above 0')]
 PositiveOrInfinite = Annotated[float, Meta(gt=0, description='give a number above 0 (inf: never)')]
 NotNegative = Annotated[float, Meta(ge=0, le=_MOST, description='give a number, 0 or more')]
-Number = Annotated[float, Meta(ge=-_MOST, le=_MOST, description='give a number')]
 Share = Annotated[float, Meta(ge=0, le=1, description='a share; give a number from 0 to 1')]
 Chance = Annotated[
     float, Meta(ge=0, le=math.nextafter(1, 0), description='give a number from 0 to below 1')

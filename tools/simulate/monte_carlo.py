@@ -11,10 +11,10 @@ m micro-batches through k adjacent lost stages take m + k - 1 stage times, throu
 pipeline of S stages m + S - 1. Logs between two lost stages are lost with their senders, so
 adjacent lost stages replay as one pipeline; separate ones replay in parallel.
 
-With independent gaps (Poisson, Weibull) a history begins at a failure and ends at its n-th failure,
-so that it has whole cycles and its ends add no bias. Otherwise it begins fresh and ends at a
-horizon, where work in progress counts as kept. The confidence interval is that of a ratio of means
-over independent histories (delta method).
+A history begins at a failure and ends at its n-th failure, so that it has whole cycles and its ends
+add no bias. Without failures it begins fresh and ends at a horizon, where work in progress counts
+as kept. The confidence interval is that of a ratio of means over independent histories (delta
+method).
 """
 
 import math
@@ -26,12 +26,11 @@ import numpy as np
 
 from ..model.fields import Whole, require
 from .closed_form import Costs, Dense, Sparse
-from .failures import Failures, FailureTimes, Process, Trace
 
 HISTORIES = 512
 FAILURES_PER_HISTORY = 400
-MOST_FIGURES = 200_000_000
-"""Limit of histories times nodes, or spares, given by memory."""
+MOST_FAILURES, MOST_FIGURES = 20_000_000, 200_000_000
+"""Limits of failures over all histories, and of histories times nodes, given by memory."""
 
 _ROUNDING = 1e-12
 _Z = 1.959964  # 97.5 % quantile of the normal distribution
@@ -155,16 +154,34 @@ class SparseRun(Run):
 # ---- the simulation
 
 
-class Spares(NamedTuple):
-    """Spare nodes.
+class FailureTimes(NamedTuple):
+    """Failures of several histories; arrays of shape [histories, failures]."""
 
-    A spare replaces a failed node; without a spare, the job waits until the next node is
-    repaired.
-    """
+    times: np.ndarray
+    """Seconds since the start, ascending along a row."""
+    nodes: np.ndarray
+    """The failed node, 0 .. nodes - 1."""
 
-    number: int = 0
-    repair_s: float = 0.0
-    """Seconds until a failed node becomes a spare, unless the failures have repair times."""
+
+class Process(msgspec.Struct, frozen=True):
+    """Failures with independent Weibull gaps; all nodes are equally likely to fail."""
+
+    mtbf_s: float
+    shape: float = 1.0
+    """1: the Poisson process; below 1 failures bunch, above 1 they are regular."""
+
+    def first(
+        self, rng: np.random.Generator, histories: int, count: int, nodes: int
+    ) -> FailureTimes:
+        """The first `count` failures. Raises FieldError: there are too many."""
+        rule = f'above {MOST_FAILURES} failures do not fit in memory; simulate fewer hours'
+        require(histories * count <= MOST_FAILURES, 'hours', histories * count, rule)
+        if self.shape == 1:
+            gaps = rng.exponential(self.mtbf_s, (histories, count))
+        else:
+            scale_s = self.mtbf_s / math.gamma(1 + 1 / self.shape)
+            gaps = scale_s * rng.weibull(self.shape, (histories, count))
+        return FailureTimes(gaps.cumsum(axis=1), rng.integers(nodes, size=gaps.shape))
 
 
 class Estimate(NamedTuple):
@@ -175,24 +192,16 @@ class Estimate(NamedTuple):
     failures: int
     hours: float
     lost_s: float
-    """Wall seconds lost per failure: waiting, restart, replay and repeated work; nan without
-    failures."""
+    """Wall seconds lost per failure: restart, replay and repeated work; nan without failures."""
     struck_again: float
-    waited_s: float
-    """Mean seconds that a failure waited for a spare."""
-    useful_s: np.ndarray
-    """Useful seconds of each history."""
 
 
 def simulate(
     system: Dense | Sparse | RunFactory,
-    process: Failures | None = None,
+    process: Process | None = None,
     *,
     nodes: int = 1,
-    spares: Spares | None = None,
     hours: float | None = None,
-    job_hours: float | None = None,
-    histories: int = HISTORIES,
     seed: int = 0,
 ) -> Estimate:
     """Simulate a system under failures; equal arguments give equal results.
@@ -201,60 +210,45 @@ def simulate(
         system: costs as in the closed formulas, or a factory of a Run for a number of histories.
         process: process of the failures; None: Poisson with the system's MTBF.
         nodes: nodes of the job; the failed node matters to some Runs.
-        spares: spare nodes; None: unlimited.
         hours: hours to simulate, on average, over all histories.
-        job_hours: length of each history, from a fresh start; None: histories are cut without bias,
-            or are as long as the trace.
-        histories: number of independent histories; with both hours, as many as they give.
         seed: seed of the random numbers.
 
     Raises:
         FieldError: an argument breaks its rule.
     """
-    if isinstance(process, Trace):
-        job_hours = job_hours or process.length_s / 3600
-    if hours and job_hours:
-        histories = max(2, round(hours / job_hours))
-    for name, count in (('nodes', nodes), ('spares', spares.number if spares else 0)):
-        text = f'{histories} histories of that many do not fit in memory'
-        require(histories * count <= MOST_FIGURES, name, count, text)
+    text = f'{HISTORIES} histories of that many do not fit in memory'
+    require(HISTORIES * nodes <= MOST_FIGURES, 'nodes', nodes, text)
     # Failures have a separate stream: all systems get the same ones.
     rng, run_rng = np.random.default_rng(seed).spawn(2)
     if isinstance(system, Dense):
-        run = Run(system, histories)
+        run = Run(system, HISTORIES)
     elif isinstance(system, Sparse):
-        run = SparseRun(system, histories, run_rng)
+        run = SparseRun(system, HISTORIES, run_rng)
     else:
-        run = system(histories, run_rng)
-    source = process or Process(run.costs.mtbf_s)
-    if isinstance(source, Process) and not job_hours and math.isfinite(source.mtbf_s):
-        failures = FAILURES_PER_HISTORY
-        if hours is not None:
-            failures = max(1, round(hours * 3600 / source.mtbf_s / histories))
-        played = _Histories(run, source.first(rng, histories, failures, nodes), nodes, spares)
-        played.begin_with_failure(rng.integers(nodes, size=histories))
-        return played.play(None)
-    horizon_s = FAILURES_PER_HISTORY * source.mtbf_s
-    if job_hours or hours:
-        horizon_s = 3600 * (job_hours or (hours or 0.0) / histories)
-    elif math.isinf(horizon_s):
-        horizon_s = 1000 * run.costs.unit_s
-    drawn = source.until(rng, histories, horizon_s, nodes)
-    return _Histories(run, drawn, nodes, spares).play(horizon_s)
+        run = system(HISTORIES, run_rng)
+    process = process or Process(run.costs.mtbf_s)
+    history_s = None if hours is None else 3600 * hours / HISTORIES
+    if math.isinf(process.mtbf_s):
+        never = FailureTimes(*(np.empty((HISTORIES, 0), kind) for kind in (float, int)))
+        return Histories(run, never, nodes).play(history_s or 1000 * run.costs.unit_s)
+    failures = FAILURES_PER_HISTORY
+    if history_s is not None:
+        failures = max(1, round(history_s / process.mtbf_s))
+    played = Histories(run, process.first(rng, HISTORIES, failures, nodes), nodes)
+    played.begin_with_failure(rng.integers(nodes, size=HISTORIES))
+    return played.play()
 
 
-class _Histories:
+class Histories:
     """All histories, advanced in parallel from failure to failure."""
 
-    def __init__(self, run: Run, drawn: FailureTimes, nodes: int, spares: Spares | None) -> None:
+    def __init__(self, run: Run, drawn: FailureTimes, nodes: int) -> None:
         histories = len(drawn.times)
-        self.run, self.drawn, self.spares = run, drawn, spares
+        self.run, self.drawn = run, drawn
         self.ready = np.zeros(histories)
         self.useful = np.zeros(histories)
         self.lost = np.zeros((histories, nodes), dtype=bool)
-        self.free_at = np.zeros((histories, spares.number if spares else 0))
         self.failures = self.struck_again = 0
-        self.waited_s = 0.0
         self.rows = np.arange(histories)
 
     def begin_with_failure(self, nodes: np.ndarray) -> None:
@@ -262,7 +256,7 @@ class _Histories:
         self.lost[self.rows, nodes] = True
         self.ready = self.run.recovery_s(self.lost)
 
-    def play(self, horizon_s: float | None) -> Estimate:
+    def play(self, horizon_s: float | None = None) -> Estimate:
         """Run all histories to the horizon, by default to the last failure."""
         for column in range(self.drawn.times.shape[1]):
             self._fail(column)
@@ -282,40 +276,19 @@ class _Histories:
             hours=float(wall.sum()) / 3600,
             lost_s=lost_s,
             struck_again=self.struck_again / max(1, self.failures),
-            waited_s=self.waited_s / max(1, self.failures),
-            useful_s=self.useful,
         )
 
     def _fail(self, column: int) -> None:
-        """Advance each history to its failure in this column (inf: no more failures)."""
+        """Advance each history to its failure in this column."""
         at = self.drawn.times[:, column]
-        happens = at < math.inf
-        running = happens & (at >= self.ready)
+        running = at >= self.ready
         seconds = np.where(running, at - self.ready, 0.0)
         self.useful += self.run.advance(running, seconds)
         self.lost[running] = False
-        self.lost[self.rows[happens], self.drawn.nodes[happens, column]] = True
-        back = at + self._wait_s(column, happens) + self.run.recovery_s(self.lost)
-        self.ready = np.where(happens, back, self.ready)
-        self.failures += int(happens.sum())
-        self.struck_again += int((happens & ~running).sum())
-
-    def _wait_s(self, column: int, happens: np.ndarray) -> np.ndarray | float:
-        """Seconds until a node replaces the failed one: a spare, or the repaired node itself."""
-        if self.spares is None:
-            return 0.0
-        at, repair_s = self.drawn.times[:, column], self.drawn.repair_s
-        repaired = at + (self.spares.repair_s if repair_s is None else repair_s[:, column])
-        free = repaired
-        if self.spares.number:
-            first = self.free_at.argmin(axis=1)
-            free = np.minimum(self.free_at[self.rows, first], repaired)
-            used = happens & (free < repaired)
-            self.free_at[self.rows[used], first[used]] = repaired[used]
-        waits = np.zeros(len(at))
-        waits[happens] = np.maximum(free[happens] - at[happens], 0.0)
-        self.waited_s += float(waits.sum())
-        return waits
+        self.lost[self.rows, self.drawn.nodes[:, column]] = True
+        self.ready = at + self.run.recovery_s(self.lost)
+        self.failures += len(at)
+        self.struck_again += int((~running).sum())
 
 
 def ratio_interval(useful: np.ndarray, wall: np.ndarray) -> tuple[float, float]:

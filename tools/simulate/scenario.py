@@ -18,8 +18,7 @@ from ..model.description import mtbf_s as mtbf_of
 from ..model.fields import FieldError, PositiveOrInfinite, parser_of
 from . import profile as profiles
 from .experts import draw_shares
-from .failures import Failures, Process, Trace, read_trace
-from .monte_carlo import Estimate, Pipeline, Spares, simulate
+from .monte_carlo import Estimate, Pipeline, Process, simulate
 from .profile import Profile
 from .systems import Options, System, build
 
@@ -57,35 +56,30 @@ class Scenario(NamedTuple):
     args: argparse.Namespace
     options: Options
     profile: Profile | None
-    process: Failures
+    process: Process
 
     def system(self, name: str) -> System:
         return build(name, self.options, self.profile)
 
     def simulate(self, system: System) -> Estimate:
         """Raises FieldError."""
-        args, spares = self.args, None
-        if args.spares is not None:
-            spares = Spares(args.spares, args.repair_time)
         return simulate(
             system.run or system.costs,
             self.process,
             nodes=self.options.pipeline.nodes if self.options.pipeline else 1,
-            spares=spares,
-            hours=args.hours,
-            job_hours=args.job_hours if isinstance(self.process, Trace) else None,
-            seed=args.seed,
+            hours=self.args.hours,
+            seed=self.args.seed,
         )
 
 
 def scenario(args: argparse.Namespace) -> Scenario:
     """Build the scenario of the flags. Raises FieldError, DescriptionError."""
     profile = _profile(args)
-    process = _process(args, profile)
+    process = Process(_mtbf_s(args, profile), args.weibull_shape)
     own = {name: getattr(args, name) for name in Options.__struct_fields__ if name in args}
     options = Options(
         mtbf_s=process.mtbf_s,
-        pipeline=_pipeline(args, profile, process),
+        pipeline=_pipeline(args, profile),
         shares=_shares(args, profile),
         **own,
     )
@@ -104,24 +98,13 @@ def _profile(args: argparse.Namespace) -> Profile | None:
     return profiles.derive(args.profile, given)
 
 
-def _pipeline(args: argparse.Namespace, profile: Profile | None, process: Failures) -> Pipeline:
+def _pipeline(args: argparse.Namespace, profile: Profile | None) -> Pipeline:
     base = profile.pipeline if profile else Pipeline()
     names = ('nodes', 'stages', 'micro_batches', 'copies')
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     if 'nodes' not in given and base.nodes == 1:
         given['nodes'] = given.get('stages', base.stages) * given.get('copies', base.copies)
-    made = replace(base, **given)
-    if isinstance(process, Trace) and args.nodes is None:
-        made = replace(made, nodes=max(made.nodes, process.least_nodes))
-    return made
-
-
-def _process(args: argparse.Namespace, profile: Profile | None) -> Failures:
-    if args.trace is not None:
-        if args.mtbf is not None:
-            raise FieldError('mtbf', 'has no effect; --trace fixes the failures')
-        return read_trace(args.trace)
-    return Process(_mtbf_s(args, profile), args.weibull_shape)
+    return replace(base, **given)
 
 
 def _mtbf_s(args: argparse.Namespace, profile: Profile | None) -> float:
@@ -181,6 +164,5 @@ def answer(scenario: Scenario, name: str) -> dict[str, object]:
         'simulated_hours': found.hours,
         'simulated_lost_s_per_failure': found.lost_s,
         'simulated_struck_again': found.struck_again,
-        'simulated_wait_for_spare_s': found.waited_s,
     }
     return {key: value for key, value in figures.items() if value is not None}

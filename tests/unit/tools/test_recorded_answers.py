@@ -42,10 +42,6 @@ FILES = {
     'twice.json': {**_PROFILE, 'operators': _PROFILE['operators'][:1] * 2},
     'heavy.json': {**_PROFILE, 'operators': [{'name': 'a', 'full_bytes': 1, 'weight_bytes': 2}]},
     'no-columns.csv': 'a,b\n1,2\n',
-    'no-time.csv': 'time,node,event\nx,n,failure\n',
-    'no-event.csv': 'time,node,event\n1,n,crash\n',
-    'one-moment.csv': 'time,node,event\n1,n,failure\n',
-    'few-nodes.csv': 'time,node,event\n1,a,failure\n2,b,failure\n9,a,repair\n',
 }
 """What the commands read, besides `docs`."""
 JOB = (
