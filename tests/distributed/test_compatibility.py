@@ -57,6 +57,15 @@ def test_localized_recovery_works_with_overlapping_shared_experts(
     check_localized(job, reference(*flags))
 
 
+@pytest.mark.thorough
+def test_a_worker_dies_in_a_report_of_stragglers(cluster: Make, reference: Reference) -> None:
+    flags = f'{BF16} {PP2} {UNTIED} --train-iters 12'.split()
+    job = cluster(*flags, '--log-straggler', '--sparse-ckpt-window', '3')
+    dies = 'mutations.upstream_variants:dies_in_a_report_of_stragglers'
+    assert job.survive(mutation=dies) == {1: 1}
+    check_localized(job, reference(*flags))
+
+
 # A survivor waits for the last stage between two micro-batches, and reduces no gradients meanwhile.
 HELD_BACK = [
     *f'{BF16} {PP2} {UNTIED} --overlap-grad-reduce --overlap-param-gather'.split(),

@@ -76,6 +76,7 @@ class PostStep:
         patches.wrap('megatron.training.training:evaluate', self._trusting)
         patches.wrap(_EVALUATION, self._evaluating)
         patches.wrap('megatron.training.training:save_checkpoint_and_time', self._saving)
+        patches.wrap('megatron.core.utils:StragglerDetector.report', self._trusting)
 
     def reset_loop_state(self) -> None:
         """Reset state before upstream's loop is entered again, wherever it was interrupted."""
@@ -214,7 +215,7 @@ class PostStep:
         assert self._membership is not None
         self._membership.synchronize()
         if self._membership.waits_returned:
-            raise RoundEnded('another rank was lost in an evaluation or a save')
+            raise RoundEnded('another rank was lost in a step after an iteration')
         return result
 
 
@@ -259,5 +260,6 @@ def forget_what_was_cut_off(checkpointing_context: dict[str, object] | None) -> 
     (`--ckpt-assume-constant-structure`); a new process asks the other ranks for it.
     """
     upstream.clear_metrics()
+    upstream.switch_detector_as_launched()
     for remembered in ('save_strategy', 'load_strategy', 'local_checkpoint_cache'):
         (checkpointing_context or {}).pop(remembered, None)

@@ -81,6 +81,20 @@ def clear_metrics() -> None:
     """Drop the metrics that upstream has accumulated for its log."""
     get_moe_metrics_tracker().clear()
     MTPLossLoggingHelper.clean_metrics_in_tracker()
+    training.stimer.reset()
+
+
+def switch_detector_as_launched() -> None:
+    """Set `--log-straggler` on or off as the flags say, whatever an operator has switched since.
+
+    A new process does not know of that; ranks that differ make different collectives in a report.
+    """
+    detector = training.stimer
+    if detector.world:  # it is configured, and there is a GPU
+        off = training.get_args().disable_straggler_on_startup
+        start = detector.null_method if off else detector.start_method
+        stop = detector.null_method if off else detector.stop_method
+        vars(detector).update({'_off': off, 'start': start, 'stop': stop})
 
 
 def floating_point_operations() -> float:

@@ -18,6 +18,7 @@ from megatron.core.models import backends
 from megatron.core.optimizer import clip_grads, distrib_optimizer
 from megatron.core.tensor_parallel import random
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.utils import StragglerDetector
 
 from megatron.moevement import pretrain_gpt
 from megatron.moevement.state import frozen, iteration_state
@@ -85,17 +86,27 @@ def delayed_gradients() -> None:
 
 
 def dies_within_a_layer() -> None:
-    """Rank 1 in iteration 8, first attempt, when shared experts overlap with the exchange."""
+    """When shared experts overlap with the exchange."""
+    _dies_in(SharedExpertMLP, 'pre_forward_comm')
+
+
+def dies_in_a_report_of_stragglers() -> None:
+    """The others may have made theirs, or wait in it."""
+    _dies_in(StragglerDetector, 'report')
+
+
+def _dies_in(owner: type, name: str) -> None:
+    """Rank 1 in iteration 8 or after it, first attempt."""
     if (os.environ['RANK'], os.environ['TORCHELASTIC_RESTART_COUNT']) != ('1', '0'):
         return
-    begin = SharedExpertMLP.pre_forward_comm
+    begin = getattr(owner, name)
 
-    def begin_or_die(*args: Any, **settings: Any) -> None:
+    def begin_or_die(*args: Any, **settings: Any) -> object:
         if faults._iteration >= 8:
             os.kill(os.getpid(), signal.SIGKILL)
-        begin(*args, **settings)
+        return begin(*args, **settings)
 
-    SharedExpertMLP.pre_forward_comm = begin_or_die
+    setattr(owner, name, begin_or_die)
 
 
 def different_lengths() -> None:

@@ -233,7 +233,7 @@ def test_steps_whose_waits_were_ended_do_not_count(
     monkeypatch.setattr(torch.distributed, 'barrier', lambda group=None: None)
     rank.post_step.install(SimpleNamespace(synchronize=lambda: None, waits_returned=ended))
     rank.commit()
-    evaluate, print_results, save = wrapped.values()
+    evaluate, print_results, save, report = wrapped.values()
     called: list[str] = []
 
     def evaluation() -> None:
@@ -249,6 +249,8 @@ def test_steps_whose_waits_were_ended_do_not_count(
             wrapper(step)
     done = rank.post_step.progress()
     assert (done.evaluated, done.saved, len(called)) == (not ended, not ended, 0 if ended else 2)
+    with pytest.raises(RoundEnded) if ended else nullcontext():
+        report(lambda: None)
 
 
 INTERVALS = [None, 2, OTHER]

@@ -29,6 +29,29 @@ def test_every_rank_registers_the_separate_gradient_norm(
     assert optimizer.has_grad_norm_group(MTP_GRAD_NORM_GROUP) is own
 
 
+@pytest.mark.parametrize('off', [False, True])
+def test_detector_of_stragglers_is_as_launched_again(
+    off: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An operator has switched it with a request to rank 0; a new process is as launched."""
+    detector = training.stimer
+    names = ('world', '_off', 'start', 'stop')
+    before = {name: getattr(detector, name) for name in names}
+    started, stopped = detector.start_method, detector.stop_method
+    args = Namespace(disable_straggler_on_startup=off)
+    monkeypatch.setattr(training, 'get_args', lambda: args)
+    monkeypatch.setattr(detector, 'world', 2)
+    monkeypatch.setattr(detector, '_off', not off)
+    try:
+        upstream.switch_detector_as_launched()
+        assert detector._off is off
+        unused = detector.null_method
+        assert detector.start == (unused if off else started)
+        assert detector.stop == (unused if off else stopped)
+    finally:
+        vars(detector).update(before)
+
+
 @pytest.mark.parametrize('iteration', [0, 3, 5, 6, 7, 9, 11])
 @pytest.mark.parametrize('transitions', [None, [], [6], [3, 9]])
 def test_consumed_samples_of_a_phase_match_upstream(
