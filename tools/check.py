@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from moevement_ext.errors import EXIT_USER_ERROR
 
-from .lab.arguments import Parser, at_least, split_at_end
+from .lab.arguments import program, split_at_end
 from .lab.figures import print_json
 from .lab.trainer_flags import prepare_megatron
 
@@ -34,15 +34,8 @@ _WHOLE_JOB = 'a failure restarts all workers, which recover together from window
 
 def main(argv: Sequence[str] | None = None) -> int:
     own, flags = split_at_end(argv)
-    parser = Parser(prog='moevement check', description=__doc__)
-    parser.add_argument(
-        '--nproc',
-        type=at_least(1),
-        default=os.environ.get('WORLD_SIZE'),
-        metavar='N',
-        help='ranks of the job; default: WORLD_SIZE, else the fewest that parallel sizes need',
-    )
-    parser.add_argument('--json', action='store_true', help='print JSON')
+    parser = program('check', __doc__)
+    parser.set_defaults(nproc=os.environ.get('WORLD_SIZE'))
     args = parser.parse_args(own)
     if not flags:
         parser.error('give -- and the flags of the job')

@@ -9,11 +9,10 @@ read.
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from rich.console import Console
 
-from .lab.arguments import Parser
+from .lab.arguments import program
 from .lab.digests import DigestFileError, difference_table, differences, read_digest
 from .lab.figures import print_json
 
@@ -25,11 +24,7 @@ _ONLY_GENERATORS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser(prog='moevement compare-digests', description=__doc__)
-    parser.add_argument('first', type=Path, metavar='A')
-    parser.add_argument('second', type=Path, metavar='B')
-    parser.add_argument('--json', action='store_true', help='print the differences as JSON')
-    args = parser.parse_args(argv)
+    args = program('compare-digests', __doc__).parse_args(argv)
     try:
         first, second = read_digest(args.first), read_digest(args.second)
     except DigestFileError as error:

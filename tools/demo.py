@@ -17,14 +17,13 @@ import sys
 import time
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from moevement_ext.events import Recovered, RecoveryStarted
 
-from .lab.arguments import Parser, at_least
+from .lab.arguments import program
 from .lab.benchmark import run_tool
 from .lab.digests import compare
 from .lab.errors import LabError
@@ -32,7 +31,7 @@ from .lab.evidence import kind_of, persisted, problems
 from .lab.four_ranks import NODES, STAGE_RANKS, WORKERS_PER_NODE, WORLD_SIZE, training_flags
 from .lab.history import History
 from .lab.job import Job, Kind, Trained, memory_directory, train
-from .lab.launch import Launch, add_share_gpu
+from .lab.launch import Launch
 from .lab.models import native_precision, prepare_text, sparse_flags
 from .lab.tables import say
 from .report.__main__ import render
@@ -152,13 +151,7 @@ def run_demo(args: argparse.Namespace, console: Console) -> int:
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(prog='moevement demo', description=__doc__)
-    add = parser.add_argument
-    add('--iterations', type=int, default=40, help='to train (default: 40)')
-    add('--kill-after', type=int, default=28, help='the node is lost after it (default: 28)')
-    add('--window', type=at_least(1), default=6, help='iterations a window (default: 6)')
-    add('--output', type=Path, default=Path('runs/demo'), help='folder for data, logs and the page')
-    add_share_gpu(parser)
+    parser = program('demo', __doc__)
     args = parser.parse_args(argv)
     if args.kill_after < 2 * args.window:
         parser.error(

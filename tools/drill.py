@@ -32,7 +32,7 @@ from rich.console import Console
 from moevement_ext.events import DeviceProblem
 from moevement_ext.launch.launch_config import flag_value
 
-from .lab.arguments import Flag, Parser, add_flags, at_least, split_at_end
+from .lab.arguments import program, split_at_end
 from .lab.benchmark import run_tool
 from .lab.digests import compare, read_digest
 from .lab.errors import LabError
@@ -63,7 +63,7 @@ _LEFT_OUT = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     own, flags = split_at_end(argv)
-    args = _parser().parse_args(own)
+    args = program('drill', __doc__, allow_abbrev=False).parse_args(own)
     return run_tool('drill', partial(_hold, args, flags))
 
 
@@ -187,23 +187,6 @@ def remove_memory(roots: Sequence[str], run_id: str) -> None:
         raise LabError(
             f'windows of {run_id} stay in host memory ({error}); delete them: {shlex.join(command)}'
         ) from error
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog='moevement drill', description=__doc__, allow_abbrev=False)
-    count = at_least(1)
-    add_flags(
-        parser,
-        Flag('--nodes', 'emulated nodes, without Slurm (2)', count, 2, 'N'),
-        Flag('--spare-nodes', 'spare nodes of the allocation (1)', int, 1, 'N'),
-        Flag('--workers-per-node', 'ranks on each node (1)', count, 1, 'N'),
-        Flag('--first', 'iteration to kill a worker at (20)', int, 20, 'N'),
-        Flag('--second', 'iteration to kill a node at (40)', int, 40, 'N'),
-        Flag('--iterations', 'iterations to train (60)', int, 60, 'N'),
-        Flag('--output', 'folder of logs and events, on all nodes (runs/drill-...)', Path,
-             metavar='DIR'),
-    )  # fmt: skip
-    return parser
 
 
 if __name__ == '__main__':

@@ -13,7 +13,6 @@ output line has the flags for the trainer.
 
 import argparse
 import json
-import math
 import os
 import shlex
 import shutil
@@ -27,7 +26,7 @@ import numpy as np
 
 __package__ = __package__ or 'tools'  # scripts also run this file of a checkout by its path
 
-from .lab.arguments import Parser, above_0
+from .lab.arguments import program
 from .lab.benchmark import exit_on_sigterm
 from .lab.errors import LabError
 
@@ -142,17 +141,7 @@ def _publish(new: Path, prefix: str) -> None:
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser('moevement prepare-data', description=__doc__, allow_abbrev=False)
-    add = parser.add_argument
-    add('--input', nargs='+', default=[STDLIB], metavar='PATH',
-        help='text files, JSON lines files or folders of them; "stdlib" (default) stands for the '
-        "sources of this Python's standard library")  # fmt: skip
-    add('--output-prefix', required=True, metavar='P', help='writes P.bin and P.idx')
-    ends = 'end each document with the end-of-document token'
-    add('--append-eod', action='store_true', help=ends)
-    add('--json-key', default='text', metavar='KEY', help='key of the text in a JSON line')
-    add('--limit-mb', type=above_0, default=math.inf, metavar='N',
-        help='stop once N MiB of text are read, after the piece that reaches it')  # fmt: skip
+    parser = program('prepare-data', __doc__, allow_abbrev=False)
     args = parser.parse_args(argv)
     if not Path(args.output_prefix).name or args.output_prefix.endswith('/'):
         parser.error(f'--output-prefix {args.output_prefix}: add a file name, e.g. data/text')

@@ -23,7 +23,6 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console, Group
@@ -34,7 +33,7 @@ from rich.text import Text
 from moevement_ext.events import WINDOW_EVERY_S
 
 from .lab.activity import Doing
-from .lab.arguments import Parser, above_0
+from .lab.arguments import program
 from .lab.errors import LabError
 from .lab.figures import print_json
 from .lab.following import Follower
@@ -44,16 +43,7 @@ from .lab.text import clock, duration, loss
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser(prog='moevement status', description=__doc__)
-    parser.add_argument('events', type=Path, help='folder of --sparse-ckpt-events')
-    how = parser.add_mutually_exclusive_group()
-    how.add_argument('--once', action='store_true', help='print the present state and exit')
-    how.add_argument('--json', action='store_true', help='print it as JSON and exit')
-    how.add_argument('--serve', type=_address, metavar='[HOST:]PORT', help='show it as a page; '
-                     'without HOST to this machine only')  # fmt: skip
-    parser.add_argument(
-        '--every', type=above_0, default=2.0, metavar='S', help='seconds (default: %(default)s)'
-    )
+    parser = program('status', __doc__, kinds={'address': _address})
     args = parser.parse_args(argv)
     console = Console()
     try:

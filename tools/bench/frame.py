@@ -20,9 +20,10 @@ import torch
 from rich.console import Console
 
 from ..lab import tables
-from ..lab.arguments import Parser, at_least
+from ..lab.arguments import program
 from ..lab.benchmark import prepare, run_tool
 from ..lab.errors import LabError
+from ..lab.fields import Whole, parser_of
 from ..lab.figures import Spread, write_json
 
 _LEAST_WIDTH = 100
@@ -131,6 +132,8 @@ class Bench:
     OUTPUT: ClassVar[str] = 'runs/bench'
     FIGURES: ClassVar[Mapping[str, Figure]]
     """By name, in the order of their columns."""
+    WORDS: ClassVar[Mapping[str, str]] = {}
+    """Fields of the help texts of its flags."""
 
     def __init__(self, args: argparse.Namespace, output: Path, data: Path) -> None:
         self.args, self.output, self.data = args, output, data
@@ -141,7 +144,7 @@ class Bench:
 
     @classmethod
     def add_flags(cls, parser: argparse.ArgumentParser) -> None:
-        pass
+        """Add flags whose values are known here; all others are in `flags.toml`."""
 
     @classmethod
     def check(cls, parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
@@ -185,10 +188,11 @@ class Bench:
 
     @classmethod
     def parse(cls, argv: Sequence[str] | None) -> argparse.Namespace:
-        parser = Parser(prog=cls.PROG, description=sys.modules[cls.__module__].__doc__)
+        about = sys.modules[cls.__module__].__doc__
+        parser = program(cls.PROG.removeprefix('moevement '), about, cls.WORDS)
         if cls.ROUNDS:
             about = f'rounds over all ways (default: {cls.ROUNDS})'
-            parser.add_argument('--rounds', type=at_least(1), default=cls.ROUNDS, help=about)
+            parser.add_argument('--rounds', type=parser_of(Whole), default=cls.ROUNDS, help=about)
             parser.add_argument('--output', type=Path, default=Path(cls.OUTPUT), help='of logs')
         for name, what in (('json', 'report'), ('table', 'table, for a document,')):
             about = f'write the {what} here'

@@ -22,7 +22,6 @@ from pathlib import Path
 import msgspec
 
 from ..chaos.configuration import BF16, RUN_ID, Configuration, parse_layout
-from ..lab.arguments import above_0
 from ..lab.job import Job, Kind, Trained, memory_directory, train
 from ..lab.run_log import RunLog
 from . import program
@@ -73,11 +72,6 @@ class GuestsBench(Bench):
         'seconds': Figure('guest'),
         'ratio': Figure('ratio', of=lambda one, first: one.seconds / one.spare_seconds),
     }
-
-    @classmethod
-    def add_flags(cls, parser: argparse.ArgumentParser) -> None:
-        about = 'seconds of a micro-batch on an emulated device (default: 0.6)'
-        parser.add_argument('--device', type=above_0, default=0.6, metavar='S', help=about)
 
     def __init__(self, args: argparse.Namespace, output: Path, data: Path) -> None:
         super().__init__(args, output, data)

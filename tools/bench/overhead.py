@@ -31,7 +31,6 @@ import msgspec
 from moevement_ext.events import Event, WindowCommitted, WindowOnDisk
 
 from ..lab import models, precisions
-from ..lab.arguments import at_least
 from ..lab.cpu_clock import CpuClock, file_bytes
 from ..lab.errors import LabError
 from ..lab.evidence import kind_of
@@ -119,6 +118,7 @@ class OverheadBench(Bench):
     """
 
     PROG = 'moevement bench overhead'
+    WORDS = {'narrow': ','.join(name for name in precisions.FLAGS if name != BF16)}
     FIGURES = {
         'iteration_ms': Figure('iteration (ms)', '.0f', lambda run, plain: 1000 * run.iteration_s),
         'ratio': Figure('ratio', '.3f', lambda run, plain: run.iteration_s / plain.iteration_s),
@@ -134,19 +134,10 @@ class OverheadBench(Bench):
 
     @classmethod
     def add_flags(cls, parser: argparse.ArgumentParser) -> None:
-        add = parser.add_argument
-        add('--iterations', type=int, default=12, help='iterations per run (default: 12)')
-        add('--warm-up', type=at_least(1), default=4, help='iterations to drop (default: 4)')
-        add('--only', choices=TITLES, nargs='+', default=list(TITLES),
-            help='ways to protect a run, besides plain Megatron (default: all)')  # fmt: skip
-        add('--window', default=AUTO, help='iterations, or auto (default: auto; 4 with '
-            '--precision)')  # fmt: skip
-        add('--against', type=Path, metavar='DIR', help='another checkout to compare')
-        narrow = ','.join(name for name in precisions.FLAGS if name != BF16)
-        add('--precision', metavar='NAMES', help=f'measure these, {ALL} or some of {narrow}, '
-            'besides bf16')  # fmt: skip
-        add('--stand-ins', action='store_true', help='on a CPU, with stand-ins for Transformer '
-            'Engine of the tests (default: on the first GPU, with Transformer Engine)')  # fmt: skip
+        about = 'ways to protect a run, besides plain Megatron (default: all)'
+        parser.add_argument(
+            '--only', choices=TITLES, nargs='+', default=list(TITLES), help=about
+        )  # fmt: skip
 
     @classmethod
     def check(cls, parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:

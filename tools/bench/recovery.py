@@ -32,13 +32,12 @@ import msgspec
 from moevement_ext.config import LOCALIZED, RESTART, WHOLE_JOB
 from moevement_ext.events import Event, FailureDetected, NextTier, Recovered, WorkerStarted
 
-from ..lab.arguments import at_least
 from ..lab.errors import LabError
 from ..lab.evidence import Tier, kind_of
 from ..lab.figures import medians
 from ..lab.following import read_events
 from ..lab.job import Job, memory_directory, train
-from ..lab.launch import Launch, Launcher, add_share_gpu
+from ..lab.launch import Launch, Launcher
 from ..lab.models import dense_flags, native_precision, sparse_flags
 from ..lab.run_log import RunLog
 from ..lab.torchrun import ForkingAgents
@@ -120,17 +119,9 @@ class RecoveryBench(Bench):
 
     @classmethod
     def add_flags(cls, parser: argparse.ArgumentParser) -> None:
-        add = parser.add_argument
-        add('--lose', choices=(WORKER, ALL), default=WORKER, help='workers to kill '
-            '(default: worker)')  # fmt: skip
-        add('--only', choices=TITLES, nargs='+', default=list(TITLES)[:-2], help='ways to recover '
-            '(default: all but the last two)')  # fmt: skip
-        add('--window', type=at_least(1), default=4, help='iterations per window (default: 4)')
-        add('--ballast', type=at_least(0), default=0, metavar='GB', help='size of a tmpfs file '
-            'that each worker maps, as it does the windows of a model (default: 0)')  # fmt: skip
-        add('--dense-interval', type=at_least(1), default=10, help='iterations between torch_dist '
-            'checkpoints (default: 10)')  # fmt: skip
-        add_share_gpu(parser)
+        ways = list(TITLES)
+        parser.add_argument('--only', choices=ways, nargs='+', default=ways[:-2], help='ways to '
+                            'recover (default: all but the last two)')  # fmt: skip
 
     @classmethod
     def check(cls, parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:

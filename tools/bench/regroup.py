@@ -30,7 +30,6 @@ from torch.distributed import PrefixStore, Store, TCPStore
 from moevement_ext.regroup.interruptible_store import InterruptibleStore
 from moevement_ext.regroup.process_groups import ProcessGroups
 
-from ..lab.arguments import at_least
 from ..lab.errors import LabError
 from .frame import Bench, Figure, Report
 
@@ -163,13 +162,6 @@ class RegroupBench(Bench):
 
     PROG, ROUNDS = 'moevement bench regroup', 0
     FIGURES = {'seconds': Figure('seconds', '.4f', lambda seconds, _: seconds)}
-
-    @classmethod
-    def add_flags(cls, parser: argparse.ArgumentParser) -> None:
-        add = parser.add_argument
-        add('--processes', type=int, default=4, help='even (default: 4)')
-        add('--cycles', type=at_least(1), default=1000, help='(default: 1000)')
-        add('--warm-up', type=at_least(1), default=50, help='cycles before (default: 50)')
 
     @classmethod
     def check(cls, parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:

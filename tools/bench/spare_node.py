@@ -33,7 +33,6 @@ from moevement_ext.launch.supervisor import Supervisor
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.reservation import ReservedPages, sizes_in
 
-from ..lab.arguments import above_0
 from ..lab.digests import StateDigest, kinds_of_difference, read_digest
 from ..lab.errors import LabError
 from ..lab.evidence import kind_of
@@ -143,11 +142,6 @@ class SpareNodeBench(Bench):
         'kept_gib': Figure('GiB a rank', of=lambda one, first: one.kept / 2**30),
         'in_advance_gib': Figure('GiB in advance', of=lambda one, first: one.in_advance / 2**30),
     }
-
-    @classmethod
-    def add_flags(cls, parser: argparse.ArgumentParser) -> None:
-        about = 'GiB of the log of a rank (default: 0.8)'
-        parser.add_argument('--gib', type=above_0, default=0.8, help=about)
 
     def __init__(self, args: argparse.Namespace, output: Path, data: Path) -> None:
         super().__init__(args, output, data)

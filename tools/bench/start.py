@@ -11,7 +11,6 @@ the command to the first logged iteration. The last line has the ratios of the l
 Exit status: 0 done, 2 a run failed.
 """
 
-import argparse
 import re
 import subprocess
 import sys
@@ -21,7 +20,6 @@ from collections.abc import Iterator, Mapping
 import msgspec
 import psutil
 
-from ..lab.arguments import at_least
 from ..lab.cpu_clock import memory_bytes, spent
 from ..lab.errors import LabError
 from ..lab.job import memory_directory
@@ -87,11 +85,6 @@ class StartBench(Bench):
         'cpu_ratio': Figure('CPU / plain', of=lambda one, plain: one.cpu_s / plain.cpu_s),
         'memory_ratio': Figure('MB / plain', of=lambda one, plain: one.memory / plain.memory),
     }
-
-    @classmethod
-    def add_flags(cls, parser: argparse.ArgumentParser) -> None:
-        about = 'of the job, on one node (default: 2)'
-        parser.add_argument('--workers', type=at_least(1), default=2, metavar='N', help=about)
 
     def titles(self) -> Mapping[str, str]:
         return {

@@ -44,17 +44,15 @@ import sys
 import time
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 
 from rich.console import Console
 
-from ..lab.arguments import Parser, at_least
+from ..lab.arguments import program
 from ..lab.benchmark import prepare, run_tool
 from ..lab.job import Kind, memory_directory
-from ..lab.launch import add_share_gpu
 from ..lab.tables import say
 from .campaign import Campaign
-from .configuration import HANG_TIMEOUT_S, WITHOUT_SPARES
+from .configuration import WITHOUT_SPARES
 from .elastic import ElasticCampaign, draw_lives
 from .results import NAME, Begun, Results
 
@@ -63,25 +61,10 @@ _ALWAYS = (Kind.KILL, Kind.STOP, Kind.NODE, Kind.DOUBLE)
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(prog='moevement chaos', description=__doc__)
-    add, count = parser.add_argument, at_least(1)
-    add('--faults', type=count, default=20, help='number of faults (default: 20)')
-    add('--seed', type=int, default=time.time_ns(), help='seed of all draws (default: the time)')
-    add('--configurations', type=count, help='number to draw (default: pp2-ep2 in bf16 alone)')
-    add('--kinds', help=f'of {",".join(Kind)} (default: {",".join(_ALWAYS)}; all of them with '
-        '--configurations)')  # fmt: skip
-    add('--faults-per-job', type=count, default=10, help='limit per job (default: 10)')
-    add('--hang-timeout', type=count, default=HANG_TIMEOUT_S, metavar='SECONDS',
-        help='time without a heartbeat after which a worker is replaced; on a busy machine a '
-        'starting worker may need longer (default: %(default)s)')  # fmt: skip
-    add('--output', type=Path, default=Path('runs/chaos'), help='folder for data and logs')
-    add_share_gpu(parser)
-    add('--stand-ins', action='store_true', help='with --configurations: draw state of 16 and 8 '
-        'bits as well, on stand-ins for Transformer Engine that are part of the tests (with '
-        '--share-gpu it is drawn where Transformer Engine is installed)')  # fmt: skip
-    add('--without-spares', action='store_true', help='lose nodes for good; draw layouts only')
-    add('--elastic', action='store_true', help='restart one job in drawn layouts instead')
+    words = {'kinds': ','.join(Kind), 'always': ','.join(_ALWAYS)}
+    parser = program('chaos', __doc__, words)
     args = parser.parse_args(argv)
+    args.seed = time.time_ns() if args.seed is None else args.seed
     if args.stand_ins and (args.share_gpu or not args.configurations):
         parser.error('--stand-ins needs --configurations, and a CPU: leave out --share-gpu')
     if args.without_spares:

@@ -226,6 +226,7 @@ class PeersBench(Bench):
     """Rows on the same model and text; plain Megatron before the rows beside it."""
 
     PROG, OUTPUT = 'moevement compare peers', 'runs/compare'
+    WORDS = {'rows': ','.join(PEERS)}
     FIGURES = {
         'ratio': Figure('iteration'),
         'cpu': Figure('CPU'),
@@ -243,14 +244,9 @@ class PeersBench(Bench):
     }
 
     @classmethod
-    def add_flags(cls, parser: argparse.ArgumentParser) -> None:
-        about = f'some of {",".join(PEERS)} (default: all)'
-        parser.add_argument('--rows', default=','.join(PEERS), help=about)
-
-    @classmethod
     def check(cls, parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         try:
-            names = set(named(args.rows, PEERS))
+            names = set(named(args.rows or ','.join(PEERS), PEERS))
         except ValueError as error:
             parser.error(str(error))
         names |= {PLAIN_DATA if PEERS[name].replicas_of_data else PLAIN for name in names}

@@ -29,7 +29,6 @@ from pathlib import Path
 
 from ..bench.comeback import PHASES
 from ..bench.frame import Bench, Figure, Report
-from ..lab.arguments import above_0, at_least
 from ..lab.drawing import FAILURE, MUTED, OWN, picture, subtitle
 from .measuring import RowRun, figures, goodput, pace_s, span_s
 from .rows import ROWS, chosen
@@ -42,12 +41,8 @@ _FIRST, _LAST = 0.2, 0.8
 _LEAST_NETWORK_GB_PER_S = 0.02
 # Number of intervals after which each row has a complete checkpoint.
 _INTERVALS_OF_WARM_UP = 2
-# Help and defaults by flag: with --quick, and without.
-_SIZES = {
-    'iterations': ('iterations of each job', 32, 120),
-    'faults': ('in each job', 2, 4),
-    'interval': ('iterations between dense checkpoints', 4, 6),
-}
+# Defaults by flag: with --quick, and without.
+_SIZES = {'iterations': (32, 120), 'faults': (2, 4), 'interval': (4, 6)}
 
 
 def _phase(heading: str, name: str) -> Figure:
@@ -58,6 +53,7 @@ class CompareBench(Bench):
     """Rows under the same trace of failures, relative to plain Megatron in the same round."""
 
     PROG, OUTPUT, ROUNDS = 'moevement compare', 'runs/compare', 2
+    WORDS = {'rows': ','.join(ROWS)}
     FIGURES = {
         'period': Figure('I or W', '.0f'),
         'ratio': Figure('iteration'),
@@ -77,25 +73,12 @@ class CompareBench(Bench):
 
     @classmethod
     def add_flags(cls, parser: argparse.ArgumentParser) -> None:
-        add = parser.add_argument
-        add('--quick', action='store_true', help='minutes: one round of a shorter job, fewer '
-            'faults, forked workers')  # fmt: skip
-        add('--rows', default='all', help=f'some of {",".join(ROWS)} (default: all but windows and '
-            'windows-frozen)')  # fmt: skip
-        for name, (what, quick, full) in _SIZES.items():
-            what = f'{what} (default: {full}; {quick} with --quick)'
-            add(f'--{name}', type=at_least(1), help=what)
-        add('--window', default='auto', help='iterations of a window, or auto (default: auto)')
-        add('--dense-copy', type=above_0, default=2.0, metavar='N', help='a copy of the whole '
-            'state takes as long as N iterations (default: 2)')  # fmt: skip
-        add('--seed', type=int, default=1, help='seed of the trace (default: 1)')
-        add('--plot', type=Path, metavar='DIR', help=f'write {PICTURE} here')
         parser.set_defaults(rounds=None)
 
     @classmethod
     def check(cls, parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         args.rounds = args.rounds or (1 if args.quick else cls.ROUNDS)
-        for name, (_, quick, full) in _SIZES.items():
+        for name, (quick, full) in _SIZES.items():
             setattr(args, name, getattr(args, name) or (quick if args.quick else full))
         if args.iterations < (least := 4 * _INTERVALS_OF_WARM_UP * args.interval):
             parser.error(

@@ -1,13 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command line parser of the tools, and types of arguments."""
+"""Command line parser of the tools, and flags that are data."""
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, NoReturn
+import tomllib
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NoReturn
 
 from moevement_ext.errors import EXIT_USER_ERROR
 from moevement_ext.system.leaving import usage_error
+
+from . import fields
+
+
+def flags_of(package: str | None) -> dict[str, dict[str, Any]]:
+    """Contents of `flags.toml` in a package: flags by program, or by group of a program."""
+    assert package
+    return tomllib.loads(files(package).joinpath('flags.toml').read_text('utf-8'))
+
+
+FLAGS = flags_of(__package__)
 
 
 class Parser(argparse.ArgumentParser):
@@ -28,37 +44,42 @@ def split_at_end(argv: Sequence[str] | None) -> tuple[list[str], list[str]]:
     return given[:end], given[end + 1 :]
 
 
-def at_least(least: int) -> Callable[[str], int]:
-    def whole_number(text: str) -> int:
-        value = int(text) if text.isdecimal() else least - 1
-        if value < least:
-            raise argparse.ArgumentTypeError(f'{text}: give a whole number, {least} or more')
-        return value
-
-    return whole_number
-
-
-def above_0(text: str) -> float:
-    value = float(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f'{text}: give a number above 0')
-    return value
+def program(
+    name: str,
+    about: str | None,
+    words: Mapping[str, object] = MappingProxyType({}),
+    kinds: Mapping[str, Any] = MappingProxyType({}),
+    **others: Any,
+) -> Parser:
+    """Parser of `moevement <name>` with its flags of `flags.toml`; `others` are of argparse."""
+    parser = Parser(prog=f'moevement {name}', description=about, **others)
+    add_flags(parser, FLAGS.get(name, {}), kinds, words)
+    return parser
 
 
-class Flag(NamedTuple):
-    """Arguments of `add_argument`; None: argparse's default."""
+def add_flags(
+    parser: Any,
+    flags: Mapping[str, Mapping[str, Any]],
+    kinds: Mapping[str, Any] = MappingProxyType({}),
+    words: Mapping[str, object] = MappingProxyType({}),
+) -> None:
+    """Add flags that are data to a parser, or to a group of one.
 
-    name: str
-    help: str | None = None
-    type: Callable[[str], object] | None = None
-    default: object = None
-    metavar: str | None = None
-    choices: Iterable[str] | None = None
+    Of each: `either`, a word that flags share of which one may be given; `type`, `path`, a name of
+    `kinds` or of a rule in `fields`; and arguments of `add_argument`.
 
-
-def add_flags(container: Any, *flags: Flag) -> None:
-    """Add flags to a parser, or to a group of one."""
-    for flag in flags:
-        name, *values = flag
-        given = zip(Flag._fields[1:], values, strict=True)
-        container.add_argument(name, **{key: value for key, value in given if value is not None})
+    Args:
+        parser: gets the flags.
+        flags: by name, as a user gives it.
+        kinds: further types by name.
+        words: fields of the help texts.
+    """
+    either: dict[str, Any] = defaultdict(parser.add_mutually_exclusive_group)
+    for name, given in flags.items():
+        options = {**given, 'help': given.get('help', '').format(**words) or None}
+        if kind := options.pop('type', None):
+            known = {'path': Path, 'int': int, **kinds}
+            options['type'] = known.get(kind) or fields.parser_of(getattr(fields, kind))
+            options.setdefault('metavar', name.lstrip('-').upper().replace('-', '_'))
+        group = options.pop('either', None)
+        (either[group] if group else parser).add_argument(name, **options)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Launch parameters of a job under any launcher, and the processes that it starts."""
 
-import argparse
 import contextlib
 import enum
 import os
@@ -95,11 +94,6 @@ class Launch(NamedTuple):
             return [program, *self.flags]
         # On a GPU, jobs run with the flags of users' jobs.
         return [program, *(flag for flag in self.flags if flag not in COMPILED), *_ON_GPU]
-
-
-def add_share_gpu(parser: argparse.ArgumentParser) -> None:
-    about = 'all ranks on the first GPU, over NCCL (default: on the CPU, over gloo)'
-    parser.add_argument('--share-gpu', action='store_true', help=about)
 
 
 class Death(NamedTuple):

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from .fields import Positive, Whole
+from ..lab.fields import Positive, Whole
 from .layout import Batch, Layout, Precision
 from .shape import ModelShape, layers_with_experts
 

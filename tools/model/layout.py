@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from .fields import Count, Whole, require
+from ..lab.fields import Count, Whole, require
 
 _BYTES = {'fp8': 1, 'fp16': 2, 'bf16': 2, 'fp32': 4}
 Format = Annotated[Literal['fp8', 'fp16', 'bf16', 'fp32'],

@@ -11,7 +11,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from .fields import Count, FieldError, Whole, require
+from ..lab.fields import Count, FieldError, Whole, require
 
 # Limits of any dimension; sums of bytes stay within 64 bits.
 _UP_TO = 'give a whole number from {} to {}'

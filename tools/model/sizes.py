@@ -18,7 +18,7 @@ import numpy as np
 
 from moevement_ext.plan.byte_planner import OperatorTable
 
-from .fields import require
+from ..lab.fields import require
 from .layout import Layout, Precision
 from .shape import ModelShape, Weights
 

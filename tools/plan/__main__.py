@@ -23,9 +23,9 @@ from rich.console import Console
 from moevement_ext.config import ConfigurationError
 from moevement_ext.plan.byte_planner import InfeasiblePlan
 
-from ..lab.arguments import Parser, above_0, split_at_end
+from ..lab.arguments import Parser, add_flags, flags_of, split_at_end
+from ..lab.fields import FieldError, Positive, parser_of
 from ..lab.figures import print_json
-from ..model.command import add_flags_of
 from ..model.description import (
     CLUSTERS,
     GIGA,
@@ -36,7 +36,6 @@ from ..model.description import (
     known_or_read,
     mtbf_s,
 )
-from ..model.fields import FieldError, parser_of
 from ..model.layout import PRECISIONS, Format, Precision
 from .flags import MegatronFlags, flag, parse_megatron_flags
 from .planning import FailureRate, Job, ProtectionSettings, iteration_seconds, plan_job
@@ -87,8 +86,8 @@ def parse_arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Meg
         'rates': GPU_HOURS_PER_FAILURE,
     }
     words = {name: ', '.join(known) for name, known in presets.items()}
-    assert __package__
-    add_flags_of(parser, __package__, kinds=kinds, **words)
+    for title, group in flags_of(__package__).items():
+        add_flags(parser.add_argument_group(title), group, kinds, words)
     args = parser.parse_args(own)
     if args.iteration_time is None and args.mfu is None:
         parser.error('give --iteration-time or --mfu')
@@ -96,7 +95,7 @@ def parse_arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Meg
 
 
 def _gpu_hours(text: str) -> float:
-    return GPU_HOURS_PER_FAILURE.get(text) or above_0(text)
+    return GPU_HOURS_PER_FAILURE.get(text) or parser_of(Positive)(text)
 
 
 def _run_job(args: argparse.Namespace, megatron: MegatronFlags, console: Console) -> None:

@@ -16,8 +16,8 @@ from msgspec.structs import replace
 from moevement_ext.config import flagged
 
 from ..lab.arguments import Parser
+from ..lab.fields import Count, Whole, parser_of
 from ..model.description import DescriptionError, Training
-from ..model.fields import Count, Whole, parser_of
 from ..model.layout import Batch, Layout, Precision, spread
 from ..model.shape import LatentAttention, ModelShape, layers_with_experts
 from .planning import ProtectionSettings

@@ -34,9 +34,9 @@ from moevement_ext.plan.windows import (
     shortest,
 )
 
+from ..lab.fields import Count, NotNegative, Part, Positive, PositiveOrInfinite, Share
 from ..model.algorithm1 import plan_as_printed
 from ..model.description import Cluster
-from ..model.fields import Count, NotNegative, Part, Positive, PositiveOrInfinite, Share
 from ..model.layout import Batch, Layout, Precision
 from ..model.shape import ModelShape
 from ..model.sizes import held_elements, operator_sizes, scaling_bytes, stage_kind

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from ..model.fields import Whole, require
+from ..lab.fields import Whole, require
 from .closed_form import Costs, Dense, Sparse
 
 HISTORIES = 512

@@ -20,9 +20,9 @@ from moevement_ext.events import Protected, Replanned, WindowCommitted
 from moevement_ext.plan.byte_planner import DEFAULT_HIDDEN_FRACTION, OperatorTable
 
 from ..lab.errors import LabError
+from ..lab.fields import Count, FieldError, NotNegative, Positive, require
 from ..lab.history import Episode, History, read_history
 from ..model.description import DescriptionError
-from ..model.fields import Count, FieldError, NotNegative, Positive, require
 from .monte_carlo import Pipeline
 
 COMPUTED_AGAIN = ('fetch', 'load', 'convert', 'catch_up')

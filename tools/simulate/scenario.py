@@ -12,10 +12,10 @@ from msgspec.structs import replace
 
 from moevement_ext.plan.byte_planner import InfeasiblePlan
 
-from ..model.command import add_flags_of
+from ..lab.arguments import add_flags, flags_of
+from ..lab.fields import FieldError, PositiveOrInfinite, parser_of
 from ..model.description import GIGA, DescriptionError, read
 from ..model.description import mtbf_s as mtbf_of
-from ..model.fields import FieldError, PositiveOrInfinite, parser_of
 from . import profile as profiles
 from .experts import draw_shares
 from .monte_carlo import Estimate, Pipeline, Process, simulate
@@ -41,8 +41,8 @@ def errors(parser: argparse.ArgumentParser) -> Iterator[None]:
 
 def add_scenario_flags(parser: argparse.ArgumentParser) -> None:
     kinds = {'window': parser_of(_Window), 'shape': parser_of(_Shape), 'multiple': multiple}
-    assert __package__
-    add_flags_of(parser, __package__, kinds=kinds)
+    for title, flags in flags_of(__package__).items():
+        add_flags(parser.add_argument_group(title), flags, kinds)
 
 
 def multiple(text: str) -> tuple[float, bool]:

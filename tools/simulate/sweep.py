@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 from moevement_ext.plan.byte_planner import InfeasiblePlan
 
-from ..lab.arguments import Parser
+from ..lab.arguments import program
 from ..lab.drawing import OWN, PALETTE, picture, subtitle
 from ..lab.figures import print_json
 from ..lab.tables import say, table
@@ -134,12 +134,7 @@ def _ticks(axes: Any, values: Sequence[float], over: str) -> None:
 def parse_arguments(
     argv: Sequence[str] | None,
 ) -> tuple[argparse.ArgumentParser, argparse.Namespace, list[float]]:
-    parser = Parser(prog='moevement simulate sweep', description=__doc__)
-    parser.add_argument('--over', choices=tuple(AXIS), required=True, help='flag that is varied')
-    parser.add_argument('--values', required=True, help='comma-separated')
-    parser.add_argument('--systems', required=True, help='comma-separated')
-    parser.add_argument('--show', choices=tuple(SHOWN), default='ettr', help='(default: ettr)')
-    parser.add_argument('--plot', type=Path, metavar='FILE', help='image to write')
+    parser = program('simulate sweep', __doc__)
     scenario.add_scenario_flags(parser)
     args = parser.parse_args(argv)
     args.systems = args.systems.split(',')

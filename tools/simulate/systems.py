@@ -18,8 +18,8 @@ from msgspec.structs import replace
 from moevement_ext.plan.byte_planner import balanced, fewest_slots
 from moevement_ext.plan.strategy.dense import best_interval
 
+from ..lab.fields import FieldError, require
 from ..model.algorithm1 import plan_as_printed
-from ..model.fields import FieldError, require
 from .closed_form import Dense, Sparse
 from .experts import frozen_shares, lost_by_checkpoint, spread_over
 from .monte_carlo import Pipeline, RunFactory, SparseRun

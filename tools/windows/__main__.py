@@ -39,17 +39,23 @@ from moevement_ext.memory.window.format import Expected
 from moevement_ext.memory.window.reader import WindowReader
 from moevement_ext.memory.window.refusal import UnreadableWindow
 
-from ..lab.arguments import Parser, at_least, split_at_end
+from ..lab.arguments import FLAGS, Parser, add_flags, split_at_end
 from ..lab.errors import LabError
 from ..lab.tables import table
 from ..lab.text import size
 from ..lab.trainer_flags import prepare_megatron
-from .export import TORCH_DIST, export
+from .export import export
 from .found import DISK, Found, by_run, by_window, complete, find, missing
 from .pruning import live_runs, prunable, remove
 
-_KEEP = 2
 _LEAST_WIDTH = 160
+_COMMANDS = {
+    'list': 'what lies where',
+    'verify': 'list windows, and compare every checksum',
+    'prune': 'delete files that no recovery needs',
+    'export': 'make a dense checkpoint of the newest window',
+    'check': 'report whether a job would resume from them',
+}
 _OF_A_RUN = ('export', 'check')
 
 
@@ -79,28 +85,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(prog='moevement windows', description=__doc__)
     commands = parser.add_subparsers(dest='command', required=True)
 
-    def command(name: str, about: str) -> argparse.ArgumentParser:
-        added = commands.add_parser(name, help=about)
-        added.add_argument('directory', type=Path, metavar='DIR')
-        return added
-
-    for name, about in (
-        ('list', 'what lies where'),
-        ('verify', 'list windows, and compare every checksum'),
-    ):
-        command(name, about).add_argument('--json', action='store_true')
-    add = command('prune', 'delete files that no recovery needs').add_argument
-    add('--keep', type=at_least(0), default=_KEEP, metavar='N', help='complete windows of each run '
-        f'that stay on disk ({_KEEP}); 0: nothing stays')  # fmt: skip
-    add('--yes', action='store_true', help='delete the files')
-    add = command('export', 'make a dense checkpoint of the newest window').add_argument
-    add('--to', choices=[TORCH_DIST], required=True, help='format')
-    add('--output', type=Path, required=True, metavar='DIR', help='for --load')
-    add('--offline', action='store_true', help='in this process, for any layout: after -- come '
-        'flags of pretrain_gpt.py alone')  # fmt: skip
-    add = command('check', 'report whether a job would resume from them').add_argument
-    add('--nproc', type=at_least(0), metavar='N', help='ranks of the job; default: as many as the '
-        'windows had, or the fewest for the flags')  # fmt: skip
+    for name, about in _COMMANDS.items():
+        add_flags(commands.add_parser(name, help=about), FLAGS[f'windows {name}'])
     own, launch = split_at_end(argv)
     args = parser.parse_args(own)
     args.launch = launch

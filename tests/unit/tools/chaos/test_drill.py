@@ -11,6 +11,7 @@ from moevement_ext.events import Event, NextTier, Recovered
 from moevement_ext.launch.launch_config import flag_value
 from tools import drill
 from tools.drill import drill_flags, main
+from tools.lab.arguments import program
 from tools.lab.errors import LabError
 from tools.lab.evidence import problems
 
@@ -64,11 +65,11 @@ def test_the_job_runs_in_the_image_of_the_site(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv('SLURM_JOB_NUM_NODES', '3')
     monkeypatch.setenv('STEP_FLAGS', '--container-image=IMAGE --exact')
     monkeypatch.setenv('AGENT_PYTHON', '')
-    command = drill._launcher(drill._parser().parse_args([]))[0]
+    command = drill._launcher(program('drill', None).parse_args([]))[0]
     assert '--step-flags=--container-image=IMAGE --exact' in command
     assert not any(flag.startswith('--agent-python') for flag in command)
     monkeypatch.setenv('AGENT_PYTHON', 'apptainer exec IMAGE.sif python')
-    command = drill._launcher(drill._parser().parse_args([]))[0]
+    command = drill._launcher(program('drill', None).parse_args([]))[0]
     assert '--agent-python=apptainer exec IMAGE.sif python' in command
 
 

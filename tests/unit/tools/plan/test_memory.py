@@ -8,7 +8,7 @@ import torch
 
 from megatron.moevement.facts import JobFacts
 from megatron.moevement.seams import p2p
-from tools.model.fields import FieldError
+from tools.lab.fields import FieldError
 from tools.model.layout import Batch, Layout, Precision
 from tools.model.shape import ModelShape
 from tools.plan import memory
