@@ -20,6 +20,7 @@ _LAST_POLL_S = 0.1
 # Growth of the pause between polls: a wait ends late by at most a quarter of itself, or by the
 # longest pause.
 _GROWTH = 1.25
+_NO_ADDRESS = '\0'
 _TOLD = 'in-use'
 _ALL = 'in-use/all'
 
@@ -42,12 +43,17 @@ class InterruptibleStore(Store):
         faults.point(Phase.CONNECT)  # the address of this rank is published
 
     def get(self, key: str) -> bytes:
-        self.wait([key])
-        return self._store.get(key)
+        # A member that gives up deletes its address. If that came between a check and torch's get,
+        # this connection would be blocked, and with it the next attempt to connect.
+        while True:
+            self.wait([key])
+            # On a missing key it changes nothing, and returns the expected value.
+            found = bytes(self._store.compare_set(key, _NO_ADDRESS, _NO_ADDRESS))
+            if found != _NO_ADDRESS.encode():
+                return found
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        self.wait(keys)
-        return self._store.multi_get(keys)
+        return [self.get(key) for key in keys]
 
     def multi_set(self, keys: list[str], values: list[str]) -> None:
         self._store.multi_set(keys, values)  # type: ignore[attr-defined]

@@ -8,7 +8,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import DistNetworkError, PrefixStore
+from torch.distributed import DistNetworkError, PrefixStore, TCPStore
 
 from moevement_ext.regroup.interruptible_store import InterruptibleStore
 from tests.unit.regroup import ranks
@@ -107,6 +107,52 @@ def test_peer_of_a_member_that_gave_up_does_not_wait() -> None:
         job.ranks[1].start(ranks.all_reduce, '0,1')
         assert 'RuntimeError' in error_of(job.ranks[1])
         assert error_of(job.ranks[0]).startswith('RegroupError: The process group of ranks 0, ')
+
+
+class Withdrawing:
+    """A connection to a store, in which a key is deleted as soon as it has been seen, once."""
+
+    def __init__(self, store: TCPStore) -> None:
+        self.store = store
+        self.compare_set = store.compare_set
+        self.withdrawn = threading.Event()
+
+    def check(self, keys: list[str]) -> bool:
+        found = self.store.check(keys)
+        if found and not self.withdrawn.is_set():
+            self.store.delete_key(keys[0])
+            self.withdrawn.set()
+        return found
+
+    def get(self, key: str) -> bytes:
+        return self.store.get(key)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return self.store.multi_get(keys)
+
+
+@pytest.mark.parametrize('read', ['get', 'multi_get'])
+def test_withdrawn_address_blocks_no_connection(read: str) -> None:
+    """A member that gives up deletes its address, maybe just when another one has seen it."""
+    store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
+    store.set('address', 'withdrawn')
+    connection, interrupted = Withdrawing(store), threading.Event()
+    waiting = InterruptibleStore(connection, interrupted, ranks.DEADLINE)  # type: ignore[arg-type]
+    results: list[object] = []
+
+    def connect() -> None:
+        try:
+            results.append(getattr(waiting, read)('address' if read == 'get' else ['address']))
+        except ConnectionError as error:
+            results.append(error)
+
+    thread = threading.Thread(target=connect, daemon=True)
+    thread.start()
+    assert connection.withdrawn.wait(ranks.DEADLINE.total_seconds())
+    interrupted.set()
+    thread.join(ranks.DEADLINE.total_seconds() / 2)
+    assert [type(found) for found in results] == [ConnectionError]
+    assert not store.check(['address'])  # answered on the same connection
 
 
 def test_unblock_during_renew_ends_it() -> None:
