@@ -3,7 +3,8 @@
 
 `megatron` is a namespace shared with megatron-core, so it is never listed as a package itself.
 A top-level package `tools` could collide with packages of other projects, so it is installed as
-`moevement_ext.programs`; its modules import each other relatively.
+`moevement_ext.programs`; its modules import each other relatively. Likewise `deploy`, `examples`
+and `scripts` are folders of `moevement_ext` in a wheel (`moevement_ext.command.data`).
 """
 
 import re
@@ -28,13 +29,26 @@ def read_version() -> str:
 _PROGRAMS = 'moevement_ext.programs'
 TOOLS = [_PROGRAMS, *(f'{_PROGRAMS}.{name}' for name in find_packages('tools'))]
 
+DATA = {f'moevement_ext.{name}': name for name in ('deploy', 'examples', 'scripts')}
+REPOSITORY = 'https://git.example.org/megatron-moevement'
+"""Where this is published; the reserved name stands in until it is. README has it, too."""
+
+
+def description() -> str:
+    """README, with links that also lead somewhere on the page of an index."""
+    text = (ROOT / 'README.md').read_text('utf-8')
+    text = re.sub(r'(!\[[^]]*\]\()(?!\w+:)', rf'\1{REPOSITORY}/raw/main/', text)
+    return re.sub(r'\]\((?!\w+:|#)', f']({REPOSITORY}/blob/main/', text)
+
+
 setup(
     script_name='setup.py',  # otherwise pip would install this file next to pretrain_gpt.py
     name='megatron-moevement',
     version=read_version(),
     description='Sparse checkpointing and localized recovery for MoE training on Megatron-Core',
-    long_description=(ROOT / 'README.md').read_text('utf-8'),
+    long_description=description(),
     long_description_content_type='text/markdown',
+    url=REPOSITORY,
     project_urls={
         'Paper': 'https://arxiv.org/abs/2412.15411',
         'Megatron-LM': 'https://github.com/NVIDIA/Megatron-LM',
@@ -56,8 +70,9 @@ setup(
         *find_packages(include=['moevement_ext', 'moevement_ext.*']),
         *(f'megatron.{name}' for name in find_packages(str(ROOT / 'megatron'))),
         *TOOLS,
+        *DATA,
     ],
-    package_dir={_PROGRAMS: 'tools'},
+    package_dir={_PROGRAMS: 'tools', **DATA},
     py_modules=[],
     entry_points={
         'console_scripts': ['moevement = moevement_ext.command:main'],
@@ -71,6 +86,8 @@ setup(
         'megatron.moevement.job': ['*.toml'],
         'megatron.moevement.seams': ['*.toml'],
         **dict.fromkeys(TOOLS, ['*.j2', '*.json', '*.toml']),
+        'moevement_ext.deploy': ['*/*'],
+        'moevement_ext.scripts': ['slurm_*'],
     },
     install_requires=[
         # megatron.training of 0.19.2 imports with nothing beyond these.

@@ -5,10 +5,15 @@ Each program is a module with a `main`. Most are in `tools` of a checkout. A whe
 as `moevement_ext.programs`, because a top-level package `tools` could collide with those of others.
 """
 
+import os
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import redirect_stdout, suppress
+from difflib import get_close_matches
 from importlib import import_module
 from importlib.util import find_spec
+from io import StringIO
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -17,28 +22,41 @@ TRAINER = 'pretrain_gpt.py'
 PROGRAM = TRAINER if (ROOT / TRAINER).exists() else f'megatron/moevement/{TRAINER}'
 """File of the trainer below `ROOT`; launchers take a file."""
 
-PROGRAMS = {
-    'pretrain': ('megatron.moevement.pretrain_gpt', 'train a GPT: one worker of a launcher'),
-    'launch': ('moevement_ext.launch.command_line', 'run a job on emulated nodes of this machine'),
-    'slurm': ('moevement_ext.launch.slurm', 'run a job in a batch script of Slurm'),
-    'store': ('moevement_ext.store.__main__', 'serve the store of a job outside its nodes'),
-    'torchrun': ('moevement_ext.launch.torchrun', 'torchrun with its rendezvous in that store'),
-    'demo': ('tools.demo', 'see a lost node recovered, without a GPU'),
-    'prepare-data': ('tools.prepare_data', 'make data for the trainer from text'),
-    'check': ('tools.check', 'whether a job can be protected, and how it recovers'),
-    'plan': ('tools.plan.__main__', 'window, memory and times of a job, before there is a cluster'),
-    'simulate': ('tools.simulate.__main__', 'systems for fault tolerance compared'),
-    'status': ('tools.status', 'a running job in the terminal'),
-    'report': ('tools.report.__main__', 'one page about a run'),
-    'windows': ('tools.windows.__main__', 'list, verify, prune, export and try windows'),
-    'compare-digests': ('tools.compare_digests', 'compare two final states'),
-    'drill': ('tools.drill', 'run your job for a minute with failures, compare the bits'),
-    'chaos': ('tools.chaos.__main__', 'random failures, bits compared'),
-    'local-slurm': ('tools.local_slurm', 'a Slurm with several nodes on this machine'),
-    'compare': ('tools.compare.__main__', 'ways to survive failures side by side'),
-    'bench': ('tools.bench.__main__', 'costs of protection, durations of recoveries'),
+_GROUPS = {
+    'run a job': {
+        'launch': ('moevement_ext.launch.command_line', 'on emulated nodes of this machine'),
+        'slurm': ('moevement_ext.launch.slurm', 'in a batch script of Slurm, with spare nodes'),
+        'torchrun': ('moevement_ext.launch.torchrun', 'torchrun with its rendezvous in a store'),
+        'store': ('moevement_ext.store.__main__', 'serve the store of a job outside its nodes'),
+        'pretrain': ('megatron.moevement.pretrain_gpt', 'train a GPT: one worker of a launcher'),
+    },
+    'before a job': {
+        'check': ('tools.check', 'whether a job can be protected, and how it recovers'),
+        'plan': ('tools.plan.__main__', 'window, memory and times, before there is a cluster'),
+        'drill': ('tools.drill', 'run your job for a minute with failures, compare the bits'),
+        'prepare-data': ('tools.prepare_data', 'make data for the trainer from text'),
+        'deploy': ('tools.deploy', 'write the dashboard, alerts, a JobSet or examples'),
+    },
+    'during and after a job': {
+        'status': ('tools.status', 'a running job in the terminal'),
+        'report': ('tools.report.__main__', 'one page about a run'),
+        'windows': ('tools.windows.__main__', 'list, verify, prune, export and try windows'),
+        'compare-digests': ('tools.compare_digests', 'compare two final states'),
+    },
+    'learn and measure': {
+        'demo': ('tools.demo', 'see a lost node recovered, without a GPU'),
+        'local-slurm': ('tools.local_slurm', 'a Slurm with several nodes on this machine'),
+        'simulate': ('tools.simulate.__main__', 'systems for fault tolerance compared'),
+        'compare': ('tools.compare.__main__', 'ways to survive failures side by side'),
+        'chaos': ('tools.chaos.__main__', 'random failures, bits compared'),
+        'bench': ('tools.bench.__main__', 'costs of protection, durations of recoveries'),
+    },
 }
+PROGRAMS = {name: program for group in _GROUPS.values() for name, program in group.items()}
 """Module in a checkout, and what it does, by name."""
+_MORE = """
+moevement help <program>: its flags
+complete -C 'moevement --complete' moevement: tab completion in bash"""
 _ITS_LAUNCHERS = ('launch', 'slurm', 'torchrun')
 _MODULES_OF_EXTRA = {'jinja2', 'matplotlib', 'rich', 'tqdm'}
 
@@ -46,7 +64,7 @@ _MODULES_OF_EXTRA = {'jinja2', 'matplotlib', 'rich', 'tqdm'}
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the named program in this process; return the exit status."""
     given = list(sys.argv[1:] if argv is None else argv)
-    if given[:1] == ['--version']:
+    if given[:1] in (['--version'], ['-V']):
         from moevement_ext import __version__
 
         print(f'moevement {__version__}')
@@ -55,10 +73,37 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(_overview())
         return 0
     name, *arguments = given
+    if name == '--complete':
+        _complete(arguments[1])
+        return 0
+    if name == 'help' and arguments:
+        name, arguments = arguments[0], ['--help']
     if name not in PROGRAMS:
-        print(f'moevement: error: {name!r} is no program (moevement --help)', file=sys.stderr)
+        near = ''.join(f'; did you mean {one}?' for one in get_close_matches(name, PROGRAMS, 1))
+        print(f'moevement: error: {name!r} is no program{near} (moevement --help)', file=sys.stderr)
         return 2
     return _run(name, arguments)
+
+
+def data(name: str) -> Path:
+    """Path of a file or folder of `deploy`, `examples` or `scripts`; a wheel has them beside us."""
+    installed = Path(__file__).with_name(name.partition('/')[0])
+    return (installed.parent if installed.exists() else ROOT) / name
+
+
+def _complete(word: str) -> None:
+    """Print what may replace `word`, the last one of the line that bash completes."""
+    from moevement_ext.config import flag_of, flagged
+
+    words = os.environ['COMP_LINE'][: int(os.environ['COMP_POINT'])].split()
+    known: Iterable[str] = PROGRAMS
+    if words[1:2] == ['pretrain'] or '--' in words:
+        known = ['--sparse-ckpt', *(flag_of(one.name) for one in flagged())]
+    elif len(words) > 1 + bool(word) and words[1] in PROGRAMS:
+        with redirect_stdout(StringIO()) as told, suppress(SystemExit):
+            main([words[1], '--help'])
+        known = dict.fromkeys(re.findall(r'^  (?:-\w.*, )?(--[a-z][\w-]*)', told.getvalue(), re.M))
+    print(*(one for one in known if one.startswith(word)), sep='\n')
 
 
 def _run(name: str, arguments: Sequence[str]) -> int:
@@ -96,6 +141,14 @@ def _with_trainer(arguments: Sequence[str]) -> list[str]:
 
 def _overview() -> str:
     width = max(map(len, PROGRAMS))
-    rows = (f'  {name:{width}}  {does}' for name, (_, does) in PROGRAMS.items())
-    first = 'usage: moevement <program> [flags]\n'
-    return '\n'.join([first, *rows, '\nmoevement <program> --help: its flags'])
+    lines = ['usage: moevement <program> [flags]']
+    for title, group in _GROUPS.items():
+        lines += [
+            f'\n{title}:',
+            *(f'  {name:{width}}  {does}' for name, (_, does) in group.items()),
+        ]
+    return '\n'.join([*lines, _MORE])
+
+
+if __name__ == '__main__':
+    sys.exit(main())

@@ -266,7 +266,7 @@ class SparseCheckpointConfig:
     def __post_init__(self) -> None:
         self._settle()
         for name, choices in CHOICES.items():
-            _one_of(_flag(name), getattr(self, name), *choices)
+            _one_of(flag_of(name), getattr(self, name), *choices)
         for name, right, rule in _RULES:
             value = getattr(self, name)
             self._require(value is None or isinstance(value, str) or right(value), name, rule)
@@ -289,7 +289,7 @@ class SparseCheckpointConfig:
         if not right:
             value = getattr(self, name)
             shown = f'{value:g}' if isinstance(value, float) else repr(value)
-            raise ConfigurationError(f'{_flag(name)} {shown} must be {rule}.')
+            raise ConfigurationError(f'{flag_of(name)} {shown} must be {rule}.')
 
     def _settle(self) -> None:
         """Refuse fields that the strategy does not use, and fill in the values that it implies.
@@ -303,7 +303,7 @@ class SparseCheckpointConfig:
             value = getattr(self, name)
             if value not in (defaults[name], settled.get(name)):
                 raise ConfigurationError(
-                    f'{_flag(name)} {value} has no use with {flag}: leave it out.'
+                    f'{flag_of(name)} {value} has no use with {flag}: leave it out.'
                 )
         if self.strategy != MOEVEMENT and self.recovery == LOCALIZED:
             raise ConfigurationError(
@@ -392,7 +392,7 @@ class SparseCheckpointConfig:
         """Return the values that must be equal on all ranks, by flag."""
         own = {name: value for name, value in asdict(self).items() if name not in _OF_A_NODE}
         own['disk'] = 'none' if self.disk is None else 'given'
-        flags = {field.name: _flag(field.name) for field in flagged()}
+        flags = {field.name: flag_of(field.name) for field in flagged()}
         return {flags.get(name, name): str(value) for name, value in own.items()}
 
     @property
@@ -421,7 +421,7 @@ def is_guest() -> bool:
     return GUEST in os.environ
 
 
-def _flag(name: str) -> str:
+def flag_of(name: str) -> str:
     return f'--sparse-ckpt-{name.replace("_", "-")}'
 
 

@@ -28,13 +28,11 @@ train() {
         example
     fi
     surroundings
-    local program=pretrain_gpt.py
-    [[ ${MOEVEMENT_HOME:-.} -ef . ]] || program=$MOEVEMENT_HOME/pretrain_gpt.py
     # The launcher replaces this shell, so that signals of Slurm reach it.
-    exec "$PYTHON" -m moevement_ext.launch.slurm --workers-per-node "$(gpus_per_node)" \
+    exec "$PYTHON" -m moevement_ext.command slurm --workers-per-node "$(gpus_per_node)" \
         ${STEP_FLAGS:+"--step-flags=$STEP_FLAGS"} ${AGENT_PYTHON:+"--agent-python=$AGENT_PYTHON"} \
         ${GRACE:+--grace "$GRACE"} \
-        "${launch[@]}" -- "$program" "${flags[@]}"
+        "${launch[@]}" -- pretrain_gpt.py "${flags[@]}"
 }
 
 # Slurm sets one variable on nodes of the job, salloc the other on its host. Values: 8, or h100:8.

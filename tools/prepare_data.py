@@ -19,12 +19,15 @@ import shutil
 import sys
 import sysconfig
 import tempfile
+import warnings
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
 __package__ = __package__ or 'tools'  # scripts also run this file of a checkout by its path
+
+from moevement_ext.errors import EXIT_USER_ERROR
 
 from .lab.arguments import program
 from .lab.benchmark import exit_on_sigterm
@@ -105,7 +108,8 @@ def write_dataset(files: Sequence[Path], args: argparse.Namespace) -> str:
     Raises LabError if the inputs have no text; an older dataset then stays unchanged.
     """
     # Imported here, as it takes seconds: --help and wrong flags should be fast.
-    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+    with warnings.catch_warnings(action='ignore'):  # about packages that only training needs
+        from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
     dtype = DType.optimal_dtype(VOCABULARY)
     ending = np.array([END_OF_DOCUMENT] if args.append_eod else [], dtype)
@@ -154,13 +158,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         contents = write_dataset(find_files(args.input), args)
     except LabError as error:
-        print(f'prepare_data: {error}', file=sys.stderr)
-        return 1
+        print(f'prepare-data: {error}', file=sys.stderr)
+        return EXIT_USER_ERROR
     except OSError as error:
-        print(f'prepare_data: {error.filename}: {error.strerror}', file=sys.stderr)
-        return 1
+        print(f'prepare-data: {error.filename}: {error.strerror}', file=sys.stderr)
+        return EXIT_USER_ERROR
     except KeyboardInterrupt:
-        print('prepare_data: interrupted, nothing written', file=sys.stderr)
+        print('prepare-data: interrupted, nothing written', file=sys.stderr)
         return 130
     prefix = args.output_prefix
     print(f'{prefix}.bin, {prefix}.idx: {contents}')

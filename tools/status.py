@@ -110,9 +110,10 @@ def _serve(follower: Follower, every_s: float, address: tuple[str, int]) -> None
 
 def _follow(follower: Follower, every_s: float, console: Console) -> None:
     history: History | None = None
+    follower.look()  # before the screen, if it fails
     with Live('no events yet', console=console, auto_refresh=False) as live:
         while history is None or not history.finished:
-            if follower.look():
+            if follower.look() or (history is None and follower.events):
                 history = History(follower.events)
             if history is not None:
                 live.update(show(history, time.time()), refresh=True)

@@ -6,7 +6,7 @@ import functools
 import os
 import re
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 from megatron.moevement.facts import UpstreamArguments
 from moevement_ext.config import (
@@ -16,12 +16,12 @@ from moevement_ext.config import (
     INTERVAL_RULES,
     UNFLAGGED,
     SparseCheckpointConfig,
+    flag_of,
     flagged,
     network_rate,
     unflagged,
 )
-from moevement_ext.errors import EXIT_USER_ERROR
-from moevement_ext.system.leaving import usage_error
+from moevement_ext.system.leaving import Parser
 
 
 def _number_or(*words: str) -> Callable[[str], int | str]:
@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
     for field in flagged():
         group.add_argument(
-            f'--sparse-ckpt-{field.name.replace("_", "-")}',
+            flag_of(field.name),
             default=field.default,
             help=field.metadata['help'].replace('%', '%%'),
             **_options(field.name, field.default),
@@ -87,7 +87,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         'small updates are lost. Works without --sparse-ckpt too.',
     )
     _repair_help(parser)
-    parser.error = functools.partial(_error, parser)  # type: ignore[method-assign]
+    # Without the usage text, which would be hundreds of lines from each rank.
+    parser.error = functools.partial(Parser.error, parser)  # type: ignore
     return parser
 
 
@@ -101,11 +102,6 @@ def _options(name: str, default: object) -> dict[str, Any]:
     if name in CHOICES:
         options['choices'] = CHOICES[name]
     return options
-
-
-def _error(parser: argparse.ArgumentParser, message: str) -> NoReturn:
-    """Print the error without the usage text, which would be hundreds of lines from each rank."""
-    parser.exit(EXIT_USER_ERROR, usage_error(parser, message))
 
 
 def _repair_help(parser: argparse.ArgumentParser) -> None:

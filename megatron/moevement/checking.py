@@ -11,6 +11,7 @@ import contextlib
 import io
 import math
 import os
+import re
 import sys
 import traceback
 import warnings
@@ -299,5 +300,7 @@ def told(error: BaseException) -> str:
     if isinstance(error, UserError):
         return str(error)
     source = traceback.extract_tb(error.__traceback__)[-1].line
-    words = ' '.join(str(error).split()) or source
+    words = ' '.join(str(error).split()) or source or ''
+    if missing := re.fullmatch(r'assert args\.(\w+) is not None', words):
+        return f'--{missing[1].replace("_", "-")} is missing: Megatron needs it here'
     return f'Megatron ends with {type(error).__name__}: {words}'

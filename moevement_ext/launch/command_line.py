@@ -17,7 +17,7 @@ from moevement_ext.launch.launch_config import ANSWERS, LaunchConfig, StagedActi
 from moevement_ext.launch.output import give_up_unwritten, say_of_launcher
 from moevement_ext.launch.spare import DECLARATION, split
 from moevement_ext.launch.template import fork_ahead
-from moevement_ext.system.leaving import stop_at_signals
+from moevement_ext.system.leaving import Parser, stop_at_signals
 from moevement_ext.system.process_setup import ask_again_soon
 
 _DESCRIPTION = """\
@@ -127,11 +127,10 @@ def _is_importable(program: str) -> bool:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog='moevement launch',
+    parser = Parser(
+        'moevement launch',
         usage='%(prog)s --nodes N [flags] -- program [flags of the program]',
         description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     add: Callable[..., object] = parser.add_argument

@@ -14,7 +14,9 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
+from moevement_ext.command import data
 from moevement_ext.config import ConfigurationError
 from moevement_ext.errors import EXIT_WHOLE_JOB
 from moevement_ext.events import Event
@@ -33,14 +35,15 @@ from moevement_ext.launch.launcher_events import (
 from moevement_ext.launch.node import slurm_step
 from moevement_ext.launch.output import give_up_unwritten, say_of_launcher
 from moevement_ext.launch.spare import DECLARATION
-from moevement_ext.system.leaving import stop_at_signals
+from moevement_ext.system.leaving import Parser, stop_at_signals
 from moevement_ext.system.process_setup import ask_again_soon
 
 _DESCRIPTION = """\
 Runs a training program on the nodes of a Slurm allocation, from the batch script. A worker that
 dies is replaced at once, and a lost node is replaced by a spare node; the other workers keep
-running. See scripts/slurm_pretrain.sbatch.
+running.
 
+  moevement slurm --write-script train.sbatch       # of which this is the last command:
   exec moevement slurm --spare-nodes 1 --workers-per-node 8 -- pretrain_gpt.py ...
 """
 _ENDED = 128 + signal.SIGTERM
@@ -123,18 +126,17 @@ def _hosts() -> tuple[str, ...]:
     nodes = os.environ.get('SLURM_JOB_NODELIST')
     if nodes is None:
         raise ConfigurationError(
-            'SLURM_JOB_NODELIST is not set: this runs in a batch script of Slurm, such as '
-            'scripts/slurm_pretrain.sbatch; moevement launch runs on one machine.'
+            'SLURM_JOB_NODELIST is not set: this runs in a batch script of Slurm; write one with '
+            'moevement slurm --write-script FILE; moevement launch runs on one machine.'
         )
     return hostnames(nodes)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog='moevement slurm',
+    parser = Parser(
+        'moevement slurm',
         usage='%(prog)s [flags] -- program [flags of the program]',
         description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     add: Callable[..., object] = parser.add_argument
@@ -180,8 +182,37 @@ def _parser() -> argparse.ArgumentParser:
         help='Command that runs agents and workers on the nodes, such as "apptainer exec --nv '
         'IMAGE.sif python". Default: the Python of this launcher.',
     )
+    add(
+        '--write-script',
+        action=_WriteScript,
+        metavar='FILE',
+        help='Write a batch script with this environment, to be edited and submitted, and exit.',
+    )
     add_shared(parser)
     return parser
+
+
+class _WriteScript(argparse.Action):
+    """Writes scripts/slurm_pretrain.sbatch and what it reads as one file, and exits."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, _: object, path: Any, *flag: object
+    ) -> None:
+        script, common = (
+            data(f'scripts/slurm_{name}').read_text('utf-8')
+            for name in ('pretrain.sbatch', 'job.sh')
+        )
+        head, _, rest = script.partition('#SBATCH --job-name')
+        about = f'# Trains under Slurm: sbatch {path} <flags of pretrain_gpt.py>\n'
+        sites = head[head.index('# Many sites') :]
+        functions = f'PYTHON=${{PYTHON:-{sys.executable}}}\n{common.partition("\n\n")[2]}'
+        body = re.sub(r'export MOEVEMENT_HOME.*?exit 2; }\n', lambda _: functions, rest, flags=re.S)
+        try:
+            with open(path, 'x', encoding='utf-8') as file:
+                file.write(f'#!/usr/bin/env bash\n{about}\n{sites}#SBATCH --job-name{body}')
+        except OSError as error:
+            parser.error(f'--write-script {path}: {error.strerror}; give another file')
+        parser.exit(0, f'written: {path}; submit it with sbatch\n')
 
 
 # Twice Slurm's default `SlurmdTimeout` (five minutes), after which it notices a lost node.

@@ -16,6 +16,7 @@ import re
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
+from functools import partial
 
 from moevement_ext.config import ConfigurationError
 from moevement_ext.launch.launch_config import (
@@ -40,6 +41,7 @@ def parse(argv: Sequence[str]) -> Namespace:
 
     parser = get_args_parser()
     parser.prog = 'moevement torchrun'
+    parser.error = partial(leaving.Parser.error, parser)  # type: ignore
     args: Namespace = parser.parse_args(list(argv))
     store = flag_value(args.training_script_args)
     _listen_for_exit_signals(args)

@@ -12,7 +12,6 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from moevement_ext.store.server import allow_many_connections, keep_serving, listen
 from moevement_ext.system import leaving
 from moevement_ext.system.process_setup import ask_again_soon
 
@@ -25,6 +24,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     ask_again_soon()
     args = parse_arguments(argv)
+    from moevement_ext.store.server import (  # torch: too slow for --help
+        allow_many_connections,
+        keep_serving,
+        listen,
+    )
+
     allow_many_connections()
     with leaving.in_one_line():
         listening = listen(args.host, args.port)
@@ -32,12 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog='moevement store',
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = leaving.Parser('moevement store', description=__doc__, allow_abbrev=False)
     parser.add_argument(
         '--host',
         required=True,

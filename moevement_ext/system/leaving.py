@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from moevement_ext.errors import EXIT_USER_ERROR, UserError
 
@@ -151,6 +151,17 @@ def _program() -> str:
     if spec is not None:  # started by -m
         return f'python -m {spec.name.removesuffix(".__main__")}'
     return Path(sys.argv[0]).name
+
+
+class Parser(argparse.ArgumentParser):
+    """Prints help without reformatting, and errors without the usage text."""
+
+    def __init__(self, prog: str, **others: Any) -> None:
+        formatter = argparse.RawDescriptionHelpFormatter
+        super().__init__(prog=prog, **{'formatter_class': formatter, **others})
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(EXIT_USER_ERROR, usage_error(self, message))
 
 
 def usage_error(parser: argparse.ArgumentParser, message: str) -> str:

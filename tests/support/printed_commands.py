@@ -128,7 +128,7 @@ def parse(command: str) -> None:
 def _parse_words(words: Sequence[str], elided: bool) -> None:
     program, rest = words[0].removeprefix('.venv/bin/'), list(words[1:])
     if program == 'moevement':
-        assert rest == ['--help'], rest
+        assert rest in (['--help'], ['-V'], ['--version'], ['help', rest[-1]]), rest
         return
     if program in _MODULES:
         program, rest = 'python', ['-m', _MODULES[program], *rest]
@@ -162,7 +162,7 @@ def _parse_script(program: str, rest: list[str], elided: bool) -> None:
 def _parse_tool(module: str, rest: list[str], elided: bool) -> None:
     own = rest[: rest.index(_END)] if _END in rest else rest
     after = rest[len(own) + 1 :]
-    if own == ['--help']:
+    if own == ['--help'] or own[:1] == ['--write-script']:  # done while flags are parsed
         return
     _stopped(_entry(module).main, rest, elided)
     if module == 'moevement_ext.launch.torchrun':

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from moevement_ext import __version__, command
+from moevement_ext.command import PROGRAMS
 from tests.support.printed_commands import ROOT, printed
 
 OF_A_CHECKOUT = {
@@ -40,18 +41,19 @@ def test_its_help_is_of_the_command(name: str, capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize(('flag', 'status'), [('--help', 0), ('--nonsense', 2)])
-def test_flags_of_a_light_program_are_read_without_torch(flag: str, status: int) -> None:
+def test_flags_are_read_without_torch(flag: str, status: int) -> None:
+    """But for the two programs whose flags are upstream's, as are their parsers."""
     code = (
         'import sys, moevement_ext.command as command\n'
-        'for name in ("check", "plan", "report", "status", "windows"):\n'
+        'for name in command.PROGRAMS.keys() - {"pretrain", "torchrun"}:\n'
         '    try: command.main([name, sys.argv[1]])\n'
-        '    except SystemExit as ended: print(name, ended.code)\n'
+        '    except SystemExit as ended: print("ended", ended.code)\n'
         'assert not {"torch", "megatron.core"} & sys.modules.keys()'
     )
     command = [sys.executable, '-c', code, flag]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert re.findall(r'^[a-z]+ (\d)$', done.stdout, re.M) == [str(status)] * 5
+    assert re.findall(r'^ended (\d)$', done.stdout, re.M) == [str(status)] * (len(PROGRAMS) - 2)
 
 
 def test_another_package_of_the_name_hides_no_program(tmp_path: Path) -> None:
@@ -68,13 +70,46 @@ def test_all_programs_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(['--help']) == command.main([]) == 0
     listed = re.findall(r'^  ([\w-]+)  +\w', capsys.readouterr().out, re.M)
     assert listed == [*command.PROGRAMS] * 2
-    assert command.main(['--version']) == 0
-    assert capsys.readouterr().out == f'moevement {__version__}\n'
+    assert command.main(['--version']) == command.main(['-V']) == 0
+    assert capsys.readouterr().out == f'moevement {__version__}\n' * 2
 
 
 def test_unknown_program_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(['pln', '--help']) == 2
-    assert capsys.readouterr().err == "moevement: error: 'pln' is no program (moevement --help)\n"
+    said = "moevement: error: 'pln' is no program; did you mean plan? (moevement --help)\n"
+    assert capsys.readouterr().err == said
+    with pytest.raises(SystemExit) as ended:
+        command.main(['help', 'plan'])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith('usage: moevement plan ')
+
+
+@pytest.mark.parametrize(
+    ('line', 'offered'),
+    [
+        ('moevement st', ['store', 'status']),
+        ('moevement status --s', ['--serve']),
+        (
+            'moevement launch --nodes 2 -- pretrain_gpt.py --sparse-ckpt-wi',
+            ['--sparse-ckpt-window'],
+        ),
+        ('moevement nonsense --s', ['']),
+    ],
+)
+def test_bash_completes_programs_and_flags(line: str, offered: list[str], tmp_path: Path) -> None:
+    """By the line that `moevement --help` prints."""
+    (tmp_path / 'moevement').write_text(
+        f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} -m moevement_ext.command "$@"\n'
+    )
+    (tmp_path / 'moevement').chmod(0o755)
+    complete = re.search(r"complete -C '(.+)' moevement", command._MORE)
+    assert complete is not None
+    word = line.split()[-1]
+    given = {'PATH': f'{tmp_path}:/usr/bin:/bin', 'COMP_LINE': line, 'COMP_POINT': str(len(line))}
+    done = subprocess.run(
+        f'{complete[1]} moevement {word} x', shell=True, env=given, capture_output=True, text=True
+    )
+    assert (done.stdout.splitlines(), done.stderr) == (offered, '')
 
 
 def test_error_names_the_called_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ nothing is downloaded: pip is told that there is no index.
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -64,6 +65,8 @@ def test_the_wheel_has_every_file_of_the_programs_and_no_other(wheel: Path) -> N
     programs = tracked('tools')
     expected = [name.replace('tools', 'moevement_ext/programs', 1) for name in programs]
     expected += tracked('moevement_ext', 'megatron')
+    data = tracked('deploy/*/*', 'examples', 'scripts/slurm_*', 'scripts/*.py')
+    expected += [f'moevement_ext/{name}' for name in data]
     found = [name for name in zipfile.ZipFile(wheel).namelist() if '.dist-info/' not in name]
     assert sorted(found) == sorted(expected)
 
@@ -76,6 +79,10 @@ def test_metadata_describe_the_package(wheel: Path) -> None:
     )
     assert '\nRequires-Dist: torch>=2.11\n' in metadata
     assert '\nProject-URL: ' in metadata and '\nClassifier: ' in metadata
+    links = re.findall(r'\]\(([^)\s]+)\)', metadata)
+    assert len(links) > 50 and all(re.match('https?://|#', link) for link in links)
+    assert 'https://git.example.org/megatron-moevement/raw/main/docs/assets/' in metadata
+    assert "'megatron-moevement[tools] @ git+https://git.example.org/" in metadata
     top = archive.read(f'{NAME}.dist-info/top_level.txt').decode().split()
     assert top == ['megatron', 'moevement_ext']
 
@@ -119,8 +126,41 @@ def test_the_command_has_its_programs(installed: Path, tmp_path: Path) -> None:
     planned = run(tmp_path, moevement, 'plan', '--model', 'deepseek-moe', '--cluster', 'h100',
                   '--mfu', '0.3')  # fmt: skip
     assert 'window' in planned
-    assert 'Figures and text' in run(tmp_path, moevement, 'simulate', 'paper')
+    assert 'figures and text' in run(tmp_path, moevement, 'simulate', 'paper')
     assert list(tmp_path.iterdir()) == []
+
+
+def test_files_of_operators_are_written(installed: Path, tmp_path: Path) -> None:
+    moevement = installed / 'moevement'
+    written = {
+        'grafana': ['moevement.json'],
+        'alerts': ['alerts.yml', 'alerts_test.yml'],
+        'jobset': ['README.md', 'jobset.yaml', 'podmonitor.yaml'],
+    }
+    for what, names in written.items():
+        assert len(run(tmp_path, moevement, 'deploy', what).splitlines()) == len(names)
+        assert sorted(path.name for path in (tmp_path / what).iterdir()) == names
+    said = run(tmp_path, moevement, 'deploy', 'alerts', status=2)
+    assert said.startswith('moevement deploy: error: alerts/alerts.yml: File exists; give another')
+    run(tmp_path, moevement, 'slurm', '--write-script', 'train.sbatch')
+    script = tmp_path / 'train.sbatch'
+    assert 'source ' not in script.read_text('utf-8')
+    (tmp_path / 'scontrol').write_text("#!/bin/sh\nprintf 'a\\nb\\n'\n")
+    (tmp_path / 'scontrol').chmod(0o755)
+    slurm = {
+        'SLURM_SUBMIT_DIR': str(tmp_path), 'SLURM_JOB_NODELIST': 'a,b', 'SLURM_JOB_ID': '1',
+        'SLURM_JOB_NAME': 'x', 'SPARE_NODES': '2', 'PATH': f'{tmp_path}:/usr/bin:/bin',
+    }  # fmt: skip
+    variables = [f'{name}={value}' for name, value in slurm.items()]
+    said = run(tmp_path, 'env', *variables, 'bash', script, status=2)
+    assert '--spare-nodes 2 must be at least 0 and leave a node' in said  # the launcher's words
+
+
+def test_examples_run_where_they_are_written(installed: Path, tmp_path: Path) -> None:
+    run(tmp_path, installed / 'moevement', 'deploy', 'examples')
+    for name in ('own_loop', 'pipeline_loop', 'data_parallel_loop'):
+        said = run(tmp_path, installed / 'python', f'examples/{name}.py', '--help')
+        assert said.startswith(f'usage: {name} ')
 
 
 def test_foreign_tools_packages_do_not_collide(installed: Path, tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 import psutil
-import torch
 from rich.console import Console
 
 from ..lab import tables
@@ -44,6 +43,8 @@ class Hardware(msgspec.Struct, frozen=True):
 
     @classmethod
     def here(cls, gpu: bool) -> 'Hardware':
+        import torch  # too slow for --help
+
         return cls(
             processor=_processor(),
             cores=len(os.sched_getaffinity(0)),

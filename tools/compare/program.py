@@ -13,10 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from megatron.moevement.seams import starting
-
 MOEVEMENT_SPARES = True
-starting.prepare(sys.argv[1:] if __name__ == '__main__' else None)
 
 COPY_GB_PER_S = 'MOEVEMENT_COMPARE_COPY_GB_PER_S'
 """Environment variable: limit, in GB/s, of each rank's copies to host memory; unset: no limit."""
@@ -27,7 +24,15 @@ FOLDER = 'MOEVEMENT_COMPARE_FOLDER'
 STARTED = 'compare: program started at '
 """Line of a log, before the time in seconds since the epoch."""
 
-if __name__ != '__mp_main__':  # a subprocess, e.g. one that writes a checkpoint, is not a worker
+_IS_PROGRAM = not __package__  # otherwise a tool has imported it, for the names above
+if _IS_PROGRAM:
+    from megatron.moevement.seams import starting
+
+    starting.prepare(sys.argv[1:] if __name__ == '__main__' else None)
+
+if (
+    _IS_PROGRAM and __name__ != '__mp_main__'
+):  # a subprocess, e.g. one that writes a checkpoint, is not a worker
     import torch.multiprocessing
     from megatron.training import get_args, training
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Command line parser of the tools, and flags that are data."""
 
-import argparse
 import sys
 import tomllib
 from collections import defaultdict
@@ -9,10 +8,9 @@ from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any
 
-from moevement_ext.errors import EXIT_USER_ERROR
-from moevement_ext.system.leaving import usage_error
+from moevement_ext.system.leaving import Parser as Parser
 
 from . import fields
 
@@ -24,17 +22,6 @@ def flags_of(package: str | None) -> dict[str, dict[str, Any]]:
 
 
 FLAGS = flags_of(__package__)
-
-
-class Parser(argparse.ArgumentParser):
-    """Prints help without reformatting, and errors without the usage text."""
-
-    def __init__(self, prog: str, **others: Any) -> None:
-        formatter = argparse.RawDescriptionHelpFormatter
-        super().__init__(prog=prog, **{'formatter_class': formatter, **others})
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(EXIT_USER_ERROR, usage_error(self, message))
 
 
 def split_at_end(argv: Sequence[str] | None) -> tuple[list[str], list[str]]:

@@ -36,7 +36,9 @@ def run_tool(name: str, work: Callable[[Console], int]) -> int:
     except (ConfigurationError, LabError) as error:
         if tail := getattr(error, 'tail', ''):
             console.print(tail, markup=False, highlight=False, soft_wrap=True)
-        console.print(f'{name}: {error}', style='bold red', markup=False, soft_wrap=True)
+        Console(stderr=True).print(
+            f'{name}: {error}', style='bold red', markup=False, soft_wrap=True
+        )
         return 2
 
 

@@ -8,15 +8,15 @@ Megatron's defaults. Checked against megatron-core 0.19.2.
 import argparse
 import tomllib
 from collections.abc import Sequence
+from difflib import get_close_matches
 from importlib.resources import files
 from typing import Any, NamedTuple, get_type_hints
 
 from msgspec.structs import replace
 
-from moevement_ext.config import flagged
-
 from ..lab.arguments import Parser
 from ..lab.fields import Count, Whole, parser_of
+from ..lab.trainer_flags import trainer_parser
 from ..model.description import DescriptionError, Training
 from ..model.layout import Batch, Layout, Precision, spread
 from ..model.shape import LatentAttention, ModelShape, layers_with_experts
@@ -31,8 +31,7 @@ _OTHERS = _NAMES.pop('others')
 _OF_MODEL = {*_NAMES['model'], *_NAMES['latent'], *_OTHERS['of_model']}
 _OF_STAGE, _CHUNKS, *_UNEVEN = _OTHERS['sizes']
 _DELAYED = 'delayed'
-_TRAINING = {'--sparse-ckpt', '--sparse-ckpt-digest', *(
-    f'--sparse-ckpt-{one.name.replace("_", "-")}' for one in flagged())}  # fmt: skip
+_NEAR = 0.8  # similarity, from 0 to 1, of a flag that may be a misspelt one
 
 
 class MegatronFlags(NamedTuple):
@@ -183,10 +182,11 @@ def parse_megatron_flags(argv: Sequence[str]) -> MegatronFlags:
             parser.add_argument(flag(name), type=parser_of(kind))
     given, unused = parser.parse_known_args(list(argv))
     flags = [item for item in unused if item.startswith('--')]
-    # The training refuses them as well.
-    if unknown := [one for one in flags if one.startswith('--sparse-ckpt')
-                   and one.partition('=')[0] not in _TRAINING]:  # fmt: skip
-        parser.error(f'unrecognized arguments: {" ".join(unknown)}')
+    if any(get_close_matches(one, parser._option_string_actions, 1, _NEAR) for one in flags):
+        known = trainer_parser()  # slow, and only needed to tell another flag from a mistake
+        if unknown := [one for one in flags if one.partition('=')[0] not in
+                       known._option_string_actions]:  # fmt: skip
+            parser.error(f'unrecognized arguments: {" ".join(unknown)}')
     return MegatronFlags(vars(given), flags)
 
 

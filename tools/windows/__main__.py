@@ -169,6 +169,9 @@ def _would_load(files: Sequence[Found], flags: Sequence[str], ranks: int | None)
 
 
 def _prune(found: Sequence[Found], args: argparse.Namespace) -> int:
+    if not found:
+        _print(found, args.directory)
+        return 0
     live = live_runs(found)
     files = prunable(found, live, args.keep)
     unread = [one for one in found if one.foreign and one.path not in files]

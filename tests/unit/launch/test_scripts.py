@@ -88,11 +88,11 @@ def test_submission_outside_a_checkout_is_refused(script: str, elsewhere: Path) 
 @pytest.mark.parametrize(('script', 'spare'), [(TRAINING[0], 1), (TRAINING[1], 0)])
 def test_flags_of_a_batch_script_exist(script: str, spare: int, elsewhere: Path) -> None:
     command = command_of(script, elsewhere)
-    assert command[:2] == ['-m', 'moevement_ext.launch.slurm'] and '--grace' not in command
-    job = parse(command[2:])
+    assert command[:3] == ['-m', 'moevement_ext.command', 'slurm'] and '--grace' not in command
+    job = parse(command[3:])
     assert (job.launch.nodes, job.launch.workers_per_node) == (5 - spare, 2)
     assert job.requeue is (spare == 0) and job.before_end_s is None
-    assert job.launch.program == str(ROOT / 'pretrain_gpt.py')
+    assert job.launch.program == 'pretrain_gpt.py'
     parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     args, unknown = parser.parse_known_args(job.launch.flags)
     ours = ['--sparse-ckpt', '--sparse-ckpt-run-id', Path(args.save).name]
@@ -102,7 +102,7 @@ def test_flags_of_a_batch_script_exist(script: str, spare: int, elsewhere: Path)
     assert args.num_layers % args.pipeline_model_parallel_size == 0
     assert args.num_experts % args.expert_model_parallel_size == 0
     own = command_of(script, elsewhere, '--bf16', GRACE='500')
-    assert own[-2:] == [str(ROOT / 'pretrain_gpt.py'), '--bf16']
+    assert own[-2:] == ['pretrain_gpt.py', '--bf16']
     assert own[own.index('--grace') + 1] == '500'
 
 
@@ -128,8 +128,8 @@ def test_training_from_here_asks_for_an_allocation(elsewhere: Path) -> None:
     assert [flag for flag in asked if flag.startswith('--nodes=')][-1] == '--nodes=9'
     salloc.write_text('#!/usr/bin/env bash\nwhile [[ $1 == --* ]]; do shift; done; exec "$@"\n')
     command = command_of(script, elsewhere, '--nodes=5')
-    assert command[:2] == ['-m', 'moevement_ext.launch.slurm']
-    assert parse(command[2:]).before_end_s == 120.0
+    assert command[:3] == ['-m', 'moevement_ext.command', 'slurm']
+    assert parse(command[3:]).before_end_s == 120.0
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_agents_run_in_a_container_image(
     python: list[str],
     elsewhere: Path,
 ) -> None:
-    job = parse(command_of('slurm_pretrain.sbatch', elsewhere, **variables)[2:])
+    job = parse(command_of('slurm_pretrain.sbatch', elsewhere, **variables)[3:])
     step = slurm_step('n1', Address('here', 1, b''), job.step_flags, job.agent_python)
     step.close(60.0)
     asked = (elsewhere.parent / 'bin' / 'srun.asked').read_text().splitlines()

@@ -136,6 +136,6 @@ def test_unusable_input_is_named_and_leaves_the_older_dataset(
     path = tmp_path / name
     if content is not None:
         path.write_bytes(content)
-    assert main(['--input', str(path), '--output-prefix', str(out)]) == 1
+    assert main(['--input', str(path), '--output-prefix', str(out)]) == 2
     assert message.format(path=path) in capsys.readouterr().err
     assert texts(out) == [b'good'] and files_in(out.parent) == {'data.bin', 'data.idx'}
