@@ -17,7 +17,7 @@ cpu_device.install()
 
 from megatron.training.arguments import add_megatron_arguments  # noqa: E402
 
-from tools import drill  # noqa: E402
+from tools.lab.arguments import program  # noqa: E402
 
 pytestmark = pytest.mark.timed
 
@@ -109,9 +109,9 @@ def test_flags_of_a_batch_script_exist(script: str, spare: int, elsewhere: Path)
 @pytest.mark.parametrize('flags', [(), ('--bf16', '--num-layers', '4')])
 def test_flags_of_the_drill_exist(flags: tuple[str, ...], elsewhere: Path) -> None:
     command = command_of('slurm_drill.sbatch', elsewhere, *flags)
-    assert command[:2] == ['-m', 'tools.drill']
+    assert command[:3] == ['-m', 'moevement_ext.command', 'drill']
     end = command.index('--')
-    args = drill._parser().parse_args(command[2:end])
+    args = program('drill', None).parse_args(command[3:end])
     assert (args.spare_nodes, args.workers_per_node) == (1, 2)
     assert '--num-layers' in command[end:]
     assert not flags or command[end + 1 :] == list(flags)
