@@ -15,9 +15,9 @@ import moevement_ext
 from tests.rules.trees import ADAPTER, ENGINE, PRODUCT, ROOT, imports_of, name_of, sources, text
 
 ENGINE_FLOORS = (
-    {'command', 'errors', 'logger'},
+    {'errors', 'logger'},
     {'config', 'events'},
-    {'faults', 'rates'},
+    {'command', 'faults', 'rates'},
     {'system', 'memory', 'regroup'},
     {'plan', 'store'},
     {'replicate'},
