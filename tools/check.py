@@ -40,9 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not flags:
         parser.error('give -- and the flags of the job')
     prepare_megatron()
-    with warnings.catch_warnings(
-        action='ignore'
-    ):  # about missing packages, which only training needs
+    with warnings.catch_warnings(action='ignore'):  # about packages that only training needs
         from megatron.moevement.checking import judge
 
     judgement = judge(flags, args.nproc)

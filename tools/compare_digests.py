@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from .lab.arguments import program
-from .lab.digests import DigestFileError, difference_table, differences, read_digest
+from .lab.digests import compare, differences, read_digest
+from .lab.errors import LabError
 from .lab.figures import print_json
 
 _ONLY_GENERATORS = (
@@ -27,18 +28,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = program('compare-digests', __doc__).parse_args(argv)
     try:
         first, second = read_digest(args.first), read_digest(args.second)
-    except DigestFileError as error:
+    except LabError as error:
         print(f'compare_digests: {error}', file=sys.stderr)
         return 2
-    found = differences(first, second)
     if args.json:
+        found = differences(first, second)
         print_json({'equal': not found, 'differences': [one._asdict() for one in found]})
         return int(bool(found))
-    if found:
-        console = Console()
-        console.print(difference_table(found, first, second))
-        if {difference.kind for difference in found} == {'rng'}:
-            console.print(_ONLY_GENERATORS, highlight=False)
+    if kinds := compare(Console(), first, second):
+        if kinds == ['rng']:
+            Console().print(_ONLY_GENERATORS, highlight=False)
         return 1
     entries = sum(map(len, first.ranks.values()))
     print(f'equal: {entries} digests of {len(first.ranks)} ranks after iteration {first.iteration}')

@@ -42,7 +42,7 @@ from .lab.history import History
 from .lab.job import DIGEST
 from .lab.launch import PROGRAM, ROOT
 from .lab.tables import say
-from .lab.trainer_flags import groups, parse_trainer_flags
+from .lab.trainer_flags import groups, trainer_parser
 from .status import failure_table
 
 _DELETED_S = 120.0
@@ -75,7 +75,7 @@ def _hold(args: argparse.Namespace, flags: Sequence[str], console: Console) -> i
             f'--first {args.first} --second {args.second} --iterations {args.iterations}: each '
             'must be above the one before'
         )
-    job_flags = parse_trainer_flags(flags)  # exits if a flag is wrong
+    job_flags = trainer_parser().parse_args(flags)  # exits if a flag is wrong
     memory = [root for root in (job_flags.sparse_ckpt_dir, job_flags.sparse_ckpt_disk) if root]
     run_id = f'drill-{uuid.uuid4().hex[:8]}'
     folder = (args.output or Path('runs', run_id)).absolute()

@@ -157,11 +157,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_arguments(argv)
     try:
         contents = write_dataset(find_files(args.input), args)
-    except LabError as error:
-        print(f'prepare-data: {error}', file=sys.stderr)
-        return EXIT_USER_ERROR
-    except OSError as error:
-        print(f'prepare-data: {error.filename}: {error.strerror}', file=sys.stderr)
+    except (LabError, OSError) as error:
+        why = f'{error.filename}: {error.strerror}' if isinstance(error, OSError) else error
+        print(f'prepare-data: {why}', file=sys.stderr)
         return EXIT_USER_ERROR
     except KeyboardInterrupt:
         print('prepare-data: interrupted, nothing written', file=sys.stderr)

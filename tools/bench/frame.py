@@ -175,8 +175,9 @@ class Bench:
         return next(iter(self.titles()))
 
     def different(self, rounds: Sequence[Mapping[str, Any]]) -> list[str]:
-        """What must be equal, and is not."""
-        return []
+        """What must be equal, and is not: kinds of state that the measurements name."""
+        kinds = (getattr(run, 'different', ()) for one in rounds for run in one.values())
+        return sorted({kind for found in kinds for kind in found})
 
     def notes(self, report: Report) -> Iterable[str]:
         return ()

@@ -102,9 +102,6 @@ class GuestsBench(Bench):
             done = train(launch, hurt, memory=memory / RUN_ID)
         return lived(done.log, killed_at, done.different(self._reference))
 
-    def different(self, rounds: Sequence[Mapping[str, Lived]]) -> list[str]:
-        return sorted({kind for one in rounds for way in one.values() for kind in way.different})
-
     def notes(self, report: Report) -> Iterator[str]:
         routes, guests = (report.ways[way].figures for way in (ROUTES, GUESTS))
         yield (

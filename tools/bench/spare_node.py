@@ -161,9 +161,6 @@ class SpareNodeBench(Bench):
             launch = Launch(folder, flags, _STAGES, 1)
             return lose_a_node(folder, launch, way, self._reference)
 
-    def different(self, rounds: Sequence[Mapping[str, Loss]]) -> list[str]:
-        return sorted({kind for one in rounds for loss in one.values() for kind in loss.different})
-
     def notes(self, report: Report) -> Iterator[str]:
         yield f'Final states: {", ".join(report.different) or "equal"}.'
 

@@ -14,10 +14,6 @@ from .errors import LabError
 from .tables import table
 
 
-class DigestFileError(LabError):
-    """A file is not a digest file; the message names the file and the problem."""
-
-
 class StateDigest(msgspec.Struct, frozen=True):
     """The final training state of a job, as `--sparse-ckpt-digest` wrote it."""
 
@@ -37,17 +33,18 @@ class Difference(NamedTuple):
 
 
 def read_digest(path: Path) -> StateDigest:
+    """Raises LabError: it is no file of a digest; the message names the file and the problem."""
     try:
         state = msgspec.json.decode(path.read_bytes(), type=StateDigest)
     except OSError as error:
-        raise DigestFileError(f'{path}: {error.strerror}') from error
+        raise LabError(f'{path}: {error.strerror}') from error
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise DigestFileError(
+        raise LabError(
             f'{path}: not a file of --sparse-ckpt-digest ({error}); give the file that a '
             'completed run wrote'
         ) from error
     if not any(state.ranks.values()):
-        raise DigestFileError(f'{path}: holds no digests, so it proves nothing')
+        raise LabError(f'{path}: holds no digests, so it proves nothing')
     return state
 
 
@@ -64,7 +61,7 @@ def differences(first: StateDigest, second: StateDigest) -> list[Difference]:
 def compare(console: Console, first: StateDigest, second: StateDigest) -> list[str]:
     """Print a table of the differences of two states, if any; returns their kinds."""
     if found := differences(first, second):
-        console.print(difference_table(found, first, second))
+        console.print(_table(found, first, second))
     return sorted({one.kind for one in found})
 
 
@@ -82,7 +79,7 @@ def _entry_differences(first: StateDigest, second: StateDigest) -> Iterator[Diff
                 yield Difference(rank, name.partition('/')[0], name)
 
 
-def difference_table(found: Sequence[Difference], first: StateDigest, second: StateDigest) -> Table:
+def _table(found: Sequence[Difference], first: StateDigest, second: StateDigest) -> Table:
     groups: dict[tuple[str, str], list[str]] = {}
     for rank, kind, name in found:
         groups.setdefault((rank, kind), []).append(name)

@@ -51,10 +51,10 @@ def write_json(target: Path, report: Any) -> None:
         partial.write_bytes(content)
 
 
-def print_json(value: object, indent: int = 2) -> None:
+def print_json(value: object) -> None:
     """Print to standard output; infinity, which JSON lacks, becomes null."""
     encoded = msgspec.json.encode(value, enc_hook=float)  # msgspec does not encode NumPy's floats
-    print(msgspec.json.format(encoded, indent=indent).decode())
+    print(msgspec.json.format(encoded, indent=2).decode())
 
 
 def _rounded(value: Any) -> Any:

@@ -21,9 +21,7 @@ def prepare_megatron() -> None:
 def trainer_parser() -> argparse.ArgumentParser:
     """Parser of all flags of Megatron and sparse checkpointing. Imports Megatron, which is slow."""
     prepare_megatron()
-    with warnings.catch_warnings(
-        action='ignore'
-    ):  # about missing packages, which only training needs
+    with warnings.catch_warnings(action='ignore'):  # about packages that only training needs
         from megatron.training.arguments import add_megatron_arguments
 
         from megatron.moevement.arguments import add_arguments
@@ -33,11 +31,6 @@ def trainer_parser() -> argparse.ArgumentParser:
 
     parser = argparse.ArgumentParser('pretrain_gpt.py', allow_abbrev=False)
     return add_arguments(add_megatron_arguments(parser))
-
-
-def parse_trainer_flags(flags: Sequence[str]) -> argparse.Namespace:
-    """Parse settings; exits with a line and status 2 if a flag is wrong."""
-    return trainer_parser().parse_args(list(flags))
 
 
 def groups(flags: Sequence[str]) -> Iterator[tuple[str, list[str]]]:

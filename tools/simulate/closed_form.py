@@ -26,13 +26,6 @@ from msgspec.structs import replace
 from moevement_ext.plan.strategy.dense import daly_s, young_s
 
 
-def first_order[Number: (float, np.ndarray)](
-    iteration_s: Number, overhead_s: Number, recovery_s: Number, mtbf_s: Number
-) -> Number:
-    """1/(1 + o/T) x 1/(1 + E[R]/M), for numbers or arrays that broadcast (paper, appendix C)."""
-    return 1 / (1 + overhead_s / iteration_s) / (1 + recovery_s / mtbf_s)
-
-
 class Costs(Struct, frozen=True):
     """What a system costs; the values are those of `Options`, which checks them."""
 
@@ -70,8 +63,8 @@ class Costs(Struct, frozen=True):
 
     def ettr_first_order(self) -> float:
         """1 / (1 + o'/T) x 1 / (1 + E[R]/M) (paper, appendix C); o' includes stalls."""
-        recovery_s = self.expected_recovery_s()
-        return first_order(self.iteration_s, self.mean_overhead_s, recovery_s, self.mtbf_s)
+        slower = 1 + self.mean_overhead_s / self.iteration_s
+        return 1 / slower / (1 + self.expected_recovery_s() / self.mtbf_s)
 
     def ettr_exact(self) -> float:
         """Useful seconds of a period over their mean wall seconds, M e^(q/M) (e^(a/M) - 1) each."""

@@ -33,9 +33,7 @@ MOST_FAILURES, MOST_FIGURES = 20_000_000, 200_000_000
 """Limits of failures over all histories, and of histories times nodes, given by memory."""
 
 _ROUNDING = 1e-12
-_Z = 1.959964  # 97.5 % quantile of the normal distribution
-# 97.5 % quantiles of Student's t for 1, 2, ... degrees of freedom.
-_STUDENT = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622)
+_STUDENT = 1.9646172187075097  # 97.5 % quantile of Student's t for 511 degrees of freedom
 
 
 class Pipeline(msgspec.Struct, frozen=True):
@@ -296,12 +294,4 @@ def ratio_interval(useful: np.ndarray, wall: np.ndarray) -> tuple[float, float]:
     count = len(useful)
     ratio = float(useful.sum() / wall.sum())
     spread = math.sqrt(float(((useful - ratio * wall) ** 2).sum()) / (count - 1) / count)
-    return ratio, _student(count - 1) * spread / float(wall.mean()) + _ROUNDING
-
-
-def _student(degrees: int) -> float:
-    """97.5 % quantile of Student's t, to 0.1 %; from 10 degrees on by Cornish and Fisher."""
-    if degrees <= len(_STUDENT):
-        return _STUDENT[degrees - 1]
-    first, second = (_Z**3 + _Z) / 4, (5 * _Z**5 + 16 * _Z**3 + 3 * _Z) / 96
-    return _Z + first / degrees + second / degrees**2
+    return ratio, _STUDENT * spread / float(wall.mean()) + _ROUNDING

@@ -27,7 +27,7 @@ from rich.console import Console
 
 from moevement_ext.plan.strategy.dense import young_s
 
-from ..lab.arguments import Parser
+from ..lab.arguments import program
 from ..lab.figures import print_json
 from ..lab.tables import say, table
 from .closed_form import Dense, Sparse
@@ -204,10 +204,8 @@ def _cell(names: tuple[str, str, str, str, str], theirs: float, one: Condition) 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser(prog='moevement simulate paper', description=__doc__)
-    parser.add_argument('--json', action='store_true', help='print everything as JSON instead')
-    report = recompute()
-    if parser.parse_args(argv).json:
+    args, report = program('simulate paper', __doc__).parse_args(argv), recompute()
+    if args.json:
         print_json(report)
     else:
         console = Console()

@@ -277,13 +277,9 @@ def _copy(name: str, options: Options, profile: Profile | None) -> System:
 
 
 _BUILDERS: dict[str, Callable[[str, Options, Profile | None], System]] = {
-    'none': _whole,
-    'dense': _whole,
-    'checkfreq': _whole,
-    'gemini': _whole,
+    **dict.fromkeys(('none', 'dense', 'checkfreq', 'gemini'), _whole),
     'moc': _moc,
-    'moevement': _sparse,
-    'ours': _sparse,
+    **dict.fromkeys(('moevement', 'ours'), _sparse),
     'copy': _copy,
 }
 SYSTEMS = tuple(_BUILDERS)

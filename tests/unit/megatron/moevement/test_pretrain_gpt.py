@@ -11,7 +11,7 @@ import torch
 from megatron.core import parallel_state
 
 from megatron.moevement import pretrain_gpt
-from tools.lab.trainer_flags import parse_trainer_flags
+from tools.lab.trainer_flags import trainer_parser
 
 
 @pytest.mark.parametrize(('flag', 'fatal'), [('spiky_loss', False), ('nan_in_loss_and_grad', True)])
@@ -77,6 +77,6 @@ def test_flags_of_the_data_cache_are_passed_on(
     flags = f'--per-dataset-sequences-path {lengths} --data-cache-path {tmp_path}'
     flags += ' --dataloader-fast-cache-load --dataloader-defer-npy-index-mmap'
     monkeypatch.setattr(pretrain_gpt, 'build_tokenizer', lambda _: SimpleNamespace(vocab_size=100))
-    config = pretrain_gpt._dataset_config(parse_trainer_flags(flags.split()))
+    config = pretrain_gpt._dataset_config(trainer_parser().parse_args(flags.split()))
     assert config.fast_cache_load and config.defer_npy_index_mmap
     assert config.sequences_per_dataset == {'text': [3, 2]}

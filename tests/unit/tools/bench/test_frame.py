@@ -13,8 +13,8 @@ from rich.console import Console
 
 from tests.unit.tools.samples import HARDWARE
 from tools.bench.frame import Bench, Figure, Report, markdown, print_report
+from tools.compare.__main__ import CompareBench
 from tools.compare.peers import PeersBench
-from tools.compare.strategies import CompareBench
 from tools.lab.errors import LabError
 from tools.lab.figures import Spread
 from tools.lab.launch import ROOT

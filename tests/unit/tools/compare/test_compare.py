@@ -8,9 +8,9 @@ import pytest
 from megatron.moevement.arguments import config_from_args
 from tests.unit.tools.samples import HARDWARE, logged
 from tools.compare import measuring
+from tools.compare.__main__ import CompareBench
 from tools.compare.rows import ROWS, Keeps
 from tools.compare.running import Course, Lived
-from tools.compare.strategies import CompareBench
 from tools.lab.digests import StateDigest
 from tools.lab.errors import LabError
 from tools.lab.job import Trained
