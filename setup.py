@@ -82,6 +82,7 @@ setup(
     },
     package_data={
         'moevement_ext': ['py.typed'],
+        'moevement_ext.launch': ['*.toml'],
         'megatron.moevement': ['py.typed'],
         'megatron.moevement.job': ['*.toml'],
         'megatron.moevement.seams': ['*.toml'],

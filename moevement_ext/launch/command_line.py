@@ -5,15 +5,17 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+import tomllib
+from collections.abc import Sequence
 from functools import partial
 from importlib import import_module
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from moevement_ext.config import ConfigurationError
 from moevement_ext.launch.environment import default_variables_here
-from moevement_ext.launch.launch_config import ANSWERS, LaunchConfig, StagedAction, StagedFault
+from moevement_ext.launch.launch_config import LaunchConfig, StagedAction, StagedFault
 from moevement_ext.launch.output import give_up_unwritten, say_of_launcher
 from moevement_ext.launch.spare import DECLARATION, split
 from moevement_ext.launch.template import fork_ahead
@@ -28,6 +30,7 @@ recovery, all workers restart.
   moevement launch --nodes 4 --spares 1 --kill 2@8 -- pretrain_gpt.py --sparse-ckpt ...
 """
 _END = '--'
+_TYPES = {'int': int, 'float': float, 'path': Path}
 
 
 def parse(argv: Sequence[str]) -> LaunchConfig:
@@ -133,98 +136,37 @@ def _parser() -> argparse.ArgumentParser:
         description=_DESCRIPTION,
         allow_abbrev=False,
     )
-    add: Callable[..., object] = parser.add_argument
-    number = {'type': int, 'metavar': 'N'}
     # Of earlier versions; all workers are forks now.
-    add('--fork', action='store_true', help=argparse.SUPPRESS)
-    add('--nodes', **number, required=True, help='Number of emulated nodes.')
-    add(
-        '--share-gpu',
-        action='store_true',
-        help='Run all workers on the first GPU. Each is a separate host to NCCL, which then uses '
-        'sockets: slow, for experiments with failures. The program needs --distributed-backend '
-        'nccl --disable-gloo-process-groups. Default: one GPU per worker.',
-    )
-    add_shared(parser)
+    parser.add_argument('--fork', action='store_true', help=argparse.SUPPRESS)
+    add_flags(parser, 'launch')
     return parser
 
 
-def add_shared(parser: argparse.ArgumentParser) -> None:
-    add: Callable[..., object] = parser.add_argument
-    number = {'type': int, 'metavar': 'N'}
-    add('--workers-per-node', **number, default=1, help='Ranks on each node. Default: 1.')
-    add(
-        '--spares',
-        **number,
-        help='Hot spares on each machine: processes that import the program; all workers are their '
-        'forks. One is enough, unless that import starts threads or uses a GPU: then workers start '
-        'fresh, and each spare can replace one. 0: none, which leaves their memory to training. '
-        f'Default: 1 if the program declares {DECLARATION}, else 0.',
-    )
-    add(
-        '--max-restarts',
-        **number,
-        default=LaunchConfig.max_restarts,
-        help='Restarts of one rank, alone or with all others. Its next death ends the job, as do '
-        'three errors of one rank within ten minutes, or of any ranks if all restart each time. '
-        'Default: %(default)s.',
-    )
-    add(
-        '--log-dir',
-        type=Path,
-        metavar='DIR',
-        help='Append the output of each rank to DIR/rank<N>.log, and events of the launcher to '
-        'DIR/launcher.jsonl, on a file system that all nodes share. Default: all output on '
-        'stdout, each line prefixed with its rank.',
-    )
-    add(
-        '--when-no-spare',
-        choices=ANSWERS,
-        default=LaunchConfig.when_no_spare,
-        help='When a node is lost and no spare is left: guests: its ranks go on at the other '
-        'nodes, with the same bits, until it is back; they share cores, GPUs and memory there. '
-        'layout: all workers start again on the other nodes, in a layout that fits them; the '
-        'program needs --sparse-ckpt-elastic restart, and with it goes on so if guests have no '
-        'room. wait: all workers end, and start again when it is back. requeue: the job ends with '
-        'exit status 75; also if its answer is not possible. Default: %(default)s.',
-    )
-    add(
-        '--grow-after',
-        type=float,
-        metavar='SECONDS',
-        default=LaunchConfig.grow_after_s,
-        help='A job on fewer nodes is moved to nodes that are back so long. Default: %(default)g.',
-    )
+def add_flags(parser: argparse.ArgumentParser, launcher: str) -> None:
+    """Add the flags of one launcher, `launch` or `slurm`, and those of both."""
+    known = tomllib.loads(files(__package__).joinpath('flags.toml').read_text('utf-8'))
+    for flag, options in {**known[launcher], **known['both']}.items():
+        options['help'] = options['help'].format(declaration=DECLARATION)
+        options['type'] = _TYPES.get(options.get('type'))
+        parser.add_argument(flag, **{name: one for name, one in options.items() if one is not None})
     group = parser.add_argument_group(
         'staged failures', 'Each strikes once the last rank has logged the iteration.'
     )
-    for action, target, what in (
-        (StagedAction.KILL, 'RANK', 'SIGKILL a worker.'),
-        (
-            StagedAction.KILL_NODE,
-            'NODE',
-            'SIGKILL the workers of a node and delete its memory of this run.',
-        ),
-        (StagedAction.LOSE_NODE, 'NODE', 'The same, and the node does not come back.'),
-        (StagedAction.RETURN_NODE, 'NODE', 'A node comes back after --lose-node.'),
-        (StagedAction.STOP, 'RANK', 'SIGSTOP a worker: it hangs.'),
-    ):
-        group.add_argument(
-            action.value,
-            type=partial(_fault, action, target),
-            nargs='+',
-            action='extend',
-            default=[],
-            metavar=f'{target}@ITERATION',
-            help=what,
-        )
+    for flag, options in known['staged failures'].items():
+        kind = partial(_fault, StagedAction(flag), options['metavar'])
+        group.add_argument(flag, type=kind, nargs='+', action='extend', default=[], **options)
+    parser.set_defaults(
+        max_restarts=LaunchConfig.max_restarts,
+        when_no_spare=LaunchConfig.when_no_spare,
+        grow_after=LaunchConfig.grow_after_s,
+    )
 
 
 def _fault(action: StagedAction, target: str, text: str) -> StagedFault:
     match = re.fullmatch(r'(\d+)@(\d+)', text)
     if match is None:
         raise argparse.ArgumentTypeError(
-            f'{text!r} must be {target}@ITERATION, two whole numbers, such as 2@8'
+            f'{text!r} must be {target}, two whole numbers, such as 2@8'
         )
     return StagedFault(action, int(match[1]), int(match[2]))
 

@@ -27,7 +27,7 @@ class StagedAction(enum.StrEnum):
         return self in (self.KILL_NODE, self.LOSE_NODE, self.RETURN_NODE)
 
 
-ANSWERS = GUESTS, LAYOUT, WAIT, REQUEUE = 'guests', 'layout', 'wait', 'requeue'
+GUESTS, LAYOUT, WAIT, REQUEUE = 'guests', 'layout', 'wait', 'requeue'
 """Answers to the loss of a node without a spare, as values of `--when-no-spare`."""
 
 

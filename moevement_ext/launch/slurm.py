@@ -20,11 +20,7 @@ from moevement_ext.command import data
 from moevement_ext.config import ConfigurationError
 from moevement_ext.errors import EXIT_WHOLE_JOB
 from moevement_ext.events import Event
-from moevement_ext.launch.command_line import (
-    add_shared,
-    configured,
-    parse_before_program,
-)
+from moevement_ext.launch.command_line import add_flags, configured, parse_before_program
 from moevement_ext.launch.launch_config import LaunchConfig, unnamed_run_id
 from moevement_ext.launch.launcher_events import (
     NodeLost,
@@ -34,7 +30,6 @@ from moevement_ext.launch.launcher_events import (
 )
 from moevement_ext.launch.node import slurm_step
 from moevement_ext.launch.output import give_up_unwritten, say_of_launcher
-from moevement_ext.launch.spare import DECLARATION
 from moevement_ext.system.leaving import Parser, stop_at_signals
 from moevement_ext.system.process_setup import ask_again_soon
 
@@ -139,56 +134,9 @@ def _parser() -> argparse.ArgumentParser:
         description=_DESCRIPTION,
         allow_abbrev=False,
     )
-    add: Callable[..., object] = parser.add_argument
-    number = {'type': int, 'metavar': 'N'}
-    add(
-        '--spare-nodes',
-        **number,
-        default=0,
-        help='Nodes of the allocation that wait to replace lost nodes, with the program imported '
-        f'if it declares {DECLARATION}. Default: 0.',
-    )
-    add(
-        '--requeue',
-        action='store_true',
-        help='Requeue the Slurm job when a node is lost and no spare is left. The job continues '
-        'from windows in the memory of the nodes that it gets again.',
-    )
-    add(
-        '--grace',
-        type=float,
-        metavar='SECONDS',
-        default=90.0,
-        help='Time from the forwarded signal to SIGKILL of the workers. Default: %(default)s.',
-    )
-    add(
-        '--before-end',
-        type=float,
-        metavar='SECONDS',
-        help='End the workers this long before the time limit of the allocation, as on a signal; '
-        'for commands to which Slurm sends no signal, as under salloc. Default: never.',
-    )
-    add(
-        '--step-flags',
-        default='',
-        metavar='FLAGS',
-        help='Additional flags of the srun that starts the agent of a node, such as '
-        '"--container-image IMAGE". Default: none.',
-    )
-    add(
-        '--agent-python',
-        default='',
-        metavar='COMMAND',
-        help='Command that runs agents and workers on the nodes, such as "apptainer exec --nv '
-        'IMAGE.sif python". Default: the Python of this launcher.',
-    )
-    add(
-        '--write-script',
-        action=_WriteScript,
-        metavar='FILE',
-        help='Write a batch script with this environment, to be edited and submitted, and exit.',
-    )
-    add_shared(parser)
+    add_flags(parser, 'slurm')
+    about = 'Write a batch script with this environment, to be edited and submitted, and exit.'
+    parser.add_argument('--write-script', action=_WriteScript, metavar='FILE', help=about)
     return parser
 
 
