@@ -246,6 +246,10 @@ class WindowCommitted(Event, frozen=True, kw_only=True):
     helpers_s: float
     """CPU seconds of this process's Python threads, except the training thread, since their
     start."""
+    own_s: float = 0.0
+    """Seconds of `training_s` without waits for other ranks and for checkpointing."""
+    waits_s: dict[str, float] = {}
+    """Seconds of `training_s` in waits, by the rank waited for; `group`: for several."""
 
 
 class WindowPersisted(Event, frozen=True, kw_only=True):
@@ -279,6 +283,18 @@ class Replanned(Event, frozen=True, kw_only=True):
     """Share of the layer's tokens, by expert on this rank."""
     interval: int
     """Iterations from one window to the next; more than `window` if not all are captured."""
+
+
+class SlowRank(Event, frozen=True, kw_only=True):
+    """Rank 0 learned that a rank is slow, is slower or faster than told, or is slow no more."""
+
+    slow: int
+    """The slow rank."""
+    node: str
+    ratio: float
+    """Its own seconds per iteration, by the median of its pipeline stage."""
+    iterations: int
+    """For how many it has been slow, at least; 0: it is no more."""
 
 
 class ProtectionReduced(Event, frozen=True, kw_only=True):

@@ -30,7 +30,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from moevement_ext.events import WINDOW_EVERY_S
+from moevement_ext.events import WINDOW_EVERY_S, SlowRank
 
 from .lab.activity import Doing
 from .lab.arguments import program
@@ -132,6 +132,7 @@ _PAGE_WIDTH = 120
 _OF_FAILURE = (
     'start', 'end', 'scope', 'reasons', 'replaced', 'replayed', 'verified', 'differing', 'phases'
 )  # fmt: skip
+_OF_SLOW = ('slow', 'node', 'ratio', 'iterations')
 _BARE: dict[str, Any] = {'title_justify': 'left', 'box': None, 'pad_edge': False}
 
 
@@ -229,6 +230,8 @@ def summary(history: History, now: float) -> dict[str, Any]:
         'newest_window': history.newest_window,
         'silent': silent(history),
         'missing': missing(history),
+        'slow': [{name: getattr(one, name) for name in _OF_SLOW} for one in history.slow],
+        'work': history.work,
         'stages': [
             {'stage': stage, 'ranks': {rank: history.doing[rank] for rank in ranks}}
             for stage, ranks in history.by_stage(history.members)
@@ -257,6 +260,8 @@ def _figures(history: History) -> Table:
         table.add_row('effective training time', f'{time.ettr:.1%} of {duration(time.wall)}')
     if not history.finished:  # else nothing is left to protect
         table.add_row('protection', _protection(history))
+    if history.slow and not history.finished:
+        table.add_row('slowest', Text(slowest(history), 'yellow'))
     if history.guests:
         table.add_row('nodes', Text(history.guests, 'yellow'))
     if history.layouts:
@@ -265,6 +270,18 @@ def _figures(history: History) -> Table:
         if ranks:
             table.add_row(title, Text(' '.join(map(str, ranks)), 'bold red'))
     return table
+
+
+def slowest(history: History) -> str:
+    """The slowest rank that is slow now, and the number of others."""
+    first, *others = history.slow
+    lasting = first.iterations + history.iteration - first.iteration
+    more = f'; {len(others)} more are slow' if others else ''
+    return f'{in_words(first)} for {lasting} iterations{more}'
+
+
+def in_words(one: SlowRank) -> str:
+    return f'rank {one.slow} on {one.node}, {one.ratio:.2f} times the median of its stage'
 
 
 def _protection(history: History) -> Text:

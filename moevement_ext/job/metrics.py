@@ -24,6 +24,7 @@ from moevement_ext.events import (
     NextTier,
     ProtectionReduced,
     Recovered,
+    SlowRank,
     WindowCommitted,
     WindowOnDisk,
     WindowPersisted,
@@ -76,6 +77,9 @@ _AGE = 'Iterations since the start of the newest window that all ranks and holde
 _LAG = 'Start of the newest own window minus that of the newest on all ranks and holders.'
 _LOSS = 'Finite loss that the trainer logged last, on the rank that logs.'
 _FINITE = '1 if the loss that the trainer logged last is finite, else 0.'
+_OWN = 'Seconds of computing in committed iterations, without waits for other ranks.'
+_WAITS = 'Waits for other ranks in committed iterations, by the rank waited for.'
+_SLOW = 'Own seconds per iteration of a slow rank, by the median of its stage, on rank 0.'
 _LAYOUT = 'Ranks of the job by kind of parallelism, on rank 0.'
 _VERIFIED = 'Operators compared with captures after a recovery.'
 _DIFFERING = 'Operators, losses and gradient norms that differed after a recovery.'
@@ -91,6 +95,7 @@ INSTRUMENTS = (
     FINISHED,
     GUEST,
     _state('layout_ranks', _LAYOUT, 'layout', JobDescribed, 'kind'),
+    _state('slow_rank_ratio', _SLOW, 'ratio', SlowRank, 'slow'),
     _state('loss', _LOSS, 'loss', LossLogged),  # the library drops values that are not finite
     _state('loss_finite', _FINITE, 'finite', LossLogged),
     _state('window_iterations', 'Iterations per window in force.', 'window'),
@@ -101,6 +106,8 @@ INSTRUMENTS = (
     _state('host_memory_bytes', 'Bytes that this rank reserves.', 'host_memory', None, 'kind'),
     _state('disk_bytes', 'Bytes of the windows of this rank on disk.', 'disk_bytes'),
     _sum('training_seconds', 'Seconds in committed iterations, without replays.', 'training_s'),
+    _sum('own_seconds', _OWN, 'own_s'),
+    _sum('wait_seconds', _WAITS, 'waits_s', None, 'of'),
     _sum('exposed_seconds', 'Delay of training by sparse checkpointing.', 'exposed_s'),
     _sum('device_wait_seconds', 'Waits for the GPU around updates.', 'device_wait_s'),
     _sum('iterations', 'Iterations that reached their update.', 'iterations'),

@@ -78,6 +78,11 @@ class WindowLoad(Struct, frozen=True, kw_only=True):
     """Number of peers that receive this rank's checkpoints."""
     stage: int = 0
     """Pipeline stage of this rank."""
+    node: str = ''
+    own_s: float = 0.0
+    """Seconds of computing in `iterations`, without waits for other ranks."""
+    iterations: int = 0
+    """Iterations of the window that this rank computed for the first time."""
     restored: tuple[int, float] = (0, 0.0)
     """Largest `PlanParameters.experts` before the newest rollback, and the `lost` with it."""
 

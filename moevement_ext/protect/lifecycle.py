@@ -187,6 +187,8 @@ class WindowLifecycle:
                 copy_bytes_per_s=figures.copy_bytes_per_s,
                 send_bytes_per_s=self.replicator.bytes_per_s(),
                 helpers_s=round(helper_cpu_s(), 6),
+                own_s=round(figures.own_s, 6),
+                waits_s={rank: round(seconds, 6) for rank, seconds in figures.waits_s.items()},
             )
         )
 

@@ -7,7 +7,8 @@ Sizes and reserves the host memory, of all ranks or of a joining rank.
 import statistics
 import threading
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import fields, replace
 from functools import partial
@@ -30,7 +31,7 @@ from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.name import WindowName
 from moevement_ext.memory.window.slot import SlotHeader
 from moevement_ext.plan.popularity import sampled
-from moevement_ext.plan.replanning import Cycle, TokenCounter, WindowLoad
+from moevement_ext.plan.replanning import Cycle, PlanParameters, TokenCounter, WindowLoad
 from moevement_ext.plan.strategy.choice import strategy_of
 from moevement_ext.plan.strategy.moevement import Measured
 from moevement_ext.plan.windows import budgets, checkpoint_s
@@ -39,9 +40,11 @@ from moevement_ext.protect.disk_tier import DiskTier
 from moevement_ext.protect.lifecycle import WindowLifecycle
 from moevement_ext.protect.persistence import PersistenceTracker
 from moevement_ext.protect.planner import Planner
-from moevement_ext.protect.replanner import Replanner, event
+from moevement_ext.protect.replanner import Decide, Replanner, event
+from moevement_ext.protect.slow_ranks import SlowRanks
 from moevement_ext.protect.statistics import CaptureStatistics, Figures
 from moevement_ext.rates import OtherWork, timed
+from moevement_ext.regroup.waited import waited
 from moevement_ext.replicate.host_memory import HostMemory, WindowRoom
 from moevement_ext.replicate.node_plan import JobMemory, Member, Share, copies_of, described
 from moevement_ext.replicate.secret import agree
@@ -279,6 +282,7 @@ class Protection:
         self._counter = reserved.tokens
         self._counted: tuple[dict[str, float], float | None] = ({}, None)
         self._seconds: list[float] = []
+        self._own_s: list[float] = []
         self._windows_seen = 0
         self._position = 0
         self._step_began = 0.0
@@ -288,6 +292,8 @@ class Protection:
         self._other_work = OtherWork()
         self._last_iteration = last_iteration
         self._experts = reserved.experts
+        self._slow = SlowRanks(rank.events.emit)
+        waited.begin(on_gpu=operators.device.type != 'cpu')
         counting = sampled(self.planner.place.members)
         self._counts = reserved.strategy.counts_tokens and rank.number in counting
         self._device = with_index(operators.device)
@@ -326,7 +332,7 @@ class Protection:
             rank.number,
             rank.world_size,
             present,
-            reserved.strategy.next,
+            partial(self._decide, reserved.strategy.next),
             self.planner.next_plan,
             self._adopt,
         )
@@ -442,6 +448,7 @@ class Protection:
         if self._position == 0:
             self._room.begins(iteration, schedule.plan.window)
         self._waited_before = self.checkpointer.waited_s
+        waited.take()
         self._step_began = time.perf_counter()
 
     def end(self, iteration: int, replayed: bool) -> None:
@@ -452,8 +459,12 @@ class Protection:
         schedule = self.checkpointer.schedule
         seconds = time.perf_counter() - self._step_began
         self._seconds.append(seconds - (self.checkpointer.waited_s - self._waited_before))
+        waits = waited.take()
         if not replayed:
             self._statistics.training_s += seconds
+            self._own_s.append(self._seconds[-1] - sum(waits.values()))
+            self._statistics.own_s += self._own_s[-1]
+            self._statistics.waits_s = dict(Counter(self._statistics.waits_s) + Counter(waits))
         if self._experts is not None:
             self._experts.ends()
         elif self._counter.counting:
@@ -462,6 +473,7 @@ class Protection:
         if self._position == schedule.period - 1:
             load = self._load(iteration - schedule.period)
             self._seconds.clear()
+            self._own_s.clear()
             self._windows_seen += 1
             if self._windows_seen > 1:  # the first window contains warm-up
                 self._replanner.observe(load)
@@ -485,6 +497,9 @@ class Protection:
             persist_s=self._statistics.persist_s,
             room=self._room.limit,
             stage=self.planner.place.stage,
+            node=node_name(),
+            own_s=sum(self._own_s),
+            iterations=len(self._own_s),
         )
         if self._experts is None:
             return load
@@ -542,6 +557,13 @@ class Protection:
         # A recovery counts as other work, but captures always keep a part of the share.
         left = max(granted - other, _LEAST_OF_SHARE * granted)
         return left / byte_s if byte_s else None
+
+    def _decide(
+        self, decide: Decide, present: PlanParameters, loads: Sequence[WindowLoad]
+    ) -> PlanParameters | None:
+        """Judge the ranks, and decide the next plan by the same loads. Replanner's thread."""
+        self._slow.observe(loads)
+        return decide(present, loads)
 
     def _adopt(self, plan: Cycle) -> None:
         """Adopt a plan, windows before it is in force. Replanner's thread."""

@@ -26,6 +26,8 @@ from moevement_ext.store.answers import peek, read_in_parts
 
 logger = logger_of(__name__)
 
+type Decide = Callable[[PlanParameters, Sequence[WindowLoad]], PlanParameters | None]
+
 _FIRST_POLL_SECONDS = 0.02
 _LAST_POLL_SECONDS = 0.32
 _LOADS_KEPT = 4
@@ -107,7 +109,7 @@ class Replanner:
         rank: int,
         world_size: int,
         present: Cycle,
-        decide: Callable[[PlanParameters, Sequence[WindowLoad]], PlanParameters | None],
+        decide: Decide,
         next_plan: Callable[[int, Store], Cycle | None],
         adopt: Callable[[Cycle], None],
     ) -> None:

@@ -32,6 +32,10 @@ class Figures:
 
     The device computes meanwhile; only work that could have been queued ahead is delayed.
     """
+    own_s: float = 0.0
+    """Seconds of `training_s` without waits for other ranks and for checkpointing."""
+    waits_s: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of `training_s` in waits, by the rank waited for; `group`: for several."""
     iterations: int = 0
     """Iterations that reached their update."""
     captured_bytes: int = 0

@@ -19,6 +19,8 @@ from typing import cast
 from torch._C._distributed_c10d import OpType, Work  # type: ignore[attr-defined]
 from torch.distributed import DistNetworkError
 
+from moevement_ext.regroup.waited import waited
+
 PARTS: dict[str, tuple[str, ...]] = {
     '_C._distributed_c10d': ('OpType', 'Work'),
     '_C._distributed_c10d.Work': ('_get_op_type', 'wait', 'is_completed'),
@@ -129,7 +131,9 @@ def resume() -> None:
 
 
 def _shown(work: Work, timeout: timedelta | None = None) -> bool:
-    return _torch_wait(work) if timeout is None else _torch_wait(work, timeout)
+    if timeout is not None:
+        return _torch_wait(work, timeout)
+    return waited.timed(lambda: _torch_wait(work))
 
 
 def _wait(work: Work, timeout: timedelta | None = None) -> bool:
@@ -138,9 +142,8 @@ def _wait(work: Work, timeout: timedelta | None = None) -> bool:
         return _torch_wait(work, timeout)
     _raise_if_ended()
     kind: int = work._get_op_type()  # type: ignore[attr-defined]
-    if kind in _WITHOUT_SLICES:
-        return _wait_by_another(work)
-    return _wait_in_slices(work)
+    wait = _wait_by_another if kind in _WITHOUT_SLICES else _wait_in_slices
+    return waited.timed(lambda: wait(work))
 
 
 def _wait_in_slices(work: Work) -> bool:

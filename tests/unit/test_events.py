@@ -26,7 +26,8 @@ _FIGURES = {
 NAMES = (
     'dense_save_failed device_problem failure_detected finished job_described loss_logged '
     'next_tier protected protection_reduced recovered recovery_phase recovery_started replanned '
-    'resharded tokens_lost window_committed window_on_disk window_persisted worker_started'
+    'resharded slow_rank tokens_lost window_committed window_on_disk window_persisted '
+    'worker_started'
 ).split()
 """Of the events of a rank, as files and programs outside the tree have them."""
 

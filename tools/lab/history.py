@@ -23,6 +23,7 @@ from moevement_ext.events import (
     RecoveryStarted,
     Replanned,
     Resharded,
+    SlowRank,
     WindowCommitted,
     WindowPersisted,
     WorkerStarted,
@@ -395,6 +396,29 @@ class History:
     @property
     def reduced(self) -> list[ProtectionReduced]:
         return kind_of(self.events, ProtectionReduced)
+
+    @property
+    def slow(self) -> list[SlowRank]:
+        """What was said last of each rank that is slow now, the slowest first."""
+        newest: dict[int, SlowRank] = {}
+        for event in self.events:
+            if isinstance(event, SlowRank):
+                newest[event.slow] = event
+            elif isinstance(event, WorkerStarted):
+                newest.pop(event.rank, None)
+                if event.rank == 0:  # which judges, and starts anew
+                    newest.clear()
+        slow = (event for event in newest.values() if event.iterations)
+        return sorted(slow, key=lambda event: -event.ratio)
+
+    @property
+    def work(self) -> dict[int, dict[str, float]]:
+        """Shares of each rank's training time: `own` work, and waits by the rank waited for."""
+        return {
+            rank: {name: seconds / one.training_s for name, seconds in parts.items()}
+            for rank, one in self.newest(WindowCommitted).items()
+            if (parts := {'own': one.own_s, **one.waits_s}) and one.training_s
+        }
 
 
 class Shares(NamedTuple):

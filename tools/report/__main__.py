@@ -23,12 +23,15 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from moevement_ext.events import SlowRank
+
 from ..lab.arguments import Parser
 from ..lab.errors import LabError
+from ..lab.evidence import kind_of
 from ..lab.figures import print_json, replacing
 from ..lab.history import PROCESS_START, Episode, History, read_history, shares
 from ..lab.text import duration, loss, readable, size
-from ..status import summary
+from ..status import in_words, summary
 from . import charts
 
 _PHASES = {
@@ -91,6 +94,7 @@ def render(history: History, title: str) -> str:
         memory=charts.memory_rows(history),
         replans=history.replans,
         notes=_notes(history),
+        slow=_slow(history),
     )
 
 
@@ -115,6 +119,15 @@ def _headline(history: History, episode: Episode) -> str:
         where = f' (now on {node})' if node else ''
         words.append(f'rank{plural} {" ".join(map(str, ranks))}{where}')
     return f'{", ".join(words)} replaced'
+
+
+def _slow(history: History) -> list[str]:
+    """What was said of slow ranks, the newest last."""
+    return [
+        f'iteration {one.iteration}: {in_words(one)}, '
+        + (f'for {one.iterations} iterations' if one.iterations else 'slow no more')
+        for one in kind_of(history.events, SlowRank)[-_NOTES:]
+    ]
 
 
 def _notes(history: History) -> list[str]:

@@ -27,6 +27,7 @@ from moevement_ext.memory.ledger import LedgerEntry
 from moevement_ext.memory.upstream_log.log import UpstreamLog
 from moevement_ext.memory.upstream_log.record import Direction, region_bytes
 from moevement_ext.recover.trainer import Received
+from moevement_ext.regroup.waited import waited
 
 
 class _Done:
@@ -108,14 +109,16 @@ class BoundaryCommunicator(P2PCommunicator):
         self._note(Direction.DOWN, tensor_send_next)
         self._note(Direction.UP, tensor_send_prev)
         if self._received is None:
-            return self._exchange(
-                tensor_send_next=tensor_send_next,
-                tensor_send_prev=tensor_send_prev,
-                recv_prev=recv_prev,
-                recv_next=recv_next,
-                tensor_shape=tensor_shape,
-                wait_on_reqs=wait_on_reqs,
-            )
+            up = recv_prev or (tensor_send_prev is not None and not recv_next)
+            with waited.waiting_for(self.prev_rank if up else self.next_rank):
+                return self._exchange(
+                    tensor_send_next=tensor_send_next,
+                    tensor_send_prev=tensor_send_prev,
+                    recv_prev=recv_prev,
+                    recv_next=recv_next,
+                    tensor_shape=tensor_shape,
+                    wait_on_reqs=wait_on_reqs,
+                )
         from_previous = self._take(Direction.DOWN) if recv_prev else None
         from_next = self._take(Direction.UP) if recv_next else None
         if wait_on_reqs:

@@ -29,6 +29,7 @@ from moevement_ext import faults
 from moevement_ext.errors import SparseCheckpointError
 from moevement_ext.faults import Phase
 from moevement_ext.memory.ledger import MAX_SCALARS
+from moevement_ext.regroup.waited import waited
 
 
 class GlobalScalars(msgspec.Struct):
@@ -80,6 +81,7 @@ class ScalarRecorder:
         if getattr(config.finalize_model_grads_func, 'recorder', None) is self:
             return
 
+        @waited.waiting_for(None)
         def finalize_recorded(
             finalize: Callable[..., object],
             model: Chunks,

@@ -27,6 +27,7 @@ from moevement_ext.memory.upstream_log.log import UpstreamLog
 from moevement_ext.memory.upstream_log.record import Direction, region_bytes
 from moevement_ext.plan.replanning import TokenCounter
 from moevement_ext.recover.trainer import Committed, Loop, PlainLoop, Received
+from moevement_ext.regroup.waited import waited
 
 
 class TorchPipeline:
@@ -122,7 +123,8 @@ class TorchPipeline:
             return self._received[direction].take(self._iteration, sequence).to(device)
         tensor, source = torch.empty(*shape, dtype=dtype, device=device), self.neighbours[direction]
         assert source is not None
-        dist.recv(tensor, source)
+        with waited.waiting_for(source):
+            dist.recv(tensor, source)
         return tensor
 
 

@@ -11,12 +11,20 @@ from urllib.request import urlopen
 
 import msgspec
 import pytest
+from rich.console import Console
 
-from moevement_ext.events import Event, WindowCommitted, WindowPersisted
+from moevement_ext.events import (
+    Event,
+    SlowRank,
+    WindowCommitted,
+    WindowPersisted,
+    WorkerStarted,
+)
 from tests.unit.tools.runs import localized_run, write
 from tools import status
 from tools.lab.history import History
 from tools.report.__main__ import main as report
+from tools.report.__main__ import render
 
 ROOT = Path(__file__).resolve().parents[4]
 RUN = localized_run(finished=False)
@@ -77,6 +85,49 @@ def test_status_of_the_exit_is_the_health(
     assert [one['replaced'] for one in found['failures']] == [[2]]
     assert report([str(tmp_path / 'c'), '--json']) == 0
     assert json.loads(capsys.readouterr().out) == found
+
+
+def told(slow: int, time: float, ratio: float, iterations: int, at: int = 40) -> Event:
+    return SlowRank(rank=0, time=time, iteration=at, slow=slow, node='n3', ratio=ratio,
+                    iterations=iterations)  # fmt: skip
+
+
+RESTARTED = WorkerStarted(rank=0, time=21.3, start_up_s=0.5)
+
+
+@pytest.mark.parametrize(
+    ('events', 'expected'),
+    [
+        ([told(1, 21.0, 1.31, 40)], 'rank 1 on n3, 1.31 times the median of its stage for '),
+        ([told(1, 21.0, 1.31, 40), told(0, 21.1, 1.5, 60)], '1 more are slow'),
+        ([told(1, 21.0, 1.31, 40), told(1, 21.1, 1.02, 0)], None),
+        ([told(1, 21.0, 1.31, 40), RESTARTED], None),
+        ([RESTARTED, told(1, 21.5, 1.31, 40)], 'rank 1 on n3'),
+    ],
+    ids=['slow', 'two', 'no more', 'who judges is new', 'told by the new one'],
+)
+def test_slowest_rank_is_shown_while_it_is_slow(events: list[Event], expected: str | None) -> None:
+    history = History([*until(21.0), *events])
+    console = Console(width=120)
+    with console.capture() as capture:
+        console.print(status.show(history, history.end))
+    shown = capture.get()
+    assert ('slowest' in shown) is (expected is not None)
+    assert expected is None or expected in shown
+    assert len(status.summary(history, history.end)['slow']) == len(history.slow)
+    page = render(history, 'a run')
+    assert 'iteration 40: rank 1 on n3, 1.31 times' in page
+    assert ('slow no more' in page) is (events[-1] == told(1, 21.1, 1.02, 0))
+
+
+def test_shares_of_work_and_waits_are_told() -> None:
+    figures = {'plan': 'a', 'slots': [1], 'exposed_s': 0.0, 'copy_bytes_per_s': None,
+               'send_bytes_per_s': None, 'helpers_s': 0.0}  # fmt: skip
+    told = WindowCommitted(
+        time=1.0, rank=1, start=0, training_s=10.0, own_s=6.0, waits_s={'0': 3.0, 'group': 1.0},
+        **figures,
+    )  # fmt: skip
+    assert History([told]).work == {1: {'own': 0.6, '0': 0.3, 'group': 0.1}}
 
 
 def test_the_screen_is_served_to_this_machine(tmp_path: Path) -> None:
