@@ -191,6 +191,12 @@ class Layout(Struct, frozen=True, forbid_unknown_fields=True):
         """Number of ranks of a stage that compute with the same part of the same experts."""
         return self.stage_ranks // (self.expert * self.expert_parts)
 
+    @property
+    def units(self) -> int:
+        """Number of pipelines that no expert or context parallelism connects."""
+        experts = self.expert * self.expert_parts
+        return self.stage_ranks // max(self.tensor * self.context, experts)
+
     def families(self) -> list[int]:
         """The lowest rank with the same shards of weights, masters and moments, by global rank.
 

@@ -8,6 +8,7 @@ r"""Computes costs and benefits of fault-tolerance systems, by closed formulas a
     moevement simulate sweep --over mtbf --values 300,600,1800,7200 --systems gemini,ours ...
     moevement simulate --system ours --profile runs/events --mtbf 0.5x
     moevement simulate paper
+    moevement simulate reroute
 
 ETTR is the share of wall-clock time in iterations that are kept. Semantics, formulas and systems:
 docs/simulator.md. Each subcommand has its own --help.
@@ -30,7 +31,7 @@ from . import scenario
 from .closed_form import Dense, optimal
 from .systems import SYSTEMS
 
-SUBCOMMANDS = ('sweep', 'paper')
+SUBCOMMANDS = ('sweep', 'paper', 'reroute')
 
 
 def compute(args: argparse.Namespace) -> dict[str, object]:
