@@ -90,6 +90,7 @@ class UnprotectedMode:
         """Do nothing: this mode cannot recover."""
 
 
+@dataclass(eq=False)
 class WholeJobMode:
     """Trains with protection. Training thread only.
 
@@ -97,32 +98,26 @@ class WholeJobMode:
     if any. `store_lost` is set while the ranks' store counts as lost; None without a store.
     """
 
-    def __init__(
-        self,
-        rank: Rank,
-        trainer: Trainer,
-        protection: Protection,
-        restart: Restart | None,
-        store_lost: threading.Event | None = None,
-    ) -> None:
-        self.rank = rank
-        self.trainer = trainer
-        self.protection = protection
-        self._restart = restart
-        self._store_lost = store_lost
-        self._converting = restart is not None
-        self._catch_up_to = NOWHERE if restart is None else restart.catches_up_to
+    rank: Rank
+    trainer: Trainer
+    protection: Protection
+    _restart: Restart | None
+    _store_lost: threading.Event | None = None
+
+    def __post_init__(self) -> None:
+        self._converting = self._restart is not None
+        self._catch_up_to = NOWHERE if self._restart is None else self._restart.catches_up_to
         self._caught_up_from = 0.0
         self._running: int | None = None
         # With `--sparse-ckpt-verify stop`: entries that this rank lacked, recomputed by this start.
         self._unjudged: list[LedgerEntry] = []
         self._verification = Verification.of_nothing()
-        if restart is not None:
-            if rank.config.verify != OFF:
+        if self._restart is not None:
+            if self.rank.config.verify != OFF:
                 self._verification = Verification(
-                    restart.captured, trainer.operators.slices, restart.recorded
+                    self._restart.captured, self.trainer.operators.slices, self._restart.recorded
                 )
-            self._verification.tokens_lost = restart.tokens_lost
+            self._verification.tokens_lost = self._restart.tokens_lost
 
     def train(self, run: Callable[[], Any]) -> Any:
         self.trainer.pipeline.log_to(None)

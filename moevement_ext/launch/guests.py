@@ -9,6 +9,7 @@ deleted, and their recovery needs no more than that of any lost rank.
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from moevement_ext.events import Event
@@ -23,6 +24,7 @@ _TO_ANSWER_S = 10.0
 _LOOK_AGAIN_S = 1.0
 
 
+@dataclass(eq=False)
 class Guests:
     """Seats of the job, and the moves of their ranks. The supervisor's thread uses this.
 
@@ -34,21 +36,15 @@ class Guests:
         devices: indices of the GPUs that ranks use on a host with this own seat.
     """
 
-    def __init__(
-        self,
-        config: LaunchConfig,
-        children: Children,
-        nodes: Mapping[str, Commands],
-        report: Callable[[Event], None],
-        devices: Callable[[int], list[int]],
-    ) -> None:
-        self.seating = Seating(config.nodes, config.workers_per_node)
+    _config: LaunchConfig
+    _children: Children
+    _nodes: Mapping[str, Commands]
+    _report: Callable[[Event], None]
+    _devices: Callable[[int], list[int]]
+
+    def __post_init__(self) -> None:
+        self.seating = Seating(self._config.nodes, self._config.workers_per_node)
         self.usable: Sequence[str] = ()  # hosts that can work for the job
-        self._config = config
-        self._children = children
-        self._nodes = nodes
-        self._report = report
-        self._devices = devices
         self._memory: Path | None = None
         self._bytes: list[int] = []
         self._seen: dict[str, messages.MemorySeen] = {}

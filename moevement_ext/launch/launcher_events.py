@@ -27,6 +27,14 @@ def name_of(rank: int, pid: int) -> str:
     return f'rank {rank} (pid {pid})' if pid else f'rank {rank} (not started yet)'
 
 
+class _Said(Event, frozen=True):
+    said: ClassVar[str]
+    """The line of text, with fields of the event as `{0.name}`."""
+
+    def __str__(self) -> str:
+        return self.said.format(self)
+
+
 class _WorkerEvent(Event, frozen=True):
     rank: int
     pid: int
@@ -112,11 +120,10 @@ class StoreGone(Event, frozen=True):
         )
 
 
-class StoreFound(Event, frozen=True):
+class StoreFound(_Said, frozen=True):
     """A store answers again: the same store, or an empty one."""
 
-    def __str__(self) -> str:
-        return 'the store is reached again'
+    said = 'the store is reached again'
 
 
 class SpareReady(Event, frozen=True):
@@ -143,13 +150,12 @@ class SpareEnded(Event, frozen=True):
         return f'hot spare (pid {self.pid}) {describe_exit(self.code)}{how}'
 
 
-class SpareMissing(Event, frozen=True):
+class SpareMissing(_Said, frozen=True):
     """A hot spare could not start; there is one fewer until a worker is replaced."""
 
     reason: str
 
-    def __str__(self) -> str:
-        return f'a hot spare cannot be started, one less until a worker is replaced: {self.reason}'
+    said = 'a hot spare cannot be started, one less until a worker is replaced: {0.reason}'
 
 
 class FaultStaged(Event, frozen=True):
@@ -165,23 +171,21 @@ class FaultStaged(Event, frozen=True):
         return f'staged failure {self.fault}{also}'
 
 
-class NodeReady(Event, frozen=True):
+class NodeReady(_Said, frozen=True):
     """A host is connected and can take a seat of the job."""
 
     host: str
 
-    def __str__(self) -> str:
-        return f'host {self.host} is ready'
+    said = 'host {0.host} is ready'
 
 
-class NodeSeated(Event, frozen=True):
+class NodeSeated(_Said, frozen=True):
     """A host took a seat of the job."""
 
     host: str
     node: int
 
-    def __str__(self) -> str:
-        return f'host {self.host} is node {self.node} of the job'
+    said = 'host {0.host} is node {0.node} of the job'
 
 
 class GuestsSeated(Event, frozen=True):
@@ -213,17 +217,16 @@ class NodeLost(Event, frozen=True):
         return f'host {self.host}, {what}, is lost: {self.reason}'
 
 
-class NodeMissing(Event, frozen=True):
+class NodeMissing(_Said, frozen=True):
     """The agent of a host did not connect."""
 
     host: str
     reason: str
 
-    def __str__(self) -> str:
-        return f'host {self.host} is not reached: {self.reason}'
+    said = 'host {0.host} is not reached: {0.reason}'
 
 
-class DevicesFailing(Event, frozen=True):
+class DevicesFailing(_Said, frozen=True):
     """A device of a host is unusable."""
 
     host: str
@@ -231,8 +234,7 @@ class DevicesFailing(Event, frozen=True):
     usable: bool = False
     """Always false; files of earlier versions also have true."""
 
-    def __str__(self) -> str:
-        return f'host {self.host} gets no more ranks: {self.trouble}'
+    said = 'host {0.host} gets no more ranks: {0.trouble}'
 
 
 class JobRecovered(Event, frozen=True):
@@ -280,13 +282,12 @@ def in_words(seconds: float) -> str:
     return f'{minutes} min {rest:02d} s' if minutes else f'{rest} s'
 
 
-class JobFailed(Event, frozen=True):
+class JobFailed(_Said, frozen=True):
     """The launcher gave up the job and killed all its processes."""
 
     reason: str
 
-    def __str__(self) -> str:
-        return f'job failed: {self.reason}'
+    said = 'job failed: {0.reason}'
 
 
 class MemoryKept(Event, frozen=True):

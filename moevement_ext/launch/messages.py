@@ -130,14 +130,16 @@ class Reserve(msgspec.Struct, frozen=True, tag=True):
     """Size of each file in bytes."""
 
 
-class LookAtMemory(msgspec.Struct, frozen=True, tag=True):
-    """Answer with a `MemorySeen`."""
-
+class _OfNode(msgspec.Struct, frozen=True):
     node: str
     directory: str
     """`--sparse-ckpt-dir`."""
     run_id: str
-    """Empty: the run keeps nothing in memory yet."""
+
+
+class LookAtMemory(_OfNode, frozen=True, tag=True):
+    """Answer with a `MemorySeen`; an empty run id: the run keeps nothing in memory yet."""
+
     nbytes: dict[int, int]
     """Bytes that each rank keeps, if these ranks run here; empty: do not check the room."""
     devices: list[int]
@@ -146,26 +148,17 @@ class LookAtMemory(msgspec.Struct, frozen=True, tag=True):
     """Number of seats whose ranks use these GPUs now."""
 
 
-class Vacate(msgspec.Struct, frozen=True, tag=True):
+class Vacate(_OfNode, frozen=True, tag=True):
     """Kill processes of ranks that have moved from this node, and delete their memory here."""
 
-    node: str
-    directory: str
-    """`--sparse-ckpt-dir`."""
-    run_id: str
     ranks: list[int]
 
 
-class SimulateNodeLoss(msgspec.Struct, frozen=True, tag=True):
+class SimulateNodeLoss(_OfNode, frozen=True, tag=True):
     """Simulate the loss of a node: kill its processes and delete the run's memory there.
 
     An agent also kills itself, as it serves only this node.
     """
-
-    node: str
-    directory: str
-    """`--sparse-ckpt-dir`."""
-    run_id: str
 
 
 FromAgent = (

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
@@ -93,6 +94,7 @@ def _tasks() -> int:
     return min(int(node.partition('(')[0]) for node in nodes)
 
 
+@dataclass(eq=False)
 class Node:
     """A host: its step, and the connection to its agent.
 
@@ -112,27 +114,21 @@ class Node:
             set for the rest of the job, as no message reports a repair.
     """
 
-    def __init__(
-        self,
-        host: str,
-        loop: FdLoop,
-        on_message: Callable[['Node', FromAgent], None],
-        on_lost: Callable[['Node', str], None],
-        on_missed: Callable[['Node', str], None],
-    ) -> None:
-        self.host = host
+    host: str
+    _loop: FdLoop
+    _on_message: Callable[['Node', FromAgent], None]
+    _on_lost: Callable[['Node', str], None]
+    _on_missed: Callable[['Node', str], None]
+
+    def __post_init__(self) -> None:
         self.link: Link[FromAgent] | None = None
         self.is_hot = False
         self.has_imported = False
         self.tried = 0.0
         self.why = 'not started yet'
         self.broken = ''
-        self._loop = loop
         self._step: Step | None = None
         self._left: list[Step] = []
-        self._on_message = on_message
-        self._on_lost = on_lost
-        self._on_missed = on_missed
         self._pause_s = _FIRST_PAUSE_S
 
     @property

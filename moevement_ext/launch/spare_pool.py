@@ -2,6 +2,7 @@
 """Keeps hot spares, of which workers are forks, or which become workers."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import BinaryIO
 
@@ -12,6 +13,7 @@ from moevement_ext.launch.launcher_events import SpareEnded, SpareMissing, Spare
 from moevement_ext.launch.template import Template, TemplateLost
 
 
+@dataclass(eq=False)
 class SparePool:
     """Processes that import the program in advance.
 
@@ -21,19 +23,13 @@ class SparePool:
     this calls `then` afterwards.
     """
 
-    def __init__(
-        self,
-        config: LaunchConfig,
-        environment: Mapping[str, str],
-        loop: FdLoop,
-        report: Callable[[Event], None],
-        then: Callable[[], None],
-    ) -> None:
-        self._config = config
-        self._environment = environment
-        self._loop = loop
-        self._report = report
-        self._then = then
+    _config: LaunchConfig
+    _environment: Mapping[str, str]
+    _loop: FdLoop
+    _report: Callable[[Event], None]
+    _then: Callable[[], None]
+
+    def __post_init__(self) -> None:
         self._asked = self._wanted = 0
         # Set once a spare has reported that it cannot fork.
         self._each_is_one = False

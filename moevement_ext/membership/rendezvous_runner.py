@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -50,6 +51,7 @@ from moevement_ext.store.answers import peek
 _REPORT = msgspec.msgpack.Decoder(Report)
 
 
+@dataclass(eq=False)
 class MissingRanks:
     """Background thread that detects missing ranks; active only on elected ranks.
 
@@ -60,18 +62,13 @@ class MissingRanks:
     A rank without a heartbeat for `hang_timeout_s` seconds counts as hung.
     """
 
-    def __init__(
-        self,
-        connect: Callable[[], Store],
-        world_size: int,
-        hang_timeout_s: float,
-        is_ours: Callable[[], bool],
-    ) -> None:
-        self._connect = connect
-        self._world_size = world_size
-        self._hang_timeout_s = hang_timeout_s
-        self._between_checks_s = heartbeat_period_s(hang_timeout_s)
-        self._is_ours = is_ours
+    _connect: Callable[[], Store]
+    _world_size: int
+    _hang_timeout_s: float
+    _is_ours: Callable[[], bool]
+
+    def __post_init__(self) -> None:
+        self._between_checks_s = heartbeat_period_s(self._hang_timeout_s)
         self._counts: dict[Absent, int] = {}
         self._silent_s: dict[Absent, float] = {}
         self._stopping = threading.Event()
@@ -133,16 +130,14 @@ class MissingRanks:
 logger = logger_of(__name__)
 
 
+@dataclass(eq=False)
 class RendezvousRunner:
     """Runs the rendezvous of one process. `loss` connects to the store. One thread at a time."""
 
-    def __init__(
-        self, rendezvous: Rendezvous, loss: StoreLoss, timeout: timedelta, hang_timeout_s: float
-    ) -> None:
-        self._rendezvous = rendezvous
-        self._loss = loss
-        self._timeout = timeout
-        self._hang_timeout_s = hang_timeout_s
+    _rendezvous: Rendezvous
+    _loss: StoreLoss
+    _timeout: timedelta
+    _hang_timeout_s: float
 
     def meet(self, report: Callable[[], Report], after: int | None) -> RendezvousResult:
         """Join the round after `after`; None: any round.

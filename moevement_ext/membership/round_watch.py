@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 
 from torch.distributed import DistError, Store
@@ -61,6 +62,7 @@ class Connections:
         self._idle.append(store)
 
 
+@dataclass(eq=False)
 class RoundWatch:
     """Watches one round until it is broken or `stop` is called.
 
@@ -80,29 +82,21 @@ class RoundWatch:
         on_check: called twice a second on the heartbeat thread, with its connection.
     """
 
-    def __init__(
-        self,
-        connections: Connections,
-        round_id: int,
-        rank: int,
-        processes: Sequence[int],
-        hang_timeout_s: float,
-        on_broken: Callable[[str], None],
-        on_check: Callable[[Store], None] = lambda store: None,
-    ) -> None:
-        self.round = round_id
+    _connections: Connections
+    round: int
+    _rank: int
+    _processes: Sequence[int]
+    _hang_timeout_s: float
+    _on_broken: Callable[[str], None]
+    _on_check: Callable[[Store], None] = lambda store: None
+
+    def __post_init__(self) -> None:
         self.broken = threading.Event()
         self.reason: str | None = None
         self.announced = 0.0
         """When the round ended: seconds since the epoch, by the announcing process's clock."""
-        self._connections = connections
-        self._rank = rank
-        self._processes = processes
-        self._watched = (rank + 1) % len(processes)
-        self._hang_timeout_s = hang_timeout_s
-        self._period_s = heartbeat_period_s(hang_timeout_s)
-        self._on_broken = on_broken
-        self._on_check = on_check
+        self._watched = (self._rank + 1) % len(self._processes)
+        self._period_s = heartbeat_period_s(self._hang_timeout_s)
         self._stopping = threading.Event()
         self._judging = threading.Event()
         self._concluding = threading.Lock()

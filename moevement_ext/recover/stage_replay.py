@@ -15,6 +15,7 @@ nothing until the state is dense; with `--sparse-ckpt-verify stop`, nothing unti
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 
 import msgspec
 
@@ -58,6 +59,7 @@ class SourceLost(SparseCheckpointError):
 _DAMAGES = (RefusedWindow, CorruptLog, PeerRefused)
 
 
+@dataclass(eq=False)
 class StageReplay:
     """Replays the stage of this rank. Training thread only, except `interrupt`.
 
@@ -66,20 +68,14 @@ class StageReplay:
     compares the newest replay with earlier captures.
     """
 
-    def __init__(
-        self,
-        rank: Rank,
-        trainer: Trainer,
-        protection: Protection,
-        enters: Callable[[str], None],
-        trust_collectives: Callable[[], None],
-    ) -> None:
-        self._rank = rank
-        self._lossy = rank.config.lossy
-        self._trainer = trainer
-        self._protection = protection
-        self._enters = enters
-        self._trust_collectives = trust_collectives
+    _rank: Rank
+    _trainer: Trainer
+    _protection: Protection
+    _enters: Callable[[str], None]
+    _trust_collectives: Callable[[], None]
+
+    def __post_init__(self) -> None:
+        self._lossy = self._rank.config.lossy
         self._waiting: list[LogReader | ArrivingWindow] = []
         self.replayed = 0
         self.verification = Verification.of_nothing()

@@ -2,6 +2,7 @@
 """Assembles the windows of another layout for this one. Every step is collective."""
 
 import time
+from dataclasses import dataclass
 
 from moevement_ext.capture.layout import Operators
 from moevement_ext.errors import HostMemoryError, UserError
@@ -26,6 +27,7 @@ logger = logger_of(__name__)
 _DAMAGED = 'damaged'
 
 
+@dataclass(eq=False)
 class Assembly:
     """Assembles windows of other layouts for this layout. Training thread.
 
@@ -33,23 +35,13 @@ class Assembly:
     `resharding` belongs to the trainer; `history` begins with this start.
     """
 
-    def __init__(
-        self,
-        rank: Rank,
-        shelf: Shelf,
-        elsewhere: Elsewhere,
-        memory: HostMemory,
-        operators: Operators,
-        resharding: Resharding,
-        history: str,
-    ) -> None:
-        self._rank = rank
-        self._history = history
-        self._shelf = shelf
-        self._elsewhere = elsewhere
-        self._memory = memory
-        self._operators = operators
-        self._resharding = resharding
+    _rank: Rank
+    _shelf: Shelf
+    _elsewhere: Elsewhere
+    _memory: HostMemory
+    _operators: Operators
+    _resharding: Resharding
+    _history: str
 
     def obtain(self, newer_than: int = -1) -> Conversion | None:
         """The newest window, dense after `newer_than`, that every rank could assemble. Collective.

@@ -8,6 +8,7 @@ So conversion, replication and further recoveries treat it like any other window
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import batched
 
 import numpy as np
@@ -46,6 +47,7 @@ Place = tuple[Portion, memoryview]
 """A piece, and the destination of its bytes."""
 
 
+@dataclass(eq=False)
 class Fetcher:
     """Fetches from one window of another layout. One thread uses it.
 
@@ -54,17 +56,12 @@ class Fetcher:
     are the bytes that were read here, and from other ranks.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        shelf: Shelf,
-        holders: Mapping[int, Sequence[tuple[int, Part]]],
-        client: Callable[[int], ReplicaClient],
-    ) -> None:
-        self._rank = rank
-        self._shelf = shelf
-        self._holders = holders
-        self._client = client
+    _rank: int
+    _shelf: Shelf
+    _holders: Mapping[int, Sequence[tuple[int, Part]]]
+    _client: Callable[[int], ReplicaClient]
+
+    def __post_init__(self) -> None:
         self._clients: dict[int, ReplicaClient] = {}
         self.local = self.remote = 0
 
