@@ -33,12 +33,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def document() -> str:
-    lengths = textwrap.fill(_TEXTS['lengths'], _WIDTH)
+    notes = '\n\n'.join(textwrap.fill(_TEXTS[name], _WIDTH) for name in ('lengths', 'sends'))
     return '\n'.join(
         (
             _TEXTS['head'],
             f'## Refused\n\n{_rules(REFUSED)}',
-            f'## Whole job only\n\n{lengths}\n\n{_rules(WHOLE_JOB)}',
+            f'## Whole job only\n\n{notes}\n\n{_rules(WHOLE_JOB)}',
             f'## May differ\n\n{_indifferent()}',
             _versions(),
         )
