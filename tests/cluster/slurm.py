@@ -65,7 +65,6 @@ class Slurm(LocalSlurm):
         return dict(word.partition('=')[::2] for word in words)
 
     def hosts(self, job: int) -> list[str]:
-        """Nodes of a job."""
         return self.run('scontrol', 'show', 'hostnames', self.show(job)['NodeList']).split()
 
     def run(self, *command: str) -> str:

@@ -86,7 +86,6 @@ class Submitted:
         return self.slurm.show(self.number)[name]
 
     def require_node(self, host: str) -> None:
-        """Require a node for the queued job."""
         self.slurm.run('scontrol', 'update', f'JobId={self.number}', f'ReqNodeList={host}')
 
     def cut_time_limit(self, seconds: int) -> None:

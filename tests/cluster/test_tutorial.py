@@ -25,8 +25,6 @@ END = 'the tutorial has ended'
 
 
 class Block(NamedTuple):
-    """A fenced block of the page."""
-
     language: str
     text: str
 

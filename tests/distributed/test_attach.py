@@ -17,7 +17,6 @@ ITERATIONS = 14
 
 @pytest.fixture
 def own_loop(example: Make, text: list[str]) -> Callable[[], Cluster]:
-    """Makes jobs of the example."""
     return lambda: example('own_loop', '--data', text[1], '--iterations', str(ITERATIONS))
 
 

@@ -27,7 +27,6 @@ FAILS = '1:8:forward'
 
 @pytest.fixture
 def undisturbed(reference: Reference) -> dict:
-    """The digest of plain Megatron."""
     return reference(*FLAGS, stand_in=OVERFLOW, check=check_skips)
 
 

@@ -36,7 +36,6 @@ FLAGS = '--attention-dropout 0.1 --hidden-dropout 0.1 --deterministic-mode'.spli
 
 
 def compiling(folder: Path) -> dict[str, str]:
-    """Variables of jobs with dynamo on."""
     (folder / 'sitecustomize.py').write_text(SOON)
     return {
         'PYTHONPATH': os.pathsep.join([str(folder), str(ROOT)]),

@@ -15,7 +15,6 @@ pytestmark = pytest.mark.timeout(900)
 
 @pytest.fixture
 def loop(example: Make, text: list[str]) -> Callable[[], Cluster]:
-    """Makes jobs of the example."""
     return lambda: example('data_parallel_loop', '--text', f'{text[1]}.bin', '--iterations', '16')
 
 

@@ -29,8 +29,6 @@ BEFORE_AN_UPDATE = ','.join(f'0:{iteration}:optimizer' for iteration in range(5,
 
 
 class Layout(NamedTuple):
-    """Ranks and flags."""
-
     ranks: int
     pipeline: int = 1
     expert: int = 1
@@ -129,7 +127,6 @@ def trained(cluster: Make, layout: Layout, dense: Path, iteration: int, *flags: 
 
 
 def differing(left: dict, right: dict) -> set[tuple[str, str]]:
-    """Rank and name of all that differs."""
     assert left['iteration'] == right['iteration']
     assert left['ranks'].keys() == right['ranks'].keys()
     found = set()

@@ -57,7 +57,6 @@ def lost(make: Make, flags: list[str], ranks: int, *extra: str) -> Cluster:
 def exported(
     make: Make, job: Cluster, output: Path, *flags: str, mutation: str | None = None
 ) -> str:
-    """What the export says."""
     tool = make(sparse=False, ranks=1, nodes=1)
     tool.program = 'tools.windows.__main__'
     windows = ['export', str(job.memory), '--offline', '--to', 'torch_dist']

@@ -30,7 +30,6 @@ UNPADDED = '--hidden-size 128 --moe-ffn-hidden-size 64 --train-iters 4'.split()
 
 
 def reserved(job: Cluster) -> list[Counter[str]]:
-    """Bytes of each node by kind."""
     found = []
     for node in range(job.nodes):
         root = job.node_memory(node)

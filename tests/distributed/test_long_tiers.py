@@ -42,7 +42,6 @@ class Job:
         assert -9 in self.job.run(fail_at=where)
 
     def said_at_its_end(self) -> str:
-        """By the launch before."""
         output = self.job.output(self.job.attempts - 1)
         (line,) = (x for x in output.splitlines() if ' sparse ckpt | exit at' in x)
         return line

@@ -46,7 +46,6 @@ class Launches:
         self.check(before, back_at, verified)
 
     def ends(self, *back_at: int) -> None:
-        """The last launch."""
         before = self.counts()
         self.job.finish()
         self.check(before, back_at, verified=False)

@@ -34,7 +34,6 @@ Make = Callable[[str], Cluster]
 
 @pytest.fixture
 def make(cluster: Callable[..., Cluster]) -> Make:
-    """Makes a job on that backend."""
     return lambda setup: cluster(*flags_of(setup), '--sparse-ckpt-window', '3', backend=NCCL_LIKE)
 
 

@@ -17,7 +17,6 @@ ITERATIONS = 16
 
 @pytest.fixture
 def pipeline_loop(example: Make, text: list[str]) -> Callable[[], Cluster]:
-    """Makes jobs of the example."""
     return lambda: example(
         'pipeline_loop', '--text', f'{text[1]}.bin', '--iterations', str(ITERATIONS)
     )

@@ -133,7 +133,6 @@ def files(directory: Path) -> set[str]:
 
 
 def validation_losses(job: Cluster, attempt: int) -> dict[str, str]:
-    """By iteration, as upstream prints them."""
     found = re.findall(r'validation loss at (iteration \d+) \|(.*)', job.output(attempt))
     return dict(found)
 

@@ -33,7 +33,6 @@ from tests.unit.memory.samples import WINDOW, named
 
 
 def message(struct_: msgspec.Struct) -> bytes:
-    """A message in wire format."""
     encoded = msgspec.msgpack.encode(struct_)
     return struct.pack('<I', len(encoded)) + encoded
 

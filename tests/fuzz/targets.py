@@ -80,7 +80,6 @@ class Targets:
         }
 
     def close(self) -> None:
-        """Stop the servers."""
         self._server.stop()
         self._own_ledger.close()
         self._store.close()
@@ -223,7 +222,6 @@ def _zero(view: memoryview) -> None:
 
 @contextlib.contextmanager
 def opened() -> Iterator[Targets]:
-    """Targets in their own directory."""
     with tmpfs_directory() as directory:
         targets = Targets(directory)
         try:

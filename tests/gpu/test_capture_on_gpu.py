@@ -75,7 +75,6 @@ class Rig:
         volatile: Sequence[_Copy] = (),
         seal: Callable[[], object] = lambda: None,
     ) -> None:
-        """Begin one capture."""
         pieces = in_pieces(stable)
         self.copier.start(
             in_pieces(volatile), lambda: pieces, lambda: _ignore(seal()), self.errors.put

@@ -184,7 +184,6 @@ def test_random_numbers_are_tracked_by_the_same_rules() -> None:
 
 @pytest.fixture
 def alone() -> Iterator[None]:
-    """A world of one rank."""
     torch.distributed.init_process_group('nccl', store=HashStore(), rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()

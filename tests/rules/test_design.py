@@ -32,7 +32,6 @@ def calls(path: Path) -> Iterator[ast.Call]:
 
 
 def invariants() -> dict[str, str]:
-    """Text of each, by its number."""
     found = re.findall(r'^### (I\d+) [^\n]*\n(.*?)(?=^##)', text(DESIGN), re.M | re.S)
     return dict(found)
 

@@ -261,6 +261,5 @@ def test_links_have_targets(page: Path) -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """As forges make them of headings."""
     titles = re.findall(r'^#+ (.*)$', page.read_text('utf-8'), re.M)
     return {re.sub(r'[^\w -]', '', title).lower().replace(' ', '-') for title in titles}

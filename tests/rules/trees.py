@@ -12,7 +12,6 @@ PRODUCT = ('moevement_ext', 'megatron', 'tools', 'examples', 'scripts', 'pretrai
 
 
 def python_files(*names: str) -> list[Path]:
-    """Of folders and files."""
     places = [ROOT / name for name in names]
     return sorted(
         file for place in places for file in ([place] if place.is_file() else place.rglob('*.py'))

@@ -22,7 +22,6 @@ class Float8Quantizer:
 
     @classmethod
     def fresh(cls, device: torch.device) -> Self:
-        """With a scale of 1."""
         return cls(torch.ones(1, device=device), torch.zeros(1, device=device))
 
     def update_quantized(

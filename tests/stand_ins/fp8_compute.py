@@ -31,8 +31,6 @@ OF_OUTPUT = 0
 
 
 class Format(NamedTuple):
-    """Of fp8, with its largest value."""
-
     dtype: torch.dtype
     largest: float
 
@@ -53,7 +51,6 @@ class Recipe(NamedTuple):
 
     @classmethod
     def of(cls, config: Any) -> 'Recipe':
-        """From the configuration of a model."""
         assert config.fp8_recipe in ('delayed', 'tensorwise', 'blockwise')
         return cls(
             config.fp8_recipe == 'delayed',
@@ -88,8 +85,6 @@ class DelayedScaling:
 
 
 class GlobalState:
-    """Of a process, as Transformer Engine keeps it."""
-
     depth = 0
     recipe: Recipe | None = None
     group: torch.distributed.ProcessGroup | None = None

@@ -79,7 +79,6 @@ class QuantizedWeight(torch.Tensor):
         return self
 
     def dequantize(self) -> torch.Tensor:
-        """bf16, by the bytes."""
         return self.float().bfloat16()
 
     def float(self, *_: Any, **__: Any) -> torch.Tensor:

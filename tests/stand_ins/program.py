@@ -14,7 +14,6 @@ MOEVEMENT_SPARES = True
 
 
 def main() -> None:
-    """Train."""
     if not cpu_device.needed():
         sys.exit('stand-ins are for a CPU: leave --stand-ins out, or set CUDA_VISIBLE_DEVICES=')
     masters()

@@ -30,8 +30,6 @@ FLAKY = RESULTS / 'flaky.jsonl'
 
 @dataclass
 class Result:
-    """Result of a phase."""
-
     name: str
     seconds: float = 0.0
     red: list[str] = field(default_factory=list)

@@ -61,7 +61,6 @@ class Shard(NamedTuple):
 
 
 def recorded() -> dict[str, Recorded]:
-    """What is known of each test file."""
     if not DURATIONS.exists():
         return {}
     found = json.loads(DURATIONS.read_text('utf-8'))

@@ -53,7 +53,6 @@ class Forked:
         self.pid = self._process.pid
 
     def send_signal(self, number: int) -> None:
-        """To a process that has not ended."""
         os.kill(self.pid, number)
 
     def wait(self, timeout_s: float) -> int | None:

@@ -29,7 +29,6 @@ class Way:
                 end.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Refuse further connections."""
         with suppress(OSError):
             self._listening.shutdown(socket.SHUT_RDWR)
         self._listening.close()
@@ -64,7 +63,6 @@ class DistantStore(Way):
         super().__init__(self.store.port)
 
     def connect(self, timeout: timedelta) -> TCPStore:
-        """A connection that takes that way."""
         return TCPStore('127.0.0.1', self.port, is_master=False, timeout=timeout)
 
     def cut(self) -> None:

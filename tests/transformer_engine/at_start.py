@@ -60,7 +60,6 @@ def _look(session: object, training: TrainingState) -> None:
 
 
 def main() -> None:
-    """Build and report."""
     kernels.claim_a_gpu()
     probes.after_set_up(_look)
     pretrain_gpt.main()

@@ -23,7 +23,6 @@ _PROPERTIES = SimpleNamespace(
 
 
 def device() -> str:
-    """Where tensors are."""
     return 'cpu' if cpu_device.needed() else 'cuda'
 
 

@@ -67,7 +67,6 @@ def attributes_set(node: ast.AST) -> Iterator[str]:
 
 
 def declared(node: ast.AST) -> set[str]:
-    """Names with an annotation."""
     found = (one.target for one in ast.walk(node) if isinstance(one, ast.AnnAssign))
     return {name.id for name in found if isinstance(name, ast.Name)}
 

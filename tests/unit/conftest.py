@@ -9,6 +9,5 @@ from tests.unit.memory.samples import tmpfs_directory
 
 @pytest.fixture
 def shm() -> Iterator[Path]:
-    """A directory in a tmpfs."""
     with tmpfs_directory() as path:
         yield path

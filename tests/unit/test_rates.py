@@ -8,7 +8,6 @@ from moevement_ext.rates import CpuCost, TokenBucket, helper_cpu_s
 
 
 def burn(seconds: float) -> None:
-    """CPU seconds of this thread."""
     end = time.thread_time() + seconds
     while time.thread_time() < end:
         pass

@@ -112,7 +112,6 @@ class Cluster:
         return Path('/dev/shm/moevement-tests') / self.name
 
     def node_memory(self, node: int) -> Path:
-        """Host memory of one emulated node."""
         return self.memory / f'node{node}'
 
     def sparse_flags(self) -> list[str]:
@@ -360,7 +359,6 @@ def _attempt_of(log: Path) -> int:
 
 
 def tails(logs: Iterable[Path], characters: int = 3000) -> str:
-    """Ends of logs, by name."""
     return '\n'.join(
         f'--- {log.name}\n{log.read_text(errors="replace")[-characters:]}' for log in sorted(logs)
     )

@@ -33,7 +33,6 @@ def mount(path: Path) -> None:
 
 
 def unmount(path: Path) -> None:
-    """Unmount it after the job."""
     subprocess.run(['umount', '--lazy', str(path)], check=True)
 
 
@@ -52,7 +51,6 @@ def install() -> None:
 
 
 def environment() -> dict[str, str]:
-    """Environment variables of the workers."""
     return {VARIABLE: '1'}
 
 

@@ -63,7 +63,6 @@ def fail_at(faults: Iterable[Fault]) -> str:
 
 
 def deaths(faults: Iterable[Fault]) -> Counter[int]:
-    """Number of deaths of each rank."""
     found: Counter[int] = Counter()
     for fault in faults:
         found.update(map(_victim, fault.deaths.split(',')))

@@ -61,8 +61,6 @@ def install() -> None:
 
 
 class Options:
-    """Options of a communicator."""
-
     def __init__(self) -> None:
         self._timeout = timedelta(minutes=10)
         self.split_from: Any = None
@@ -95,7 +93,6 @@ _group = _Group()
 
 
 def _end_calls(nccl: Any) -> None:
-    """Replacement of `Nccl.end_calls`."""
     while _group.depth:
         with contextlib.suppress(DistBackendError):
             _start_all(_group.end())
@@ -201,8 +198,6 @@ def _start_all(operations: list['_Operation']) -> None:
 
 
 class _Operation:
-    """A collective, a send or a receive."""
-
     def __init__(self, communicator: NcclLike, name: str, arguments: tuple[Any, ...]) -> None:
         self.communicator = communicator
         self.name = name

@@ -43,7 +43,6 @@ class OutsideStore:
         self._wait()
 
     def hang_up(self) -> None:
-        """Stop reading its output."""
         assert self._process.stdout is not None
         self._process.stdout.close()
 

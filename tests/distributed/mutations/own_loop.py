@@ -56,7 +56,6 @@ def c4() -> None:
 
 
 def c5() -> None:
-    """Masters in fp8, too."""
     _weights_in_fp8('delayed')
     _keep(FP8, FP8, torch.float16)
 

@@ -20,8 +20,6 @@ class Iterations:
 
     @classmethod
     def count(cls) -> None:
-        """From now on."""
-
         def train_step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             cls.run += 1
             return original(*args, **kwargs)
@@ -49,8 +47,6 @@ def _record_in_the_loop(implementation: str) -> None:
 
 
 class Recorder:
-    """In the place of Transformer Engine."""
-
     def __init__(self, model: Sequence[torch.nn.Module], **settings: Any) -> None:
         self._model = model
         self._finished = False

@@ -23,8 +23,6 @@ _POLL_S = 0.01
 
 
 class Kill(NamedTuple):
-    """Once in the attempt of a job."""
-
     rank: int
     """The rank that replays."""
     iteration: int
@@ -55,7 +53,6 @@ OF_STAGES_OF_TWO = (
 
 
 def far_and_near_ones_die() -> None:
-    """In a job of four stages."""
     _arrange(FAR_AND_NEAR)
 
 

@@ -43,8 +43,6 @@ def record() -> None:
 
 
 class _Noting:
-    """Passes micro-batches on."""
-
     def __init__(
         self, data: Iterator[dict[str, Any]], began: int, iteration: Sequence[int]
     ) -> None:

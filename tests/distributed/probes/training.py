@@ -23,7 +23,6 @@ def report(name: str, content: Any) -> None:
 
 
 def read(directory: Path, name: str, ranks: int) -> list[Any]:
-    """What `report` wrote, by rank."""
     return [
         json.loads((directory / f'{name}-rank{rank}.json').read_text()) for rank in range(ranks)
     ]

@@ -44,7 +44,6 @@ def run(settings: Settings) -> Iterator[Findings]:
 
 
 def judge(probed: dict[str, Any]) -> list[str]:
-    """Problems in the figures of a probe."""
     problems = []
     if not probed['identical']:
         problems.append('what was captured is not the state at its iteration')

@@ -49,8 +49,6 @@ _BYTES_PER_ELEMENT = 14  # three of float32, one of bfloat16
 
 
 class Sizes(NamedTuple):
-    """Sizes of the measurement."""
-
     state_bytes: int
     """Approximate size of the training state."""
     hidden: int
@@ -137,7 +135,6 @@ class Window:
         self.file.begin(WindowName(0, _NAME))
 
     def capture(self, slot: int, copier: Copier) -> None:
-        """Start the capture of one slot."""
         layout, header = self._layouts[slot], self._header(slot)
         payload = self.file.reserve_slot(slot, layout.payload_bytes)
         self.arrived.clear()

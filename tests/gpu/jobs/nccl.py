@@ -41,8 +41,6 @@ _PARTING_S = 0.3
 
 
 class Case(NamedTuple):
-    """One trial."""
-
     ranks: int
     victims: tuple[int, ...]
     """The rank killed in each cycle."""
@@ -118,7 +116,6 @@ def worst_drift(measured: list[Measured]) -> dict[str, float]:
 
 
 def judge(drift: Mapping[str, float]) -> list[str]:
-    """Quantities that grew too much."""
     return [f'{what} grew by {by:g}' for what, by in drift.items() if by > _DRIFT[what]]
 
 
@@ -183,7 +180,6 @@ class _Ranks:
             raise NotRenewed(str(error)) from error
 
     def close(self) -> None:
-        """End all processes."""
         for process in self._running.values():
             process.kill()
             process.wait()

@@ -39,8 +39,6 @@ _MIB = 1 << 20
 
 
 class Trial(msgspec.Struct, frozen=True):
-    """Parameters of this process."""
-
     backend: str
     rank: int
     ranks: int
@@ -53,8 +51,6 @@ class Trial(msgspec.Struct, frozen=True):
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """Measurements of a survivor in one cycle."""
-
     cycle: int
     rank: int
     pid: int

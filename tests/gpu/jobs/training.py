@@ -19,8 +19,6 @@ _WARM_UP = 3
 
 
 class Kill(NamedTuple):
-    """A worker to kill during the job."""
-
     rank: int
     after: int
     """Iteration after which the worker is killed."""

@@ -345,7 +345,6 @@ class Model:
         return self._put(self._use(s, DEATHS), at, new)
 
     def steps(self, s: State) -> Iterator[tuple[str, State]]:
-        """All that can happen next."""
         for at, process in enumerate(s.processes):
             present = at < self.limits.ranks
             if process.connected and process.up:

@@ -118,7 +118,6 @@ def attempt(rank: Rank, iterations: int) -> Iterator[Job]:
 
 
 def recorded(job: Job) -> list[int]:
-    """Iterations with an entry in the ledger."""
     assert job.protection is not None
     ledger = job.protection.memory.ledger
     return [t for t in range(2 * ITERATIONS) if ledger.get(t) is not None]

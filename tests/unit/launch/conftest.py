@@ -181,7 +181,6 @@ class Job:
         self.on_event = note
 
     def attempt(self, rank: int, restarts: int = 0) -> dict:
-        """Observations of one attempt of a worker."""
         return json.loads((self.folder / f'attempt-{rank}.{restarts}').read_text())
 
     def _note(self, event: Event) -> None:

@@ -20,8 +20,6 @@ class Traffic(NamedTuple):
 
 
 class Tally:
-    """Counts for all connections of a process."""
-
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._traffic = Traffic()
@@ -39,7 +37,6 @@ class Tally:
             )
 
     def read(self) -> Traffic:
-        """Traffic until now."""
         with self._lock:
             return self._traffic
 

@@ -18,7 +18,6 @@ class LargeJob:
     world_size: int
 
     def report(self, rank: int, origin: int, committed: int) -> Report:
-        """The report of a survivor."""
         newest = committed - committed % WINDOW
         first = rank - rank % RANKS_PER_NODE
         distances = [node * RANKS_PER_NODE for node in range(REPLICAS + 1)]
@@ -47,7 +46,6 @@ class LargeJob:
 
 
 def replacement(rank: int) -> Report:
-    """The report of a new process."""
     return Report(survivor=False, node=_node(rank), process=10_000 + rank, windows=[])
 
 

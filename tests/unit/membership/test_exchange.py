@@ -29,7 +29,6 @@ def store() -> Iterator[PrefixStore]:
 
 @pytest.fixture
 def alone() -> Iterator[None]:
-    """A world of one rank."""
     torch.distributed.init_process_group(
         'gloo', store=torch.distributed.HashStore(), rank=0, world_size=1
     )

@@ -45,7 +45,6 @@ class Job:
         self.details = b''
 
     def start(self, rank: int) -> 'Future[Membership]':
-        """Start a new process of a rank."""
         return self.threads.submit(self._start, rank)
 
     def _start(self, rank: int) -> Membership:

@@ -40,7 +40,6 @@ def connect(launcher: TCPStore) -> TCPStore:
 
 
 def attempts_of(connections: Sequence[TCPStore]) -> list[Rendezvous]:
-    """A new process of each rank."""
     return [Rendezvous(store, rank, WORLD) for rank, store in enumerate(connections)]
 
 

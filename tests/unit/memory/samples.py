@@ -38,7 +38,6 @@ def identity_of(rank: int) -> RankIdentity:
 
 
 def named(start: int = 0, plan: str = PLAN) -> WindowName:
-    """Name of a window of the samples."""
     return WindowName(start, plan)
 
 
@@ -128,7 +127,6 @@ def make_file(path: Path, start: int = 0, plan: str = PLAN, owner: int = 0) -> W
 
 
 def digest(path: Path) -> str:
-    """Hash of a whole file."""
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
@@ -140,7 +138,6 @@ def begun(windows: OwnerWindows, start: int = 0, plan: str = PLAN) -> WindowFile
 
 
 def commit(windows: OwnerWindows, start: int, plan: str = PLAN, window: int = WINDOW) -> WindowFile:
-    """Commit a complete window."""
     file = begun(windows, start, plan)
     write_window(file, windows.owner, window)
     windows.commit(file)

@@ -50,7 +50,6 @@ def set_up(store: NodeStore) -> None:
 
 @pytest.fixture
 def files(root: Path) -> list[_KeptFile]:
-    """Files of the lost process."""
     store = on(root, 'lost')
     set_up(store)
     found = kept_by(store, 2)

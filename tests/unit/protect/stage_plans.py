@@ -21,7 +21,6 @@ def stage_plan(parameters: PlanParameters) -> Cycle:
 
 
 def planned(version: int, store: Store) -> Cycle:
-    """The same of one that was announced."""
     return stage_plan(published(store, version))
 
 

@@ -68,7 +68,6 @@ def routed_in(iteration: int) -> Counter[str]:
 
 
 def routed_by(iteration: int, since: int = 0) -> Counter[str]:
-    """The recount."""
     return sum((routed_in(past) for past in range(since, iteration)), Counter())
 
 

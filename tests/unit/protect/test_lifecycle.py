@@ -19,8 +19,6 @@ pytestmark = pytest.mark.timed
 
 
 class Tracker:
-    """Notes what is reported."""
-
     def __init__(self, agreed: Callable[[Agreed], None]) -> None:
         self.reports: list[WindowName] = []
 

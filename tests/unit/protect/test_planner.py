@@ -46,8 +46,6 @@ class Gathered:
 
 
 class GatheringThread:
-    """An exchange of one of them."""
-
     def __init__(self, rank: int, gathered: Gathered, joining: bool = False) -> None:
         self._rank = rank
         self._gathered = gathered

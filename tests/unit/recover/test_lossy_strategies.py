@@ -79,8 +79,6 @@ def routed(index: int, first: int, end: int) -> float:
 
 
 class ExpertTrainer(FakeTrainer):
-    """With experts, beside one operator that is none."""
-
     def __init__(self, rank: int, groups: FakeGroups) -> None:
         experts = [f'{rank}.layer.expert{index}' for index in range(EXPERTS)]
         super().__init__([*experts, f'{rank}.rest'], rank, STAGES, groups)

@@ -333,7 +333,6 @@ class ThreadedJob:
 
     @property
     def recovered(self) -> list[Recovered]:
-        """Of all ranks."""
         return [event for event in self.events if isinstance(event, Recovered)]
 
     def connect(self) -> Store:

@@ -152,7 +152,6 @@ def ask(client: ReplicaClient) -> None:
 
 
 def replicas(server: ReplicaServer) -> OwnerWindows:
-    """What is held for OWNER."""
     return server._inboxes[OWNER].windows
 
 

@@ -80,7 +80,6 @@ named_domains = st.one_of(
 
 @st.composite
 def jobs(draw: st.DrawFn) -> tuple[list[str], list[int]]:
-    """Domains and families of the ranks."""
     domains = draw(named_domains)
     ranks = range(len(domains))
     apart = draw(st.integers(1, len(domains)))

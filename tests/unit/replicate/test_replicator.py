@@ -37,8 +37,6 @@ pytestmark = pytest.mark.timed
 
 
 class Events:
-    """Collects the callbacks of a replicator."""
-
     def __init__(self) -> None:
         self.replicated: queue.Queue[WindowName] = queue.Queue()
         self.degraded: queue.Queue[str] = queue.Queue()

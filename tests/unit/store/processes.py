@@ -44,7 +44,6 @@ class Server:
         os.kill(self.pid, signal.SIGCONT)
 
     def close(self) -> None:
-        """Kill the process."""
         self._process.kill()
         self._process.join()
 
@@ -57,7 +56,6 @@ def _serve(pipe: Connection, port: int) -> None:
 
 
 def until(holds: Callable[[], bool]) -> None:
-    """Wait until the condition holds."""
     deadline = time.monotonic() + WAIT_S
     while not holds():
         assert time.monotonic() < deadline

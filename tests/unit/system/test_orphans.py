@@ -73,7 +73,6 @@ def environment(rank: int, port: str = '4711') -> dict[str, str]:
 
 @pytest.fixture
 def workers() -> Iterator[dict[int, tuple[subprocess.Popen, psutil.Process]]]:
-    """Two ranks, each with a child."""
     started = {}
     for rank in (0, 1):
         worker = subprocess.Popen(
@@ -99,7 +98,6 @@ echo wrapped $?
 
 @pytest.fixture
 def started() -> Iterator[list[psutil.Process]]:
-    """Processes that end with the test."""
     processes: list[psutil.Process] = []
     yield processes
     for process in processes:

@@ -150,7 +150,6 @@ signal.pause()
 def watched(
     what: str, *kept_in: Path, silent_s: float = NEVER_S, stderr: int = subprocess.PIPE
 ) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """A process and its watchdog."""
     process = subprocess.Popen(
         [sys.executable, '-c', PROGRAM, what, str(silent_s), *map(str, kept_in)],
         cwd=ROOT, stdout=subprocess.PIPE, stderr=stderr, text=True,
@@ -256,7 +255,6 @@ def joining(
 
 
 def watchers(process: Forked) -> list[list[str]]:
-    """Command lines of the watchdogs."""
     found = [child.cmdline() for child in psutil.Process(process.pid).children()]
     return [line for line in found if 'watchdog_process.py' in ' '.join(line)]
 

@@ -43,14 +43,12 @@ def happened(
 
 
 def logged(*lines: tuple[float, int]) -> RunLog:
-    """Of pairs of seconds and number."""
     return RunLog([[Iteration(time, number, 500.0, 1.0) for time, number in lines]], [])
 
 
 def iteration_line(
     number: int, seconds: float, loss: float = 5.0, elapsed_ms: float = 500.0, prefix: str = ''
 ) -> str:
-    """As upstream's training_log writes it."""
     time = (START + timedelta(seconds=seconds)).strftime('%Y-%m-%d %H:%M:%S.%f')
     return (
         f'{prefix} [{time}] iteration {number:8d}/{9:8d} | consumed samples: {16 * number:12d} | '
@@ -61,7 +59,6 @@ def iteration_line(
 
 
 def slot_line(nbytes: int, window: int = 2) -> str:
-    """As sparse checkpointing writes it."""
     return (
         f'[rank1]:  sparse ckpt | window: {window} | slot bytes: {nbytes} | exposed (ms): 0.3 | '
         'persisted: none | skipped windows: 0 | protection reduced: 0 | recoveries: 0 |\n'

@@ -15,7 +15,6 @@ EVERY_BYTE = bytes(range(1, 256)) * 3  # that a text may have
 
 
 def documents(prefix: Path) -> list[list[int]]:
-    """Token ids of each document."""
     dataset = IndexedDataset(str(prefix))
     assert dataset.document_indices.tolist() == list(range(len(dataset) + 1))
     return [sequence.tolist() for sequence in dataset]

@@ -112,7 +112,6 @@ def test_collector_hears_of_the_end(endpoint: tuple[str, list[bytes]]) -> None:
 
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """The caller's environment without OpenTelemetry variables."""
     for name in [name for name in os.environ if name.startswith('OTEL_')]:
         monkeypatch.delenv(name)
     return monkeypatch

@@ -31,8 +31,6 @@ class Net(nn.Module):
 
 
 class Trainer(TorchTrainer):
-    """Records calls."""
-
     def __init__(self, own: Any, **how: int) -> None:
         torch.manual_seed(3)
         model = Net()
@@ -218,8 +216,6 @@ class Sends(Trainer):
 
 
 class Ones:
-    """Ones from the other stage."""
-
     def take(self, iteration: int, sequence: int) -> torch.Tensor:
         return torch.ones(1)
 

@@ -31,7 +31,6 @@ class OwnLoop:
     plan: Any
 
     def train_step(self, data: Any, **schedule: Any) -> float | None:
-        """One iteration."""
         from examples import small_gpt
 
         return small_gpt.train_step(self.built, self.plan, data, **schedule)

@@ -34,7 +34,6 @@ def directory() -> Iterator[Path]:
 
 
 def windows(directory: Path) -> list[str]:
-    """Window files left in host memory."""
     return sorted(path.name for path in (directory / 'memory').rglob('*.window'))
 
 

@@ -31,7 +31,6 @@ def tracker(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def drawn() -> list[float]:
-    """One number from each generator."""
     with get_cuda_rng_tracker().fork():
         of_tracker = torch.rand(1).item()
     return [random.random(), np.random.rand(), torch.rand(1).item(), of_tracker]

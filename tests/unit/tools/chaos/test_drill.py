@@ -106,7 +106,6 @@ def test_the_schedule_is_that_of_the_whole_run() -> None:
 
 
 def left_by(run_id: str, root: Path) -> Path:
-    """Window of one layout."""
     window = root / f'{run_id}.0a1b2c3d' / 'node0' / '0' / '0' / 'window-4-plan.window'
     window.parent.mkdir(parents=True)
     window.touch()

@@ -24,7 +24,6 @@ FAULT_AT = 100.0
 
 
 def logged(*pairs: tuple[int, float]) -> list[Iteration]:
-    """Iterations of pairs of number and seconds."""
     return [Iteration(time, number, 200.0, 5.0) for number, time in pairs]
 
 

@@ -12,7 +12,6 @@ from tools.report.__main__ import main
 
 
 def report(tmp_path: Path, *flags: str) -> str:
-    """The HTML of a page about `events`."""
     target = tmp_path / 'pages' / 'report.html'
     assert main([str(tmp_path / 'events'), '-o', str(target), *flags]) == 0
     return target.read_text('utf-8')

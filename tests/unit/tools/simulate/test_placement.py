@@ -23,7 +23,6 @@ def put(expert: int, held: list[list[int]], slots: int, ties: Sequence[int]) -> 
 
 
 def maximum_rank_overlap(replicas: Sequence[int], nodes: int, slots: int) -> list[list[int]]:
-    """Experts of each node."""
     order = sorted(range(len(replicas)), key=lambda expert: replicas[expert])
     held: list[list[int]] = [[] for _ in range(nodes)]
     first = 0

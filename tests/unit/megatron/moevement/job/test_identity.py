@@ -239,8 +239,6 @@ _SET_BY_VALIDATION = set(
 
 
 class Shade(enum.Enum):
-    """An enumeration."""
-
     WEIGHTS = enum.auto()
     DARK = enum.auto()
 

@@ -35,7 +35,6 @@ def launched(*flags: str) -> identity.RunSettings:
 
 
 def changed(path: Path, content: str, *flags: str) -> Differences:
-    """Differences after a file gets this content."""
     before = launched(*flags)
     path.write_text(content)
     return differences(before, launched(*flags))

@@ -21,7 +21,6 @@ NOTHING = {
 
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Waits of the host for the device."""
     waits: list[str] = []
     stream = SimpleNamespace(synchronize=lambda: waits.append('stream'))
     monkeypatch.setattr(torch.cuda, 'current_stream', lambda: stream)

@@ -72,8 +72,6 @@ def test_loss_is_known_although_nothing_has_waited_for_the_device(run: Callable[
     followed = run.followed  # type: ignore[attr-defined]
 
     class Copy:
-        """Arrives once it is waited for."""
-
         def query(self) -> bool:
             return False
 

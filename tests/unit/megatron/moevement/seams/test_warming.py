@@ -11,7 +11,6 @@ from megatron.moevement.seams import warming
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Restore upstream afterwards."""
     factory = argument_utils.ArgumentGroupFactory
     monkeypatch.setattr(factory, '_get_field_docstrings', factory._get_field_docstrings)
     monkeypatch.setattr(ft_integration, 'setup', ft_integration.setup)

@@ -128,7 +128,6 @@ def test_clipping_skips_a_fully_frozen_optimizer(
 
 @pytest.fixture
 def initialized(one_rank: object) -> Iterator[None]:
-    """Model parallelism with one rank."""
     parallel_state.initialize_model_parallel()
     yield
     parallel_state.destroy_model_parallel()

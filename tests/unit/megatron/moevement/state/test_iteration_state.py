@@ -113,7 +113,6 @@ class Loop:
         return MegatronAuxiliaryState(self, self.counters, around)  # type: ignore[arg-type]
 
     def record(self, iteration: int, skipped: bool) -> Committed:
-        """As the trainer does right after the update."""
         trainer: Any = MegatronTrainer.__new__(MegatronTrainer)
         trainer._facts = SimpleNamespace(data_parallel_size=1, micro_batch_size=4)
         trainer._recorder, trainer._operations = ScalarRecorder(), OperationCount(lambda: 0.0)

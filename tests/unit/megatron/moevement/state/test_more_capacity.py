@@ -38,7 +38,6 @@ def routers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def taken(router: Router) -> list[int]:
-    """Tokens of each expert."""
     probs, routed = router(torch.zeros(1))
     assert torch.equal(probs > 0, routed)
     return routed.sum(dim=0).tolist()
