@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import Field, asdict, dataclass, field, fields
 from typing import Any
 
+import msgspec
+
 from moevement_ext.errors import UserError
 
 AUTO = 'auto'
@@ -125,12 +127,11 @@ def unflagged(text: str) -> dict[str, Any]:
     types = {f.name: f.type for f in fields(SparseCheckpointConfig) if f not in flagged()}
     found = {}
     for name, value in (item.partition('=')[::2] for item in text.split()):
-        kind: Any = types.get(name)
-        if kind is None:
+        if name not in types:
             raise ConfigurationError(f'{UNFLAGGED}: {name!r} is no setting without a flag.')
         try:
-            found[name] = kind(float(value))
-        except ValueError as error:
+            found[name] = msgspec.convert(value, types[name], strict=False)
+        except msgspec.ValidationError as error:
             raise ConfigurationError(f'{UNFLAGGED}: {name}: {error}.') from None
     return found
 
@@ -144,7 +145,8 @@ def flagged() -> list[Field[Any]]:
 class SparseCheckpointConfig:
     """One field per `--sparse-ckpt-*` flag, with the help of the flag in its metadata.
 
-    The last fields have no flag: only tests and benchmarks set them (`UNFLAGGED`).
+    The last fields have no flag, but may be set in a file (`config_file.py`), and by tests and
+    benchmarks (`UNFLAGGED`).
     """
 
     strategy: str = setting(MOEVEMENT)("""'moevement': a slice of the state in every iteration, into
@@ -209,8 +211,6 @@ class SparseCheckpointConfig:
     Slurm, or moevement launch); 'global': all stages roll back together, in the surviving
     processes, without logs of sends between stages (needs the same); 'whole-job': all workers
     restart.""")
-    routes: str = setting(AUTO)("""'auto': data-parallel peers compute the micro-batches of ranks
-    that are guests on a node of others; 'off': guests compute them.""")
     hang_timeout: float = setting(60.0)("""Seconds without a heartbeat after which a worker counts
     as hung.""")
     verify: str = setting(REPORT)("""Compare a recovered state, bit for bit, with captures from
@@ -247,6 +247,9 @@ class SparseCheckpointConfig:
     each host to Prometheus; those of the others have the ports after it, in the order of
     LOCAL_RANK. (With OTEL_EXPORTER_OTLP_ENDPOINT set, metrics are sent over OTLP.)""")
 
+    routes: str = AUTO
+    """'auto': data-parallel peers compute the micro-batches of ranks that are guests on a node of
+    others; 'off': guests compute them."""
     cpu_share: float = 0.02
     """Share of a node's cores for helper threads, if the cores also train; 0: no limit."""
     max_window: int = 8
@@ -422,7 +425,9 @@ def is_guest() -> bool:
 
 
 def flag_of(name: str) -> str:
-    return f'--sparse-ckpt-{name.replace("_", "-")}'
+    """The flag of a field; its name, if it has none."""
+    has_flag = SparseCheckpointConfig.__dataclass_fields__[name].metadata
+    return f'--sparse-ckpt-{name.replace("_", "-")}' if has_flag else name
 
 
 def _one_of(flag: str, value: str, *choices: str) -> None:

@@ -56,6 +56,7 @@ def _lines(judgement: 'Judgement') -> list[str]:
     said = [f'refused: {one}' for one in judgement.refused]
     said += [f'whole job only: {one}' for one in judgement.whole_job]
     said += [f'note: {one}' for one in judgement.notes]
+    said += [f'setting: {one}' for one in judgement.settings]
     if not judgement.protected:
         return [*said, f'protected: no, a job of world size {judgement.ranks} would not start']
     if judgement.whole_job:

@@ -29,8 +29,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from moevement_ext.config_file import last_value, value_of
 from moevement_ext.events import DeviceProblem
-from moevement_ext.launch.launch_config import flag_value
 
 from .lab.arguments import program, split_at_end
 from .lab.benchmark import run_tool
@@ -147,12 +147,12 @@ def drill_flags(given: Sequence[str], iterations: int, run_id: str, folder: Path
     names = {flag for flag, _ in groups(given)}
     if '--train-samples' in names:
         raise LabError('--train-samples: give a drill --train-iters, and schedules in iterations')
-    if flag_value(given, '--sparse-ckpt-verify') == 'off':
+    if value_of(given, '--sparse-ckpt-verify') == 'off':
         raise LabError('--sparse-ckpt-verify off: a drill must verify; leave it out')
     kept = ([flag, *values] if flag else values
             for flag, values in groups(given) if flag not in _LEFT_OUT)  # fmt: skip
     flags = [word for words in kept for word in words]
-    whole = flag_value(given, '--train-iters')
+    whole = last_value(given, '--train-iters')
     if whole is not None and '--lr-decay-iters' not in names:
         flags += ['--lr-decay-iters', whole]
     return [

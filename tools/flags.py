@@ -31,6 +31,10 @@ API = ROOT / 'docs' / 'api.md'
 _TEXTS = tomllib.loads(Path(__file__).with_suffix('.toml').read_text('utf-8'))
 MORE: dict[str, str] = _TEXTS['more']
 """Where the pages say more about a flag."""
+_OTHERS = (
+    'Besides these, workers read those of torchrun (`RANK`, ...), of Slurm (`SLURM_JOB_ID`, ...), '
+    'and\nof the libraries that [may decide bits](start.md#run-id-and-identity).'
+)
 _DEFAULT = re.compile(r' ?Default: (.*)\.$')
 
 
@@ -66,7 +70,14 @@ def document() -> str:
     page = _TEXTS['head'] + '\n'.join(groups)
     assert not known, f'flags.toml: no group has {", ".join(known)}'
     went = [(f'`--sparse-ckpt-{name}`', decides) for name, decides in _TEXTS['went'].items()]
-    return f'{page}\n## Flags that went\n\n{markdown(("Flag", "What decides now"), went)}'
+    page += f'\n## Flags that went\n\n{markdown(("Flag", "What decides now"), went)}'
+    variables = [
+        (f'`{name}`', who, about)
+        for who, group in _TEXTS['variables'].items()
+        for name, about in group.items()
+    ]
+    heads = 'Variable', 'Set by', 'Meaning'
+    return f'{page}\n## Environment variables\n\n{_OTHERS}\n\n{markdown(heads, variables)}'
 
 
 def with_fields(page: str) -> str:

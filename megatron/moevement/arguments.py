@@ -5,7 +5,9 @@ import argparse
 import functools
 import os
 import re
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import fields
 from typing import Any
 
 from megatron.moevement.facts import UpstreamArguments
@@ -15,12 +17,14 @@ from moevement_ext.config import (
     DYNAMIC,
     INTERVAL_RULES,
     UNFLAGGED,
+    ConfigurationError,
     SparseCheckpointConfig,
     flag_of,
     flagged,
     network_rate,
     unflagged,
 )
+from moevement_ext.config_file import CONFIG_FLAG, SITE, from_files
 from moevement_ext.system.leaving import Parser
 
 
@@ -86,10 +90,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="Keep masters in fp8 instead of fp16, although Transformer Engine's Adam refuses fp8; "
         'small updates are lost. Works without --sparse-ckpt too.',
     )
+    group.add_argument(
+        CONFIG_FLAG,
+        default=None,
+        metavar='FILE',
+        help='TOML file of settings, by their names in the API; flags win. It wins over the file '
+        f'that {SITE} names, for the defaults of a site.',
+    )
     _repair_help(parser)
+    read = functools.partial(_parse_with_files, parser, parser.parse_known_args)
+    parser.parse_known_args = read  # type: ignore
     # Without the usage text, which would be hundreds of lines from each rank.
     parser.error = functools.partial(Parser.error, parser)  # type: ignore
     return parser
+
+
+def _parse_with_files(
+    parser: argparse.ArgumentParser,
+    original: Callable[..., Any],
+    args: Sequence[str] | None = None,
+    namespace: argparse.Namespace | None = None,
+) -> Any:
+    """Parse with the settings of files instead of the defaults."""
+    found = argparse.Namespace() if namespace is None else namespace
+    try:
+        files = from_files(sys.argv[1:] if args is None else args)
+    except ConfigurationError as error:
+        parser.error(str(error))
+    vars(found).update({f'sparse_ckpt_{name}': one.value for name, one in files.items()})
+    return original(args, found)
 
 
 def _options(name: str, default: object) -> dict[str, Any]:
@@ -111,10 +140,13 @@ def _repair_help(parser: argparse.ArgumentParser) -> None:
 
 
 def config_from_args(args: UpstreamArguments) -> SparseCheckpointConfig:
-    """The settings of sparse checkpointing on the command line.
+    """The settings of sparse checkpointing, from flags and files.
 
     Raises:
         ConfigurationError: a value breaks a rule.
     """
-    given = {field.name: getattr(args, f'sparse_ckpt_{field.name}') for field in flagged()}
-    return SparseCheckpointConfig(**given, **unflagged(os.environ.get(UNFLAGGED, '')))
+    given = {name.removeprefix('sparse_ckpt_'): value for name, value in vars(args).items()
+             if name.startswith('sparse_ckpt_')}  # fmt: skip
+    known = {field.name for field in fields(SparseCheckpointConfig)} & given.keys()
+    more = unflagged(os.environ.get(UNFLAGGED, ''))
+    return SparseCheckpointConfig(**{name: given[name] for name in known} | more)

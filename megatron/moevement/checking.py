@@ -16,7 +16,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -34,6 +34,7 @@ from megatron.moevement.job.named_files import empty_part, missing_data, refuse_
 from megatron.moevement.seams import adam, cpu_device, dense_tier, patches, warming
 from moevement_ext import events
 from moevement_ext.config import GLOBAL, WHOLE_JOB, SparseCheckpointConfig
+from moevement_ext.config_file import sources
 from moevement_ext.errors import HostMemoryError, UserError
 from moevement_ext.events import probe
 from moevement_ext.job.digest_file import refuse_unwritable
@@ -59,6 +60,8 @@ class Judgement:
     """Hazards that do not prevent the start."""
     together: bool = False
     """All stages roll back together, in the living processes."""
+    settings: tuple[str, ...] = ()
+    """Settings other than the defaults, and where each comes from."""
 
     @property
     def protected(self) -> bool:
@@ -90,6 +93,9 @@ def judge(flags: Sequence[str], ranks: int | None = None) -> Judgement:
                 refused = [*refusals(given), told(error)]
                 return Judgement(ranks=ranks, refused=refused, whole_job=[], notes=[])
             judgement = _judged(args)
+        told_of = {name: vars(args)[f'sparse_ckpt_{name}'] for name in sources(flags)}
+        shown = tuple(f'{name} = {told_of[name]!r}: {of}' for name, of in sources(flags).items())
+        judgement = replace(judgement, settings=shown)
         if assumed and args.moe_grouped_gemm:
             judgement.notes.append('no GPU is visible here; --moe-grouped-gemm is judged with one')
         if args.sparse_ckpt_elastic_layouts:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from moevement_ext.config import RESTART, ConfigurationError, SparseCheckpointConfig, slurm_run_id
+from moevement_ext.config_file import value_of
 
 
 class StagedAction(enum.StrEnum):
@@ -95,7 +96,8 @@ class LaunchConfig:
     @property
     def sizes(self) -> set[int]:
         """Numbers of nodes that the job may have; 0: it waits for nodes."""
-        elastic = flag_value(self.flags, _ELASTIC) == RESTART and _EXACT not in self.flags
+        exact = value_of(self.flags, _EXACT) not in (None, str(False))
+        elastic = value_of(self.flags, _ELASTIC) == RESTART and not exact
         if elastic and self.when_no_spare in (GUESTS, LAYOUT):
             return set(range(1, self.nodes + 1))
         return {0, self.nodes} if self.when_no_spare == WAIT else {self.nodes}
@@ -153,20 +155,9 @@ STORE_BACKEND = 'sparse-ckpt-store'
 """Rendezvous backend of torchrun's agents that use the store of that flag."""
 
 
-def flag_value(flags: Sequence[str], name: str = STORE_FLAG) -> str | None:
-    """The last value of a flag, which is the one that counts; None if it is not given."""
-    found = None
-    for number, flag in enumerate(flags):
-        if flag == name:
-            found = ''.join(flags[number + 1 : number + 2])
-        elif flag.startswith(f'{name}='):
-            found = flag.partition('=')[2]
-    return found
-
-
 def store_address(flags: Sequence[str]) -> tuple[str, int] | None:
     """Host and port of that store, None without the flag; raises as `split_address`."""
-    found = flag_value(flags)
+    found = value_of(flags, STORE_FLAG)
     return None if found is None else split_address(found)
 
 
@@ -180,4 +171,4 @@ def unnamed_run_id(flags: Sequence[str]) -> str | None:
 
     None if the program's `flags` name one, or outside of Slurm.
     """
-    return None if flag_value(flags, '--sparse-ckpt-run-id') is not None else slurm_run_id()
+    return None if value_of(flags, '--sparse-ckpt-run-id') is not None else slurm_run_id()

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
+from moevement_ext.config_file import value_of
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.events import Event
 from moevement_ext.launch import messages
@@ -27,7 +28,7 @@ from moevement_ext.launch.child import (
     SpawnedChild,
     waits_in_kernel,
 )
-from moevement_ext.launch.launch_config import LaunchConfig, flag_value
+from moevement_ext.launch.launch_config import LaunchConfig
 from moevement_ext.launch.output import Relay, last_lines, say_of_launcher
 from moevement_ext.launch.remote import NO_ENDS
 from moevement_ext.launch.spare_pool import SparePool
@@ -303,7 +304,7 @@ class Machine:
         if not asked.run_id:
             return messages.MemorySeen(asked.node, trouble)
         store = NodeStore(Path(asked.directory), asked.run_id, asked.node)
-        budget = flag_value(self._config.flags, '--sparse-ckpt-host-memory-gb')
+        budget = value_of(self._config.flags, '--sparse-ckpt-host-memory-gb')
         plan = HostMemoryPlan({rank: memory_of_files(n) for rank, n in asked.nbytes.items()})
         windows: list[tuple[int, int, str]] = []
         try:

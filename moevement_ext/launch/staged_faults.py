@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Staged failures: when each is due, and the host memory that is deleted with a node."""
 
-import argparse
 import re
 from pathlib import Path
 
-from moevement_ext.config import ConfigurationError, SparseCheckpointConfig
+from moevement_ext.config import SparseCheckpointConfig
+from moevement_ext.config_file import value_of
 from moevement_ext.errors import LaunchError
 from moevement_ext.launch.launch_config import LaunchConfig, StagedAction, StagedFault
 from moevement_ext.memory.node_store import NodeStore
@@ -49,15 +49,10 @@ def logged_iteration(line: str) -> int | None:
 
 def _run_in_memory(config: LaunchConfig, fault: StagedFault) -> tuple[Path, str] | None:
     """Directory and name of the run, with all its layouts; None if the flags do not name it."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument('--sparse-ckpt-dir', default=SparseCheckpointConfig.dir)
-    parser.add_argument('--sparse-ckpt-run-id')
-    try:
-        given, _ = parser.parse_known_args(config.flags)
-    except argparse.ArgumentError as error:
-        raise ConfigurationError(f'{config.program}: {error}.') from error
-    if given.sparse_ckpt_run_id is None:
+    run_id = value_of(config.flags, '--sparse-ckpt-run-id')
+    if run_id is None:
         return None
-    settings = SparseCheckpointConfig(dir=given.sparse_ckpt_dir, run_id=given.sparse_ckpt_run_id)
-    checked = NodeStore(Path(settings.dir), given.sparse_ckpt_run_id, f'node{fault.target}')
+    root = value_of(config.flags, '--sparse-ckpt-dir') or SparseCheckpointConfig.dir
+    settings = SparseCheckpointConfig(dir=root, run_id=run_id)
+    checked = NodeStore(Path(settings.dir), run_id, f'node{fault.target}')
     return checked.root, checked.run_id

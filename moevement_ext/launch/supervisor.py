@@ -18,14 +18,15 @@ from functools import partial
 from torch.distributed import DistError, TCPStore
 
 from moevement_ext.config import ConfigurationError
+from moevement_ext.config_file import value_of
 from moevement_ext.errors import EXIT_USER_ERROR, EXIT_WHOLE_JOB, LaunchError
 from moevement_ext.events import Event
 from moevement_ext.launch.child import FdLoop
 from moevement_ext.launch.launch_config import (
+    STORE_FLAG,
     LaunchConfig,
     StagedAction,
     StagedFault,
-    flag_value,
     store_address,
     unnamed_run_id,
 )
@@ -449,7 +450,7 @@ class Supervisor:
 
     def _lose_store(self) -> None:
         if self._look_for_store_at is None:
-            self._report(StoreGone(flag_value(self.config.flags)))
+            self._report(StoreGone(value_of(self.config.flags, STORE_FLAG)))
             self._look_for_store_at = time.monotonic()
 
     def _look_for_store(self) -> bool:

@@ -19,10 +19,10 @@ from collections.abc import Sequence
 from functools import partial
 
 from moevement_ext.config import ConfigurationError
+from moevement_ext.config_file import value_of
 from moevement_ext.launch.launch_config import (
     STORE_BACKEND,
     STORE_FLAG,
-    flag_value,
     split_address,
 )
 from moevement_ext.launch.template import fork_ahead, not_importable
@@ -43,7 +43,7 @@ def parse(argv: Sequence[str]) -> Namespace:
     parser.prog = 'moevement torchrun'
     parser.error = partial(leaving.Parser.error, parser)  # type: ignore
     args: Namespace = parser.parse_args(list(argv))
-    store = flag_value(args.training_script_args)
+    store = value_of(args.training_script_args, STORE_FLAG)
     _listen_for_exit_signals(args)
     if store is None:
         return args

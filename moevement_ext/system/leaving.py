@@ -19,6 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+from moevement_ext.config_file import last_value
 from moevement_ext.errors import EXIT_USER_ERROR, UserError
 
 _EVENTS = sys.monitoring.events
@@ -107,12 +108,7 @@ _FLAG = '--exit-signal'
 
 def listened_for(flags: Sequence[str]) -> signal.Signals:
     """The exit signal in a program's flags; SIGTERM by default, and for an invalid name."""
-    name = signal.SIGTERM.name
-    for number, flag in enumerate(flags):
-        if flag == _FLAG:
-            name = ''.join(flags[number + 1 : number + 2])
-        elif flag.startswith(f'{_FLAG}='):
-            name = flag.partition('=')[2]
+    name = last_value(flags, _FLAG) or ''
     known = name in signal.Signals.__members__ and _LISTENS in flags
     return signal.Signals[name] if known else signal.SIGTERM
 

@@ -17,7 +17,7 @@ from tests.rules.trees import ADAPTER, ENGINE, PRODUCT, ROOT, imports_of, name_o
 ENGINE_FLOORS = (
     {'errors', 'logger'},
     {'config', 'events'},
-    {'command', 'faults', 'rates'},
+    {'command', 'config_file', 'faults', 'rates'},
     {'system', 'memory', 'regroup'},
     {'plan', 'store'},
     {'replicate'},

@@ -85,6 +85,29 @@ def test_rule_of_thumb_for_host_memory_follows_from_the_files() -> None:
     assert said in ' '.join(section(README, 'Protect a run').split())
 
 
+_READ = re.compile(r"""(?:environ(?:\.\w+\(|\[)|\n *os\.environ )'([A-Z_]+)'|\b(MOEVEMENT_[A-Z_]+)
+    |\$\{([A-Z_]+):""", re.VERBOSE)  # fmt: skip
+_OF_OTHERS = re.compile(
+    r'SLURM|TORCH|(RANK|WORLD_SIZE|LOCAL_|GROUP_|MASTER_|COMP_|PWD|PYTHONPATH|LD_|PYTORCH_|CUDA_HOME)'
+)
+"""Variables that launchers of others, shells and libraries define."""
+_OF_SOURCES = {'MOEVEMENT_SPARES'}
+"""What a program declares in its source."""
+
+
+def test_every_variable_of_the_environment_is_in_the_table() -> None:
+    files = [*ROOT.glob('scripts/slurm_*'), *(
+        file for folder in ('moevement_ext', 'megatron', 'tools') for file in
+        (ROOT / folder).rglob('*.py'))]  # fmt: skip
+    texts = [file.read_text('utf-8') for file in files]
+    read = {next(filter(None, found)) for text in texts for found in _READ.findall(text)}
+    named = {name for name in read if not _OF_OTHERS.match(name)} - _OF_SOURCES
+    table = {name for group in flags._TEXTS['variables'].values() for name in group}
+    assert 'MOEVEMENT_SECRET' in named and 'GRACE' in named
+    assert named <= table, named - table
+    assert not [name for name in table if not any(name in text for text in texts)]
+
+
 def test_every_flag_with_a_page_exists() -> None:
     assert flags.MORE.keys() <= {flag.strip('`') for flag, _, _ in flags.rows()}
 

@@ -21,6 +21,8 @@ from pathlib import Path
 
 import msgspec
 
+from moevement_ext.config import UNFLAGGED
+
 from ..chaos.configuration import BF16, RUN_ID, Configuration, parse_layout
 from ..lab.job import Job, Kind, Trained, memory_directory, train
 from ..lab.run_log import RunLog
@@ -34,7 +36,7 @@ _JOB = Configuration(parse_layout('dp4'), BF16, ('dropout',), window=2, nodes=4,
 _BATCH = ['--global-batch-size', '12']  # three micro-batches on each rank
 ROUTES, GUESTS = 'routes', 'guests'
 _FLAG = {ROUTES: 'auto', GUESTS: 'off'}
-"""By way, the value of --sparse-ckpt-routes."""
+"""By way, the value of the setting `routes`."""
 
 
 class Lived(msgspec.Struct, frozen=True):
@@ -88,8 +90,8 @@ class GuestsBench(Bench):
         folder = self.output / f'{number}-{way}'
         with memory_directory() as memory:
             flags = [*self._plain, *_JOB.sparse_flags(memory, folder)]
-            flags += ['--sparse-ckpt-routes', _FLAG[way]]
-            devices = {program.SECONDS: str(self.args.device), program.DEVICES: str(memory)}
+            devices = {program.SECONDS: str(self.args.device), program.DEVICES: str(memory),
+                       UNFLAGGED: f'routes={_FLAG[way]}'}  # fmt: skip
             launch = _JOB.launch(folder, flags, max_restarts=9)
             launch = launch._replace(variables=devices, program_file=program.__file__)
             killed_at: list[float] = []

@@ -30,15 +30,13 @@ def run_tool(name: str, work: Callable[[Console], int]) -> int:
     The error is printed after the name of the tool. Main thread only.
     """
     exit_on_sigterm()
-    console = Console()
+    console, errors = Console(), Console(stderr=True)
     try:
         return work(console)
     except (ConfigurationError, LabError) as error:
         if tail := getattr(error, 'tail', ''):
-            console.print(tail, markup=False, highlight=False, soft_wrap=True)
-        Console(stderr=True).print(
-            f'{name}: {error}', style='bold red', markup=False, soft_wrap=True
-        )
+            errors.print(tail, markup=False, highlight=False, soft_wrap=True)
+        errors.print(f'{name}: {error}', style='bold red', markup=False, soft_wrap=True)
         return 2
 
 

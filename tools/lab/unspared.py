@@ -7,8 +7,9 @@ Its staged failures strike after a given iteration; the orders of a tool strike 
 import sys
 from pathlib import Path
 
+from moevement_ext.config_file import value_of
 from moevement_ext.launch import command_line
-from moevement_ext.launch.launch_config import StagedAction, flag_value
+from moevement_ext.launch.launch_config import StagedAction
 from moevement_ext.launch.local import LocalStarter
 from moevement_ext.launch.supervisor import Supervisor
 from moevement_ext.memory.node_store import NodeStore
@@ -37,7 +38,7 @@ class _Starter(LocalStarter):
 
     def _memory_of(self, name: str) -> NodeStore:
         root, run = (
-            flag_value(self._config.flags, f'--sparse-ckpt-{of}') for of in ('dir', 'run-id')
+            value_of(self._config.flags, f'--sparse-ckpt-{of}') for of in ('dir', 'run-id')
         )
         assert root is not None and run is not None
         return NodeStore(Path(root), run, name)

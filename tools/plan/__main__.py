@@ -91,7 +91,10 @@ def parse_arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Meg
     args = parser.parse_args(own)
     if args.iteration_time is None and args.mfu is None:
         parser.error('give --iteration-time or --mfu')
-    return args, parse_megatron_flags(flags)
+    try:
+        return args, parse_megatron_flags(flags)
+    except ConfigurationError as error:
+        parser.error(str(error))
 
 
 def _gpu_hours(text: str) -> float:

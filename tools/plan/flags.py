@@ -14,6 +14,9 @@ from typing import Any, NamedTuple, get_type_hints
 
 from msgspec.structs import replace
 
+from moevement_ext.config import flag_of, flagged
+from moevement_ext.config_file import CONFIG_FLAG, from_files
+
 from ..lab.arguments import Parser
 from ..lab.fields import Count, Whole, parser_of
 from ..lab.trainer_flags import trainer_parser
@@ -30,6 +33,7 @@ _STRUCTS = {'layout': Layout, 'batch': Batch, 'precision': Precision, 'model': M
 _OTHERS = _NAMES.pop('others')
 _OF_MODEL = {*_NAMES['model'], *_NAMES['latent'], *_OTHERS['of_model']}
 _OF_STAGE, _CHUNKS, *_UNEVEN = _OTHERS['sizes']
+_OURS = {'--sparse-ckpt', CONFIG_FLAG, *(flag_of(one.name) for one in flagged())}
 _DELAYED = 'delayed'
 _NEAR = 0.8  # similarity, from 0 to 1, of a flag that may be a misspelt one
 
@@ -181,8 +185,12 @@ def parse_megatron_flags(argv: Sequence[str]) -> MegatronFlags:
         else:
             parser.add_argument(flag(name), type=parser_of(kind))
     given, unused = parser.parse_known_args(list(argv))
+    for name, setting in from_files(argv).items():
+        if (key := f'sparse_ckpt_{name}') in _NAMES['protection']:
+            vars(given).setdefault(key, setting.value)
     flags = [item for item in unused if item.startswith('--')]
-    if any(get_close_matches(one, parser._option_string_actions, 1, _NEAR) for one in flags):
+    other = [one for one in flags if one.partition('=')[0] not in _OURS]
+    if any(get_close_matches(one, parser._option_string_actions, 1, _NEAR) for one in other):
         known = trainer_parser()  # slow, and only needed to tell another flag from a mistake
         if unknown := [one for one in flags if one.partition('=')[0] not in
                        known._option_string_actions]:  # fmt: skip

@@ -16,8 +16,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from moevement_ext.config import EXPORT, OFF
+from moevement_ext.config_file import last_value, value_of
 from moevement_ext.errors import UserError
-from moevement_ext.launch.launch_config import flag_value
 from moevement_ext.memory.node_store import STUB
 from moevement_ext.memory.shelf import Copy, base_of, copy_in_file, copy_in_memory, read_any
 from moevement_ext.memory.window.refusal import RefusedWindow
@@ -73,7 +73,7 @@ def _saved_in(directory: Path) -> int | None:
 
 
 def _launch(newest: Found, output: Path, command: Sequence[str]) -> int:
-    load = flag_value(command, '--load')
+    load = last_value(command, '--load')
     dense = None if load is None else _saved_in(Path(load))
     assert newest.slots is not None
     if dense is not None and dense >= newest.start + newest.slots - 1:
@@ -94,7 +94,7 @@ def _launch(newest: Found, output: Path, command: Sequence[str]) -> int:
 def launch_flags(newest: Found, output: Path, command: Sequence[str]) -> list[str]:
     """Flags that `command` gets besides; the last value of a flag counts."""
     flag = '--sparse-ckpt-disk' if newest.tier == DISK else '--sparse-ckpt-dir'
-    elastic = (flag_value(command, '--sparse-ckpt-elastic') or OFF) != OFF
+    elastic = (value_of(command, '--sparse-ckpt-elastic') or OFF) != OFF
     # An elastic run finds the directory of its layout by itself.
     run = base_of(newest.run) if elastic else newest.run
     flags = [flag, str(newest.root), '--sparse-ckpt-run-id', run]

@@ -24,6 +24,7 @@ from megatron.training.arguments import parse_args
 from megatron.training.theoretical_memory_usage import compute_weight_and_optimizer_memory
 
 from moevement_ext.config import ConfigurationError
+from moevement_ext.config_file import value_of
 from moevement_ext.memory.budget import rank_memory, window_file_bytes
 from moevement_ext.memory.file_system import GIB, gib
 
@@ -166,7 +167,7 @@ def _flags(layout: LayoutSizes) -> list[str]:
 
 def _of(arguments: Sequence[str]) -> tuple[LayoutSizes, str]:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument(FLAG, default='', dest='fallbacks')
+    parser.add_argument(FLAG, default=value_of(arguments, FLAG) or '', dest='fallbacks')
     for name, flag in (
         ('tensor', '--tensor-model-parallel-size'),
         ('expert_tensor', _ETP_FLAG),

@@ -117,7 +117,7 @@ def test_spares_need_a_main_guard_at_the_end(
         ('--nodes 2 --kill-node 2@8 -- PROGRAM', 'there is no node 2; --nodes 2'),
         (
             '--nodes 2 --kill-node 1@8 -- PROGRAM --sparse-ckpt-run-id',
-            'PROGRAM: argument --sparse-ckpt-run-id: expected one argument',
+            "--sparse-ckpt-run-id '' is used as a directory name",
         ),
         ('--nodes 1 --log-dir /proc/none -- PROGRAM', '--log-dir /proc/none: no log can be writ'),
         ('--nodes 1 --log-dir /proc/fs -- PROGRAM', '--log-dir /proc/fs: no log can be written'),

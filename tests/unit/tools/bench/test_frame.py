@@ -102,7 +102,7 @@ def test_nothing_is_measured_for_a_file_that_cannot_be_written(
     (tmp_path / 'file').touch()
     for target in (tmp_path / 'file' / 'report', tmp_path):
         assert Turns.main([f'--{flag}', str(target)]) == 2
-        assert f'bench turns: --{flag} {target}: ' in capsys.readouterr().out.replace('\n', '')
+        assert f'bench turns: --{flag} {target}: ' in capsys.readouterr().err.replace('\n', '')
 
 
 def test_failed_benchmark_prints_the_reason(
@@ -113,7 +113,7 @@ def test_failed_benchmark_prints_the_reason(
 
     monkeypatch.setattr(Turns, 'measure', fails)
     assert Turns.main([]) == 2
-    assert capsys.readouterr().out == 'its last words\nbench turns: the job failed\n'
+    assert capsys.readouterr().err == 'its last words\nbench turns: the job failed\n'
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from moevement_ext.config_file import last_value
 from moevement_ext.events import Event, NextTier, Recovered
-from moevement_ext.launch.launch_config import flag_value
 from tools import drill
 from tools.drill import drill_flags, main
 from tools.lab.arguments import program
@@ -57,7 +57,7 @@ def test_mistakes_of_the_user_are_named(
     argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(argv) == 2
-    assert message in capsys.readouterr().out
+    assert message in capsys.readouterr().err
 
 
 def test_the_job_runs_in_the_image_of_the_site(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,13 +137,13 @@ def test_a_job_that_failed_leaves_no_windows(
     left: list[Path] = []
 
     def fails(command: Sequence[str]) -> int:
-        left.append(left_by(flag_value(command, '--sparse-ckpt-run-id') or '', tmp_path / 'memory'))
+        left.append(left_by(last_value(command, '--sparse-ckpt-run-id') or '', tmp_path / 'memory'))
         return 1
 
     monkeypatch.setattr(drill, '_run', fails)
     own = ['--output', str(tmp_path / 'drill'), '--', '--sparse-ckpt-dir', str(tmp_path / 'memory')]
     assert drill.main(own) == 2
-    assert 'the undisturbed job ended with status 1' in capsys.readouterr().out
+    assert 'the undisturbed job ended with status 1' in capsys.readouterr().err
     assert left and not left[0].exists()
 
 
