@@ -2,12 +2,15 @@
 """Settings of sparse checkpointing, filled by the command line flags of the same names."""
 
 import argparse
+import functools
 import math
 import os
 import re
 import socket
+import textwrap
 from collections.abc import Callable
 from dataclasses import Field, asdict, dataclass, field, fields
+from difflib import get_close_matches
 from typing import Any
 
 import msgspec
@@ -97,6 +100,8 @@ class ConfigurationError(UserError):
     """A setting breaks a rule; the message names the flag and what to do."""
 
 
+_HELP_WIDTH = 88
+
 # Ends the directory of a run in one layout: `<run id>.<digest>`.
 LAYOUT_SUFFIX = re.compile(r'\.[0-9a-f]{8}$')
 
@@ -110,6 +115,39 @@ _OF_A_NODE = (
 def setting[T](default: T) -> Callable[[str], T]:
     """Return a function from a help text to a field that has it as `metadata['help']`."""
     return lambda text: field(default=default, metadata={'help': ' '.join(text.split())})
+
+
+def told_by_field[C: type](settings: C) -> C:
+    """Decorate a dataclass of settings: `help` shows the fields' texts, a wrong name the nearest.
+
+    An unknown field then raises `ConfigurationError`.
+    """
+    own: Any = settings
+    init, known = own.__init__, [field.name for field in fields(settings)]
+
+    @functools.wraps(init)
+    def checked(self: object, *values: Any, **given: Any) -> None:
+        for name in given.keys() - known:
+            near = get_close_matches(name, known, 1)
+            raise ConfigurationError(
+                f'{settings.__name__} has no field {name!r}'
+                + (f'; did you mean {near[0]}?' if near else ': it has ' + ', '.join(known) + '.')
+            )
+        init(self, *values, **given)
+
+    own.__init__ = checked
+    texts = (
+        textwrap.fill(
+            f'{field.name}: {field.metadata["help"]}',
+            _HELP_WIDTH,
+            initial_indent='    ',
+            subsequent_indent='        ',
+        )
+        for field in fields(settings)
+        if 'help' in field.metadata
+    )
+    settings.__doc__ = '\n'.join([f'{settings.__doc__}\nFields:', *texts])
+    return settings
 
 
 GUEST = 'MOEVEMENT_GUEST'
@@ -141,6 +179,7 @@ def flagged() -> list[Field[Any]]:
     return [field for field in fields(SparseCheckpointConfig) if 'help' in field.metadata]
 
 
+@told_by_field
 @dataclass(frozen=True)
 class SparseCheckpointConfig:
     """One field per `--sparse-ckpt-*` flag, with the help of the flag in its metadata.

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 import dataclasses
+import pydoc
 import re
 import socket
 from typing import Any
 
 import pytest
 
+from megatron.moevement import TrainingPlan
 from moevement_ext.config import ConfigurationError, SparseCheckpointConfig, node_name
 
 NAN = float('nan')
@@ -48,6 +50,23 @@ def test_a_broken_rule_names_flag_value_and_rule(field: str, value: Any, rule: s
     shown = f'{value:g}' if isinstance(value, int | float) else repr(value)
     with pytest.raises(ConfigurationError, match=f'{flag} {re.escape(shown)} must be {rule}'):
         SparseCheckpointConfig(**{field: value})
+
+
+@pytest.mark.parametrize('settings', [SparseCheckpointConfig, TrainingPlan])
+def test_unknown_field_is_refused_with_the_nearest_name(settings: Any) -> None:
+    first, *_ = (field.name for field in dataclasses.fields(settings))
+    said = rf"{settings.__name__} has no field '{first}s'; did you mean {first}\?"
+    with pytest.raises(ConfigurationError, match=said):
+        settings(**{f'{first}s': 1})
+    with pytest.raises(ConfigurationError, match=f"no field 'zzz': it has {first}, "):
+        settings(zzz=1)
+
+
+@pytest.mark.parametrize('settings', [SparseCheckpointConfig, TrainingPlan])
+def test_help_shows_the_text_of_each_field(settings: Any) -> None:
+    shown = ' '.join(pydoc.plain(pydoc.render_doc(settings)).replace('|', ' ').split())
+    texts = [(f.name, f.metadata.get('help')) for f in dataclasses.fields(settings)]
+    assert all(text is None or f'{name}: {text}' in shown for name, text in texts)
 
 
 def test_replication_has_these_rate_limits() -> None:
