@@ -10,6 +10,8 @@ parts of the text. The state of a lost rank is copied from another rank.
 
 import argparse
 import random
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -64,6 +66,27 @@ class Trainer(TorchTrainer):
         self.optimizer.step()
         self._schedule.step()
 
+    def evaluate(self, iteration: int) -> None:
+        """Mean loss of all ranks on a part of the text for each."""
+        self.model.eval()
+        start = dist.get_rank() * _SAMPLES
+        rows = torch.stack([self._text[start + n : start + n + _CONTEXT + 1] for n in range(32)])
+        with torch.no_grad():
+            logits = self.model(rows[:, :-1].long())
+            loss = nn.functional.cross_entropy(logits, rows[:, -1].long())
+        self.model.train()
+        dist.all_reduce(loss)
+        if dist.get_rank() == 0:
+            mean = float(loss) / dist.get_world_size()
+            print(f' evaluation at iteration {iteration} | loss: {mean:.6E} |', flush=True)
+
+    def save(self, path: Path, iteration: int) -> None:
+        """Write the model on one rank, whole or not at all; the others wait for it."""
+        if dist.get_rank() == 0:
+            torch.save({'iteration': iteration, 'model': self.model.state_dict()}, f'{path}.new')
+            Path(f'{path}.new').replace(path)
+        dist.barrier()
+
     def state_dict(self) -> dict[str, Any]:
         return self._schedule.state_dict()
 
@@ -79,6 +102,8 @@ def main() -> None:
     parser.add_argument('--dir', default=SparseCheckpointConfig.dir, help='for windows, in a tmpfs')
     parser.add_argument('--run-id', help='name of the run; give the same one to resume')
     parser.add_argument('--events', metavar='DIR', help='write events as JSON lines')
+    parser.add_argument('--eval-interval', type=int, default=10, help='iterations')
+    parser.add_argument('--save', type=Path, metavar='FILE', help='save the model every 20 of them')
     parser.add_argument('--digest', metavar='FILE', help='write digests of the state')
     given = parser.parse_args()
     text, last = torch.frombuffer(bytearray(given.text.read()), dtype=torch.uint8), given.iterations
@@ -86,7 +111,15 @@ def main() -> None:
         window=3, dir=given.dir, run_id=given.run_id, events=given.events
     )
     with Job.join(config, {'text': given.text.name, 'iterations': last}, backend='gloo') as job:
-        job.set_up(lambda load: Trainer(job, text, last), last_iteration=last)
+
+        def build(load: bool) -> Trainer:
+            trainer = Trainer(job, text, last)
+            job.after_step(given.eval_interval, trainer.evaluate)
+            if given.save is not None:
+                job.after_step(20, partial(trainer.save, given.save))
+            return trainer
+
+        job.set_up(build, last_iteration=last)
 
         def loop() -> None:  # called again after a failure of other ranks
             while job.iteration < last:

@@ -370,7 +370,17 @@ class Attachment:
         counters.consumed_train_samples += self._plan.global_batch_size
         self._session.report(counters.iteration)
         self._session.report_loss(counters.iteration, self._session.around.losses.newest)
+        self._session.job.after_steps.run(counters.iteration)
         return result
+
+    def after_step(self, every: int, run: Callable[[int], object]) -> None:
+        """Do as `moevement_ext.Job.after_step`; numbers that `run` draws change no others."""
+
+        def keeping(iteration: int) -> None:
+            with rng_kept():
+                run(iteration)
+
+        self._session.job.after_step(every, keeping)
 
     def write_digest(self, path: Path) -> None:
         """Write SHA-256 digests of the state, see `tools.compare_digests`. Collective."""

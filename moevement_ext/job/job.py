@@ -38,6 +38,7 @@ from moevement_ext.job.other_layouts import OtherLayouts
 from moevement_ext.logger import logger_of
 from moevement_ext.membership.membership import Membership
 from moevement_ext.membership.rank import Rank
+from moevement_ext.membership.rendezvous import RoundEnded
 from moevement_ext.membership.standstill import Guard
 from moevement_ext.memory.budget import NOTHING_LOGGED
 from moevement_ext.memory.disk import DiskWindows
@@ -49,6 +50,7 @@ from moevement_ext.plan.strategy.choice import disk_only
 from moevement_ext.protect.planner import Planner
 from moevement_ext.protect.protection import Protection, Reserved
 from moevement_ext.recover import whole_job
+from moevement_ext.recover.after_steps import AfterSteps
 from moevement_ext.recover.own_report import handovers
 from moevement_ext.recover.trainer import Trainer
 from moevement_ext.regroup import nccl_environment
@@ -78,6 +80,7 @@ class Job:
         keeps_windows: windows remain after the end; None: only if the end precedes the last
             iteration.
         entry: the current call of the loop.
+        after_steps: work between iterations; a trainer has it as its `loop`, or in that.
     """
 
     def __init__(
@@ -93,6 +96,7 @@ class Job:
         self.store = store
         self.keeps_windows: bool | None = None
         self.entry = LoopEntry()
+        self.after_steps = AfterSteps(self._trust)
         self.joining = membership is not None and membership.joining
         """This process replaces a lost one in a running job."""
         self.reserved: Reserved | None = None
@@ -357,7 +361,28 @@ class Job:
                     'iteration. A loop steps while job.iteration is below that, since it is called '
                     'again after a failure.'
                 )
-            return self._mode.step(self.iteration if iteration is None else iteration)
+            if iteration is not None:  # the adapter's loop, which runs what is due itself
+                return self._mode.step(iteration)
+            result = self._mode.step(self.iteration)
+            if result is not modes.LOOP_ENDS:
+                self.after_steps.run(self.iteration)
+            return result
+
+    def after_step(self, every: int, run: Callable[[int], Any]) -> None:
+        """Have `step` call `run(iteration)` at its end, after every `every`-th iteration.
+
+        For evaluations and checkpoints of the loop's own, on all ranks, which register the same
+        before `train`. What a failure of another rank cuts off runs again on all ranks after the
+        recovery, so that all complete it; some ranks may run it twice.
+        """
+        self.after_steps.add(every, run)
+
+    def _trust(self) -> None:
+        """Raise `RoundEnded` if NCCL's waits may have returned undefined data."""
+        if self.membership is not None:
+            self.membership.synchronize()
+            if self.membership.waits_returned:
+                raise RoundEnded('another rank was lost in a step after an iteration')
 
     def _lose_device(self, what: str) -> None:
         """End this process, so that the launcher starts a replacement. Any thread."""

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A hand-written Megatron-Core loop, protected by `megatron.moevement.attach`."""
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -38,6 +39,19 @@ def test_own_loop_recovers_with_the_bits_of_a_fault_free_run(
         assert any(recovered) == (rank in (0, 1))
     assert [event.iteration for event in job.events_of(LossLogged, 2)] == [10]
     assert not job.events_of(LossLogged, 1)
+
+
+def test_evaluation_that_a_failure_cuts_off_is_completed(
+    own_loop: Callable[[], Cluster], expected: dict
+) -> None:
+    """And what it draws changes no bit of training."""
+    job = own_loop()
+    evaluates = 'mutations.own_loop:evaluates_after_steps'
+    struck = '1:6:evaluate,0:10:evaluated,2:12:evaluated'
+    assert job.survive(fail_at=struck, mutation=evaluates) == {0: 1, 1: 1, 2: 1}
+    assert differences(expected, read_digest(job)) == []
+    found = re.findall(r'evaluation at iteration (\d+),', job.output(0))
+    assert sorted({int(one) for one in found}) == [*range(2, ITERATIONS + 1, 2)]
 
 
 @pytest.mark.mutation

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A data-parallel loop on plain torch: a lost rank takes the state of another one."""
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -15,7 +16,8 @@ pytestmark = pytest.mark.timeout(900)
 
 @pytest.fixture
 def loop(example: Make, text: list[str]) -> Callable[[], Cluster]:
-    return lambda: example('data_parallel_loop', '--text', f'{text[1]}.bin', '--iterations', '16')
+    flags = ['--text', f'{text[1]}.bin', '--iterations', '16', '--eval-interval', '1']
+    return lambda: example('data_parallel_loop', *flags)
 
 
 @pytest.fixture
@@ -30,6 +32,34 @@ def test_lost_rank_copies_its_state_from_a_peer_bit_for_bit(
     assert job.survive(fail_at='1:9:norm,0:12:after-step', mutation=STEPPED) == {0: 1, 1: 1}
     assert differences(expected, read_digest(job)) == []
     assert [event.copied for event in job.events_of(Recovered, 2)] == [[1], [0]]
+
+
+EVALUATIONS = re.compile(r' evaluation at iteration .* \|')
+
+
+def evaluations(job: Cluster) -> set[str]:
+    return {line for attempt in range(2) for line in EVALUATIONS.findall(job.output(attempt))}
+
+
+@pytest.mark.parametrize('whole_job', [False, True])
+def test_evaluation_that_a_failure_cuts_off_is_completed(
+    whole_job: bool, loop: Callable[[], Cluster]
+) -> None:
+    """Whether some rank has died in it, or after it.
+
+    Windows lead a whole job to an earlier iteration: a state is captured in the one that follows.
+    """
+    plain, job = loop(), loop()
+    plain.finish()
+    assert len(evaluations(plain)) == 16
+    if whole_job:
+        assert -9 in job.run(fail_at='1:12:evaluate', mutation=SEALED)
+        job.finish()
+    else:
+        struck = '1:6:evaluate,0:10:evaluated,2:13:evaluated'
+        assert job.survive(fail_at=struck) == {0: 1, 1: 1, 2: 1}
+    assert evaluations(job) == evaluations(plain)
+    assert differences(read_digest(plain), read_digest(job)) == []
 
 
 @pytest.mark.thorough

@@ -18,6 +18,7 @@ from megatron.moevement.state.broken_iteration import BrokenIteration
 from megatron.moevement.state.global_scalars import ScalarRecorder
 from megatron.moevement.state.training_state import TrainingState
 from moevement_ext.memory.ledger import LedgerEntry
+from moevement_ext.recover.after_steps import AfterSteps
 
 
 class CountedOperations(msgspec.Struct, frozen=True):
@@ -61,6 +62,8 @@ class Surroundings:
     """Counts floating point operations, for upstream's own count."""
     losses: Losses
     """The loss of each iteration on this rank."""
+    after_steps: AfterSteps
+    """The work of a custom loop between iterations."""
 
 
 class MegatronHandover(msgspec.Struct, frozen=True):
@@ -72,6 +75,8 @@ class MegatronHandover(msgspec.Struct, frozen=True):
     """Upstream's `do_train`, `do_valid` and `do_test`."""
     operations: CountedOperations
     """Base of the count of floating point operations."""
+    after_steps: bytes
+    """Progress of a custom loop's work after that iteration."""
 
 
 _HANDOVER = msgspec.msgpack.Decoder(MegatronHandover)
@@ -99,6 +104,7 @@ class MegatronLoop:
         self._data = around.data
         self._post_step = around.post_step
         self._operations = around.operations
+        self._after_steps = around.after_steps
         self._broken = broken
 
     def start(self) -> None:
@@ -116,6 +122,7 @@ class MegatronLoop:
     def committed(self, iteration: int) -> None:
         """Mark the steps after `iteration` as pending."""
         self._post_step.begin(iteration)
+        self._after_steps.committed(iteration)
 
     def hand_over(self) -> bytes:
         counters = self._counters
@@ -124,6 +131,7 @@ class MegatronLoop:
                 self._post_step.progress(),
                 (counters.do_train, counters.do_valid, counters.do_test),
                 self._operations.base,
+                self._after_steps.hand_over(),
             )
         )
 
@@ -136,6 +144,7 @@ class MegatronLoop:
         known = [decode_handover(item) for item in others]
         self._operations.base = known[0].operations
         self._post_step.take_over([item.progress for item in known])
+        self._after_steps.enter([item.after_steps for item in known])
         self._count_operations()
         config = get_model_config(self._training.model[0])
         upstream.fill_first_step_caches(self._training.optimizer, config)
@@ -146,9 +155,10 @@ class MegatronLoop:
         """Run the evaluation and dense checkpoint after `target` if some rank has not done so."""
         self._training.gather_parameters()
         self._count_operations()
-        progress = [decode_handover(item).progress for item in others]
+        known = [decode_handover(item) for item in others]
         grows = entry is not None and get_num_microbatches() > entry.num_microbatches
-        self._post_step.catch_up(target, progress, self._data, grows)
+        self._post_step.catch_up(target, [item.progress for item in known], self._data, grows)
+        self._after_steps.finish_post_step(target, [item.after_steps for item in known], entry)
         return not self._post_step.exits(target)
 
     def _count_operations(self) -> None:

@@ -191,16 +191,18 @@ def protected_job(
         facts.timeout,
         not_localized(settings),
     )
+    job = Job(*joined)
     around = Surroundings(
         recorder=ScalarRecorder(),
         data=data,
         post_step=PostStep(facts, counters),
         operations=operations,
         losses=Losses(),
+        after_steps=job.after_steps,
     )
-    session = Session(Job(*joined), facts, counters, around)
+    session = Session(job, facts, counters, around)
     if facts.rank == 0:
-        session.job.rank.events.emit(describe(settings, facts, counters))
+        job.rank.events.emit(describe(settings, facts, counters))
     around.recorder.install()
     _install_routes(session, OWN_LOOP if own_loop else not_routed(settings, config))
     around.losses.install()  # after routes, which run a schedule several times

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
+import torch._dynamo  # optimizers import it, in seconds; so a spare has it before it is needed
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
@@ -26,7 +27,7 @@ from moevement_ext.memory.ledger import MAX_SCALARS, LedgerEntry
 from moevement_ext.memory.upstream_log.log import UpstreamLog
 from moevement_ext.memory.upstream_log.record import Direction, region_bytes
 from moevement_ext.plan.replanning import TokenCounter
-from moevement_ext.recover.trainer import Committed, Loop, PlainLoop, Received
+from moevement_ext.recover.trainer import Committed, Loop, Received
 from moevement_ext.regroup.waited import waited
 
 
@@ -166,7 +167,7 @@ class TorchTrainer:
 
     Attributes:
         pipeline: sends and receives.
-        loop: actions around iterations; a loop with evaluations or checkpoints replaces it.
+        loop: work between iterations; `Job.after_step` adds to it.
         loss: of the newest iteration on this rank.
     """
 
@@ -199,7 +200,7 @@ class TorchTrainer:
         self.optimizer = optimizer
         self.last_iteration = last_iteration
         self.loss: float | None = None
-        self.loop: Loop = PlainLoop()
+        self.loop: Loop = job.after_steps
         self.tokens = TokenCounter()
         self.resharding = None
         self.operators = ModuleOperators(model, optimizer, self._operator_of)

@@ -105,3 +105,19 @@ def _preset(kind: type, **settings: Any) -> None:
         check(self)
 
     kind.__post_init__ = preset
+
+
+def evaluates_after_steps() -> None:
+    """All ranks draw and reduce after every other step."""
+    set_up = attachment.Attachment.set_up
+
+    def evaluate(iteration: int) -> None:
+        drawn = torch.rand(1)
+        torch.distributed.all_reduce(drawn)
+        print(f'evaluation at iteration {iteration}, {float(drawn):.3f}', flush=True)
+
+    def registering(job: attachment.Attachment, *args: Any, **settings: Any) -> Any:
+        job.after_step(2, evaluate)
+        return set_up(job, *args, **settings)
+
+    attachment.Attachment.set_up = registering
