@@ -7,12 +7,13 @@ which goes through the same layouts from one dense checkpoint to the next.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from moevement_ext.events import Resharded
-from moevement_ext.launch.launcher_events import AllStartAgain, GuestsSeated
+from moevement_ext.launch.launcher_events import AllStartAgain, GuestsSeated, JobFailed
 from tests.distributed.conftest import Make, read_digest
 from tests.distributed.harness.cluster import Cluster
 from tests.distributed.test_elastic import ONE, RESTART, Layout, assert_equal, left_over
@@ -98,3 +99,21 @@ def test_guests_without_room_give_way_to_another_layout(cluster: Make, tmp_path:
     [shrunk] = job.events_of(Resharded)
     stages = [(four, shrunk.dense_at), (three, None)]
     assert_equal(read_digest(job), plain(cluster, tmp_path, stages))
+
+
+@pytest.mark.thorough
+def test_all_copies_of_a_window_are_lost(cluster: Make, tmp_path: Path) -> None:
+    """Fewer ranks train over what is left of it only if told so: from the dense checkpoint."""
+    four, two = (Layout(ranks) for ranks in (4, 2))
+    dense = f'--save {tmp_path}/dense --load {tmp_path}/dense --save-interval 4'
+    job = made(cluster, four, *dense.split(), *DENSE[2:], '--sparse-ckpt-replicas', '1')
+    done = run(job, f'{LAYOUT} --lose-node 1@9 2@9')
+    assert done.code != 0
+    assert sizes(done) == [2]
+    [failed] = kind_of(done.events, JobFailed)
+    assert 'no node here has the parts of ranks 1, nor a disk' in failed.reason
+    assert '--sparse-ckpt-forget goes on without them' in failed.reason
+    fewer = replace(job, ranks=2, nodes=2, flags=[*job.flags, '--sparse-ckpt-forget'])
+    assert run(fewer, '').code == 0
+    stages = [(four, 8), (two, None)]
+    assert_equal(read_digest(fewer), plain(cluster, tmp_path, stages))

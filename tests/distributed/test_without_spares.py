@@ -18,7 +18,7 @@ import pytest
 
 from moevement_ext.config import UNFLAGGED
 from moevement_ext.errors import EXIT_WHOLE_JOB
-from moevement_ext.events import Event, Protected, Recovered, decode
+from moevement_ext.events import Event, NextTier, Protected, Recovered, decode
 from moevement_ext.launch.launch_config import LaunchConfig, StagedAction, StagedFault
 from moevement_ext.launch.launcher_events import (
     FILE,
@@ -322,17 +322,26 @@ def medians(samples: list[Sample]) -> list[int]:
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize('on_disk', [True, False], ids=['disk', 'dense checkpoint'])
 def test_node_with_both_copies_of_windows_is_lost(
-    cluster: Make, reference: Reference, tmp_path: Path
+    on_disk: bool, cluster: Make, reference: Reference, tmp_path: Path
 ) -> None:
-    """The log has said before what this costs; the job goes on from its disk."""
-    flags = f'{WIDE} --train-iters 24'
-    (tmp_path / 'disk').mkdir()
-    job = made(cluster, flags, '--sparse-ckpt-disk', str(tmp_path / 'disk'))
+    """The log has said before what this costs; the job goes on from its disk, or else from the
+    newest dense checkpoint, of iteration 15 (upstream restores no random numbers of experts)."""
+    flags = f'{WIDE if on_disk else SHARDED} --train-iters 24'
+    (tmp_path / 'kept').mkdir()
+    kept = ['--sparse-ckpt-disk', str(tmp_path / 'kept')]
+    if not on_disk:
+        dense = f'--save {tmp_path}/kept --load {tmp_path}/kept --save-interval 5'
+        kept = [*dense.split(), '--ckpt-format', 'torch_dist']
+    job = made(cluster, flags, *kept)
     done = run(job, f'{GUESTS} --lose-node 3@6 1@11 0@16')
     assert done.code == 0
     assert differences(reference(*flags.split()), read_digest(job)) == []
     before = kind_of(done.events, GuestsSeated)[:3]
     assert 'node0' in {event.host for event in before if event.exposed}
-    assert 'from disk' in kind_of(done.events, JobRecovered)[-1].line
+    if on_disk:
+        assert 'from disk' in kind_of(done.events, JobRecovered)[-1].line
+    else:
+        assert job.events_of(NextTier)[-1].tier == 'the dense checkpoint of iteration 15'
     assert [event.scope for event in job.events_of(Recovered)][:2] == ['localized', 'localized']
