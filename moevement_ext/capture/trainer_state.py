@@ -109,9 +109,6 @@ def receive_packed(
 
 
 def _batches(tensors: Iterable[torch.Tensor], limit: int) -> Iterator[list[torch.Tensor]]:
-    parts = (part for tensor in tensors for part in _bytes_of(tensor).split(limit))
+    flat = (tensor.detach().view(-1).view(torch.uint8) for tensor in tensors)
+    parts = (part for one in flat for part in one.split(limit))
     return in_batches(parts, torch.Tensor.numel, limit)
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().view(-1).view(torch.uint8)

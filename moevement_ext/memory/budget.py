@@ -148,7 +148,7 @@ class HostMemoryPlan:
         here = f'{gib(adopted)} already reserved there'
         here += f', and {gib(kept)} by windows of other lengths, to resume from' if kept else ''
         new = [self.ranks[rank].total for rank, found in reserved.items() if not found]
-        margin = sum(map(_margin, new))
+        margin = sum(max(MARGIN_BYTES, nbytes // MARGIN_SHARE) for nbytes in new)
         if missing > 0 and missing + margin * _is_shared(directory) > free:
             shared = margin and _is_shared(directory)
             others = f', and {gib(margin)} for what else lives in {SHARED},' if shared else ''
@@ -191,10 +191,6 @@ class HostMemoryPlan:
 def spare_bytes() -> int:
     """Memory of all hot spares of this node, in bytes; 0 under launchers that keep none."""
     return int(os.environ.get(SPARES, '0')) * _SPARE_BYTES
-
-
-def _margin(nbytes: int) -> int:
-    return max(MARGIN_BYTES, nbytes // MARGIN_SHARE)
 
 
 def _is_shared(directory: Path) -> bool:

@@ -71,7 +71,9 @@ class Fetcher:
 
     def distance(self, owner: int) -> int:
         """0 for parts readable here; for others the distance of rank numbers, to spread load."""
-        return 0 if self._sees(owner) else 1 + (owner - self._rank) % (len(self._holders) + 1)
+        if any(one == self._rank and not part.on_disk for one, part in self._holders[owner]):
+            return 0
+        return 1 + (owner - self._rank) % (len(self._holders) + 1)
 
     def headers(self, owner: int) -> list[SlotHeader]:
         """Headers of an owner's part, slot 0 first; errors as `fetch`."""
@@ -133,11 +135,6 @@ class Fetcher:
         yield from sorted(
             held,
             key=lambda one: (one[1].on_disk, one[0] != self._rank, (one[0] - self._rank) % count),
-        )
-
-    def _sees(self, owner: int) -> bool:
-        return any(
-            number == self._rank and not part.on_disk for number, part in self._holders[owner]
         )
 
     def _connected(self, number: int) -> ReplicaClient:
