@@ -58,10 +58,10 @@ _CONCLUDING = 0.2
 class _Connected:
     """The connection of an authenticated process, and what it was told on it."""
 
-    def __init__(self, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, writer: asyncio.StreamWriter, leads: bool) -> None:
         self.hello: Hello | None = None
         self.silent_s = 0.0
-        self._writer = writer
+        self._writer, self._leads = writer, leads
         self._told: dict[tuple[type, str], Conclusion] = {}
 
     def conclude(self, message: Conclusion) -> None:
@@ -78,8 +78,12 @@ class _Connected:
             self.cut()
 
     def fence(self, message: Fenced) -> None:
-        """Tell the process to end, and close the connection, in time if it does not read."""
-        self.tell(message)
+        """Tell the process to end, and close the connection, in time if it does not read.
+
+        Where others lead it is not told: it connects again, until it ends or is alone.
+        """
+        if self._leads:
+            self.tell(message)
         self._writer.close()
         asyncio.get_running_loop().call_later(GREETING_S, self.cut)
 
@@ -91,7 +95,8 @@ class Coordinator:
     """Serves the board of a job to the processes that know its secret.
 
     Used on the loop that runs `serve` only. `decide` and `rules` are those of `Board`; `silent_s`
-    is the time without a message after which a process counts as lost.
+    is the time without a message after which a process counts as lost. Unless it `leads`, others
+    begin and end the rounds and processes, and it tells only what follows in a round.
     """
 
     def __init__(
@@ -100,12 +105,13 @@ class Coordinator:
         decide: Rule,
         rules: Mapping[str, Rule] | None = None,
         silent_s: float = float('inf'),
+        leads: bool = True,
     ) -> None:
         self.board: Board | None = None
         """None while no process is connected."""
         self._secret = secret
         self._decide, self._rules = decide, rules
-        self._silent_s = silent_s
+        self._silent_s, self._leads = silent_s, leads
         self._peers: dict[int, _Connected] = {}  # by rank
         self._strangers: dict[asyncio.StreamWriter, None] = {}  # oldest first
         self._learned_s = 0.0
@@ -140,7 +146,7 @@ class Coordinator:
     # Connections
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        peer = _Connected(writer)
+        peer = _Connected(writer, self._leads)
         try:
             first = await self._greet(reader, writer)
             if isinstance(first, Hello) and self._admit(peer, first):
@@ -254,7 +260,7 @@ class Coordinator:
         began = time.thread_time()
         found = self.board.conclude()
         for rank, peer in [*self._peers.items()]:
-            for message in self.board.for_rank(rank, found):
+            for message in self.board.for_rank(rank, found) if self._leads else found.in_round:
                 if isinstance(message, Fenced):
                     peer.fence(message)
                     self._leave(peer)

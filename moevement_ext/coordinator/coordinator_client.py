@@ -30,6 +30,7 @@ from moevement_ext.coordinator.statements import (
     Round,
     RoundMet,
     RoundOver,
+    RoundPhase,
     RoundPlace,
     Say,
     Settled,
@@ -50,6 +51,11 @@ _PAUSES_S = (0.05, 0.1, 0.2, 0.4, 0.8)
 _UNANSWERED_MS = 30_000
 _UNREAD_BYTES = 64 * 2**20
 _TO_END_S = 5.0
+_TOLD_S = 60.0
+_OUT_OF_REACH = (
+    'the coordinator at %s:%d has been out of reach for %g s, so no window counts as persisted '
+    '(%s): let all nodes reach that port, or end the process of rank 0, which starts it'
+)
 
 type News = RoundMet | RoundOver | Settled | AllSaid | Fenced
 
@@ -94,6 +100,19 @@ class CoordinatorClient:
     def leave(self, number: int, why: str) -> None:
         """End a round, because this process cannot go on in it."""
         self._post(lambda: self._move(self._own.place.over(number, why)))
+
+    def enter(self, about: Round, address: tuple[str, int]) -> None:
+        """Enter a round that the ranks have met by themselves; the coordinator is at `address`."""
+
+        def act() -> None:
+            if address != self._address:
+                self._address = address
+                if self._writer is not None:
+                    self._writer.transport.abort()
+            if about != self._own.round:
+                self._move(RoundPlace(RoundPhase.IN, *about, been=True))
+
+        self._post(act)
 
     def say(self, name: str, value: bytes, about: Round | None = None) -> None:
         """Say a value about a round, if this process is still in it, or about itself."""
@@ -154,14 +173,17 @@ class CoordinatorClient:
         self._loop.close()
 
     async def _run(self) -> None:
-        failures = 0
+        failures, lost_at, told = 0, self._loop.time(), False
         while not self._fenced:
             try:
                 await self._connected()
             except (OSError, EOFError) as error:
-                failures = 1 if self._writer is not None else failures + 1
-                if failures == 1:
-                    logger.info('there is no connection to the coordinator: %s', error)
+                if self._writer is not None:
+                    failures, lost_at, told = 0, self._loop.time(), False
+                failures += 1
+                if not told and self._loop.time() - lost_at > _TOLD_S:
+                    told = True
+                    logger.warning(_OUT_OF_REACH, *self._address, _TOLD_S, error)
             finally:
                 if self._writer is not None:
                     self._writer.close()
@@ -171,11 +193,13 @@ class CoordinatorClient:
     async def _connected(self) -> None:
         """Connect, state everything, and hear until the connection ends."""
         async with asyncio.timeout(_CONNECT_S):
-            reader, writer = await asyncio.open_connection(*self._address)
+            reader, writer = await asyncio.open_connection(*(address := self._address))
             try:
                 refused = await carry_out(introducing(self._secret), reader, writer)
                 if refused is not None:
                     raise ConnectionError(refused)
+                if address != self._address:
+                    raise ConnectionError('the coordinator is elsewhere now')
             except BaseException:
                 writer.close()
                 raise

@@ -8,7 +8,6 @@ import socket
 import struct
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -20,7 +19,6 @@ import pytest
 from moevement_ext.coordinator import coordinator as servers
 from moevement_ext.coordinator import coordinator_client as clients
 from moevement_ext.coordinator import statements
-from moevement_ext.coordinator.coordinator import Coordinator
 from moevement_ext.coordinator.coordinator_client import CoordinatorClient
 from moevement_ext.coordinator.statements import (
     TO_RANK,
@@ -42,39 +40,11 @@ from moevement_ext.coordinator.statements import (
 from moevement_ext.memory.window.name import NOTHING_AGREED, Agreed, WindowName
 from moevement_ext.replicate.connection import Connection
 from moevement_ext.replicate.secret import introduce
+from tests.unit.coordinator.served import Served
 
 SECRET = b's' * 32
 W2 = WindowName(2, 'h_p')
 SOON_S = 20.0
-
-
-class Served:
-    """A coordinator in this process, on a thread; `stop` ends it as a crash would."""
-
-    def __init__(self, listening: socket.socket, **more: Any) -> None:
-        self.coordinator = Coordinator(SECRET, b'+'.join, **more)
-        self.loop = asyncio.new_event_loop()
-        self._task = self.loop.create_task(self.coordinator.serve(listening))
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def _run(self) -> None:
-        with suppress(asyncio.CancelledError):
-            self.loop.run_until_complete(self._task)
-        self.loop.run_until_complete(self._end())
-        self.loop.close()
-
-    @staticmethod
-    async def _end() -> None:
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    def stop(self) -> None:
-        with suppress(RuntimeError):  # it was stopped before
-            self.loop.call_soon_threadsafe(self._task.cancel)
-        self._thread.join()
 
 
 class Rank:
@@ -108,7 +78,7 @@ def serve(listening: socket.socket) -> Iterator[Callable[..., Served]]:
     made: list[Served] = []
 
     def start(**more: Any) -> Served:
-        made.append(Served(listening, **more))
+        made.append(Served(listening, SECRET, **more))
         return made[-1]
 
     yield start
