@@ -433,6 +433,9 @@ class Job:
         return self._protected(protection)
 
     def _protected(self, protection: Protection) -> modes.WholeJobMode:
+        if not self.joining:
+            number = 0 if self.membership is None else self.membership.taken.round
+            protection.persistence.enter(number, protection.persistence.at_start)
         if self.membership is None:
             guard, outside = self._guard, self.rank.config.store is not None
             lost = guard.store_lost if guard is not None and outside else None

@@ -237,8 +237,8 @@ class WholeJobMode:
     def _leave_between_windows(self) -> None:
         """Restart the whole job once no window is in capture.
 
-        Without the store no rank can announce a failure, or that a window is persisted. The
-        restarted job still finds windows that are complete in host memory.
+        Without the store no rank can announce a failure. The restarted job finds the windows that
+        are complete in host memory.
         """
         if self.protection.checkpointer.window_under_way:
             return

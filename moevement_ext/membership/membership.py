@@ -175,6 +175,11 @@ class Membership:
         return self._taken
 
     @property
+    def newest_round(self) -> int:
+        """The newest round that this process has joined, on whichever thread."""
+        return self._joined.result.round
+
+    @property
     def _joined(self) -> '_Joined':
         """The newest round that this process has joined."""
         assert self._newest is not None  # as in `taken`

@@ -48,6 +48,8 @@ class Report(msgspec.Struct, frozen=True, gc=False):
     """Windows that turned out to be damaged beyond repair."""
     address: tuple[str, int] | None = None
     """Where its replica server listens; None until it has one."""
+    coordinator: tuple[str, int] | None = None
+    """Where the coordinator listens that it keeps, on rank 0."""
     details: bytes = b''
     """Further state for a new process, opaque here."""
     other_bits: str = ''

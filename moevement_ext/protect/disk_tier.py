@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 
 from moevement_ext.events import WindowOnDisk
 from moevement_ext.memory.disk import KEPT, DiskWindows
@@ -26,7 +27,7 @@ from moevement_ext.memory.window.name import (
     WindowName,
 )
 from moevement_ext.memory.window.refusal import UNKNOWN, UnreadableWindow
-from moevement_ext.protect.persistence import PersistenceTracker
+from moevement_ext.protect.persistence import WindowTracker
 from moevement_ext.protect.statistics import CaptureStatistics
 from moevement_ext.rates import TokenBucket
 
@@ -57,7 +58,7 @@ class DiskTier:
         identity: RankIdentity,
         every: int,
         bytes_per_s: float,
-        tracker: Callable[[Callable[[Agreed], None]], PersistenceTracker],
+        tracker: Callable[[Callable[[Agreed], None]], WindowTracker],
         statistics: CaptureStatistics,
         complete: WindowName | None = None,
     ) -> None:
@@ -73,10 +74,11 @@ class DiskTier:
         self._pending: WindowName | None = None  # being copied, or copied on this rank only
         self._agreed = self._settled = NOTHING_AGREED
         self._complete = [] if complete is None else [complete]
-        try:
-            self._newest = max((window.name.start for window in disk.stored()), default=-1)
-        except UnreadableWindow:
-            self._newest = UNKNOWN
+        stored: list[WindowName] = []
+        self._newest = UNKNOWN
+        with suppress(UnreadableWindow):
+            stored = [window.name for window in disk.stored()]
+            self._newest = max((window.start for window in stored), default=-1)
         self._back_to: int | None = None  # later windows must be set aside
         self._rollbacks: deque[tuple[int, threading.Event]] = deque()
         self._last: WindowName | None = None  # if set, no other window is copied
@@ -84,7 +86,8 @@ class DiskTier:
         if complete is not None:
             statistics.on_disk = complete.start
         self._tracker = tracker(self.agreed)
-        self._tracker.look()  # for a new process in a job with windows on disk
+        for window in stored:  # of the process before
+            self._tracker.report(window)
         self._thread = threading.Thread(target=self._run, name='sparse-ckpt-disk', daemon=True)
         self._thread.start()
 
@@ -110,7 +113,7 @@ class DiskTier:
             return self._changed.wait_for(complete, timeout_s)
 
     def agreed(self, agreed: Agreed) -> None:
-        """Note the ranks' agreement about windows on disk. Tracker's thread."""
+        """Note the ranks' agreement about windows on disk. Client's thread."""
         with self._changed:
             self._agreed = agreed
             self._changed.notify()
@@ -145,7 +148,6 @@ class DiskTier:
             self._stopping = True
             self._changed.notify()
         self._thread.join(_STOP_SECONDS)
-        self._tracker.stop()
 
     # The disk's thread
 

@@ -4,7 +4,7 @@
     free -> writing -> committed -> replicated -> reported -> persisted -> outdated -> free
 
 The training thread opens a file for a window. The sealing thread commits the window. The
-replicator's thread learns that all holders of replicas have it, and the tracker's thread that all
+replicator's thread learns that all holders of replicas have it, and the client's thread that all
 ranks and their holders have it. After a failure the training thread withdraws, keeps or re-offers
 windows. `docs/design.md` says what happens to windows that are not persisted in time.
 """
@@ -21,7 +21,7 @@ from moevement_ext.memory.window.format import GENERATIONS
 from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.memory.window.name import Agreed, WindowName
 from moevement_ext.memory.window.slot import SlotHeader
-from moevement_ext.protect.persistence import PersistenceTracker
+from moevement_ext.protect.persistence import WindowTracker
 from moevement_ext.protect.statistics import CaptureStatistics
 from moevement_ext.rates import helper_cpu_s
 from moevement_ext.replicate.client import ReplicaClient
@@ -37,7 +37,7 @@ class WindowLifecycle:
     Args:
         peers: clients of the replica holders, by rank.
         tracker: factory of the tracker, given a callback for new agreements.
-        on_persisted: called with each newly persisted window, on the tracker's thread.
+        on_persisted: called with each newly persisted window, on the client's thread.
         max_wait_s: longest wait of the training thread for a free file.
 
     Attributes:
@@ -49,7 +49,7 @@ class WindowLifecycle:
         owner: int,
         windows: OwnerWindows,
         peers: dict[int, ReplicaClient],
-        tracker: Callable[[Callable[[Agreed], None]], PersistenceTracker],
+        tracker: Callable[[Callable[[Agreed], None]], WindowTracker],
         on_persisted: Callable[[WindowName], None],
         statistics: CaptureStatistics,
         max_wait_s: float,
@@ -71,7 +71,6 @@ class WindowLifecycle:
 
     def stop(self) -> None:
         self.replicator.stop()
-        self._tracker.stop()
 
     # Training thread
 
@@ -197,7 +196,7 @@ class WindowLifecycle:
         self._tracker.report(window)
 
     def agreed(self, agreed: Agreed) -> None:
-        """Apply an agreement of all ranks. Tracker's thread."""
+        """Apply an agreement of all ranks. Client's thread."""
         self.replicator.agree(agreed)  # before a file is reused for the next window to send
         self._windows.agree(agreed)
         self._freed.set()
@@ -215,6 +214,8 @@ class WindowLifecycle:
         """Withdraw windows after `window`, to which this rank will roll back."""
         self.replicator.abandon_after(window.start)
         self._tracker.withdraw_after(window)
+        if self._newest is not None and self._newest.start > window.start:
+            self._newest = window  # later ones may be persisted again
 
     def withdraw_unpersisted(self) -> None:
         """Withdraw windows whose holder is gone, until `change_peers` has replaced their copies."""
@@ -234,7 +235,7 @@ class WindowLifecycle:
 
     def replicate_again(self, window: WindowName, file: WindowFile) -> None:
         """Replicate the window of the recovery again: a lost node may have held its replicas."""
-        self.replicator.agree(Agreed(window))
+        self.replicator.agree(self._windows.agreed.with_persisted(window))
         for slot in file.slots():
             self.replicator.submit(file, slot, urgent=True)
 

@@ -25,7 +25,7 @@ from moevement_ext.events import Protected
 from moevement_ext.membership.rank import Rank
 from moevement_ext.memory.budget import Logged, window_lengths
 from moevement_ext.memory.device import bind_thread, with_index
-from moevement_ext.memory.disk import DiskWindows
+from moevement_ext.memory.disk import KEPT, DiskWindows
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.name import WindowName
@@ -38,7 +38,7 @@ from moevement_ext.plan.windows import budgets, checkpoint_s
 from moevement_ext.protect.checkpointer import SparseCheckpointer
 from moevement_ext.protect.disk_tier import DiskTier
 from moevement_ext.protect.lifecycle import WindowLifecycle
-from moevement_ext.protect.persistence import PersistenceTracker
+from moevement_ext.protect.persistence import Persistence, WindowTracker
 from moevement_ext.protect.planner import Planner
 from moevement_ext.protect.replanner import Decide, Replanner, event
 from moevement_ext.protect.slow_ranks import SlowRanks
@@ -196,6 +196,8 @@ class Reserved:
         share = sized(longest)._replace(window=window, slot_bytes=planner.slot_bytes(window))
         self.memory = reserve(rank, share, operators.device, self.statistics.degraded)
         self.memory.connect(partial(rank.exchange, 'addresses'))
+        host, secret = self.memory.server.address[0], self.memory.coordinator_secret
+        self.persistence = Persistence(rank, host, secret)
 
     @property
     def stops(self) -> bool:
@@ -230,6 +232,7 @@ class Reserved:
 
     def close(self, remove: bool, keep_disk: bool = False) -> None:
         """Give up the memory; with `remove` delete windows and replicas, and those on disk."""
+        self.persistence.close()
         if remove and self.memory.disk is not None and not keep_disk:
             self.memory.disk.remove(self.rank.events.iteration)
         self.memory.close(remove)
@@ -276,6 +279,7 @@ class Protection:
         self._rank = rank
         self.planner = reserved.planner
         self.memory = memory
+        self.persistence = reserved.persistence
         self.stops = reserved.stops
         self.captured_after = reserved.captured_after
         self._operators = operators
@@ -301,14 +305,13 @@ class Protection:
         self._room.before(present.plan.window)
         self._disk: DiskTier | None = None
         if memory.disk is not None:
-            on_disks = torch.distributed.PrefixStore('disk', store.clone())
             self._disk = DiskTier(
                 memory.disk,
                 memory.windows,
                 rank.identity,
                 rank.config.disk_every,
                 1e9 * rank.config.disk_gb_per_s,
-                partial(PersistenceTracker, on_disks, rank.number, rank.world_size),
+                partial(WindowTracker, self.persistence, 'disk', kept=KEPT),
                 self._statistics,
                 on_disk,
             )
@@ -317,7 +320,7 @@ class Protection:
             rank.number,
             memory.windows,
             memory.peers(),
-            partial(PersistenceTracker, store, rank.number, rank.world_size),
+            partial(WindowTracker, self.persistence, 'memory'),
             self._persisted,
             self._statistics,
             rank.config.max_wait,
@@ -328,7 +331,7 @@ class Protection:
             rank.identity, operators.slices, operators.device, self.windows, present, self._experts
         )
         self._replanner = Replanner(
-            store.clone(),
+            store,
             rank.number,
             rank.world_size,
             present,

@@ -21,7 +21,6 @@ from moevement_ext.events import Replanned
 from moevement_ext.logger import logger_of
 from moevement_ext.membership import exchange
 from moevement_ext.plan.replanning import Cycle, PlanParameters, WindowLoad
-from moevement_ext.protect.persistence import StoreConnection
 from moevement_ext.store.answers import peek, read_in_parts
 
 logger = logger_of(__name__)
@@ -35,6 +34,10 @@ VERSIONS_KEPT = 4
 """Plans kept in the store; the plan in force is the newest or the previous one."""
 # Wait for the stage's first rank; if it is lost, its replacement hands the plan out.
 _LONGEST_WAIT = timedelta(seconds=5)
+_TIMEOUT = timedelta(seconds=10)
+_PAUSE_S = 0.5  # after a lost connection
+
+_OUT_OF_REACH = "the launcher's store is out of reach, so windows are not planned anew: %s"
 
 _LOAD = msgspec.json.Decoder(WindowLoad)
 _PARAMETERS = msgspec.msgpack.Decoder(PlanParameters)
@@ -113,7 +116,8 @@ class Replanner:
         next_plan: Callable[[int, Store], Cycle | None],
         adopt: Callable[[Cycle], None],
     ) -> None:
-        self._connection = StoreConnection(store, 'so windows are not planned anew')
+        store.set_timeout(_TIMEOUT)
+        self._store, self._lost = store, False
         self._rank = rank
         self._world_size = world_size
         self._version = present.version
@@ -161,7 +165,15 @@ class Replanner:
 
     def _attempt(self, step: Callable[[], None]) -> None:
         try:
-            self._stopping.wait(self._connection.attempt(step, DistError))
+            if self._lost:  # torch's store does not reconnect (torch 2.15)
+                self._store = self._store.clone()
+            step()
+            self._lost = False
+        except DistError as error:
+            if not self._lost:  # torch itself logs every further attempt
+                logger.warning(_OUT_OF_REACH, error)
+            self._lost = True
+            self._stopping.wait(_PAUSE_S)
         except Exception:  # planning must not fail training; the current plan stays
             logger.warning('cannot re-plan', exc_info=True)
 
@@ -169,10 +181,6 @@ class Replanner:
         if self._rank == 0 and self._version > 0:  # the first plan has no shares
             self._present = published(self._store, self._version)
         self._follow()  # a rank that joins a running job learns of the next plan
-
-    @property
-    def _store(self) -> Store:
-        return self._connection.store
 
     def _publish(self, load: WindowLoad) -> None:
         self._store.set(_load_key(load.start, self._rank), msgspec.json.encode(load).decode())

@@ -43,7 +43,8 @@ logger = logger_of(__name__)
 
 _ANNOUNCEMENT_S = 2.0
 _POLL_S = 0.02
-_ADDRESS = msgspec.msgpack.Decoder(tuple[str, int])
+# Of a new process: its replica server, and the coordinator that it keeps.
+_ADDRESSES = msgspec.msgpack.Decoder(tuple[tuple[str, int], tuple[str, int] | None])
 
 
 class LocalizedRecovery:
@@ -188,9 +189,8 @@ class LocalizedRecovery:
         with timed(self._phases, 'respawn'):
             self._enters('respawn')
             if verdict.window is not None and self._rank.number in verdict.ranks:
-                # Before any rank reads this log or counts new captures: other replaying stages wait
-                # for the tensors that are sent again, and windows count once they are captured
-                # again.
+                # Before any rank reads this log: other replaying stages wait for the tensors that
+                # are sent again.
                 self._protection.rewind_log(verdict.window.start)
                 self._protection.withdraw_after(verdict.window.name)
             else:
@@ -270,6 +270,7 @@ class LocalizedRecovery:
             if not self._membership.joining:  # while the new process is starting
                 self._trainer.loop.leave()
             self._membership.silence()
+            self._protection.persistence.leave()
             try:
                 self._membership.meet(lambda: self._report.now(self._refused, self._other_bits))
             except StoreLost as lost:
@@ -376,8 +377,8 @@ class LocalizedRecovery:
         verdict = self._follows_from(reports)
         if isinstance(verdict, WholeJob) or self._rank.number not in verdict.going_on:
             return False
-        # Before the new processes can report their own part of a window.
         self._protection.lose_holders(verdict.replacements)
+        self._protection.persistence.enter(self._membership.newest_round, reports)
         return True
 
     def _wait_for_others(self, verdict: Localized, beside: Beside) -> Localized:
@@ -423,14 +424,18 @@ class LocalizedRecovery:
         rank, store = self._rank.number, self._membership.store
         addresses = self._protection.memory.addresses
         if rank in verdict.replacements:
-            encoded = msgspec.msgpack.encode(addresses[rank])
-            store.set(f'address/{rank}', encoded)  # type: ignore[arg-type]
+            own = addresses[rank], self._protection.persistence.coordinator
+            store.set(f'address/{rank}', msgspec.msgpack.encode(own))  # type: ignore[arg-type]
         self._membership.barrier('ready')
+        coordinator = None
         for other, report in enumerate(self._membership.reports):
             if report.address is not None:
                 addresses[other] = report.address
         for other in verdict.replacements:
-            addresses[other] = _ADDRESS.decode(store.get(f'address/{other}'))
+            addresses[other], found = _ADDRESSES.decode(store.get(f'address/{other}'))
+            coordinator = found or coordinator
+        number, reports = self._membership.taken.round, self._membership.reports
+        self._protection.persistence.enter(number, reports, coordinator)
         newest = verdict.target
         if verdict.window is not None and rank in verdict.beginning:
             newest = verdict.window.start

@@ -78,6 +78,7 @@ class OwnReport:
             refused=list(refused),
             other_bits=other_bits,
             address=memory.addresses[self._rank.number],
+            coordinator=self._protection.persistence.coordinator,
             fruitless=self._fruitless.count,
             own_error=self._fruitless.own_error,
             details=msgspec.msgpack.encode(handover),
@@ -93,6 +94,10 @@ class OwnReport:
         under_way = UnderWay(window, target, self._membership.taken.round)
         before = msgspec.structs.replace(self.now(refused), under_way=under_way)
         store, identity = self._protection.memory.store, self._rank.identity
-        return lambda: msgspec.structs.replace(
-            before, windows=held_windows(store, identity, self._only_on)
-        )
+
+        def report() -> Report:
+            self._protection.persistence.leave()
+            windows = held_windows(store, identity, self._only_on)
+            return msgspec.structs.replace(before, windows=windows)
+
+        return report

@@ -167,7 +167,7 @@ class Replicator:
         A window that another rank gave up is not sent any further.
         """
         with self._changed:
-            self._agreed = self._agreed.joined(agreed)
+            self._agreed = self._agreed.then(agreed)
             for job in [job for job in self._jobs if self._agreed.is_given_up(job.name.start)]:
                 self._drop(job.name)
 

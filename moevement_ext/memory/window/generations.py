@@ -84,6 +84,10 @@ class OwnerWindows:
         self._allocate()
 
     @property
+    def agreed(self) -> Agreed:
+        return self._agreed
+
+    @property
     def newest_persisted(self) -> WindowName | None:
         """The newest window known to be persisted on every rank."""
         return self._agreed.persisted
@@ -179,17 +183,16 @@ class OwnerWindows:
             self._free(file)
 
     def agree(self, agreed: Agreed) -> None:
-        """Record the ranks' agreement; outdated and given up windows may then be recycled.
+        """Record the ranks' newest agreement; outdated and given up windows may then be recycled.
 
-        An older agreement changes nothing. The windows need not exist here: a holder may have been
-        disconnected for a while.
+        The windows need not exist here: a holder may have been disconnected for a while.
         """
         with self._lock:
-            self._agreed = self._agreed.joined(agreed)
+            self._agreed = self._agreed.then(agreed)
             self._fit_recyclable()
 
     def persisted(self, name: WindowName) -> None:
-        self.agree(Agreed(name))
+        self.agree(self.agreed.with_persisted(name))
 
     def is_persisted(self, name: WindowName) -> bool:
         """True if this window, another with the same start, or a newer one is persisted."""

@@ -176,10 +176,13 @@ class Agreed(msgspec.Struct, frozen=True, array_like=True):
         later = {start for start in (*self.given_up, *starts) if not self.is_persisted(start)}
         return Agreed(self.persisted, tuple(sorted(later)[-MAX_GIVEN_UP:]))
 
-    def joined(self, other: 'Agreed') -> 'Agreed':
-        """Merge two agreements, either of which may be outdated."""
-        both = self if other.persisted is None else self.with_persisted(other.persisted)
-        return both.with_given_up(other.given_up)
+    def then(self, later: 'Agreed') -> 'Agreed':
+        """The agreement after a later one, which does not take back what is persisted.
+
+        Lists of given up windows are not merged: a merged one could be full, though a window before
+        it may still be persisted.
+        """
+        return later if self.persisted is None else later.with_persisted(self.persisted)
 
     def without_persisted_after(self, start: int) -> 'Agreed':
         """The agreement after a rollback to `start`."""

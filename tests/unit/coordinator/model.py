@@ -268,7 +268,7 @@ class Model:
                 promised = Promise((number, roster), NAME, promises)
                 return self._say(s, at, process, Move(place), promised)
             case Settled(about, _, agreed) if about == own.round:
-                agreed = process.agreed.joined(agreed)
+                agreed = process.agreed.then(agreed)
                 files = tuple(one for one in process.files if not agreed.is_given_up(one))
                 return self._put(s, at, change(process, agreed=agreed, files=files))
             case Fenced():

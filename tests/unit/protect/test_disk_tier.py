@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that copy their windows to disks of their own: real files, threads, trackers and store."""
+"""Ranks that copy their windows to disks of their own: real files, threads and coordinator."""
 
 import errno
 import json
@@ -7,24 +7,23 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed import PrefixStore, TCPStore
 
 from moevement_ext.events import EventLog
-from moevement_ext.memory.disk import DiskWindows
+from moevement_ext.memory.disk import KEPT, DiskWindows
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.memory.window.name import RankIdentity, WindowName
 from moevement_ext.protect.disk_tier import DiskTier
-from moevement_ext.protect.persistence import PersistenceTracker
 from moevement_ext.protect.statistics import CaptureStatistics
 from tests.unit.memory.samples import RUN, TOPOLOGY, capacity, commit, named, tmpfs_directory
+from tests.unit.protect.ranks import Promising
 from tests.unit.replicate.peers import wait_for
 
 pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
@@ -66,11 +65,10 @@ class Rank:
         self.tier = self.start(job)
 
     def start(self, job: 'Job') -> DiskTier:
-        counts = TCPStore('127.0.0.1', job.store.port, is_master=False, timeout=timedelta(0, 20))
         number = self.identity.rank
         self.tier = DiskTier(
             self.disk, self.windows, self.identity, 1, self.bytes_per_s,
-            partial(PersistenceTracker, PrefixStore('disk', counts), number, job.ranks_in_all),
+            partial(job.promising.tracker, number, 'disk', kept=KEPT),
             self.statistics, self.complete,
         )  # fmt: skip
         return self.tier
@@ -93,10 +91,13 @@ class Rank:
 class Job:
     """Some ranks, which may differ in the speed of their disks."""
 
-    def __init__(self, shm: Path, root: Path, rates: tuple[float, ...]) -> None:
-        self.shm, self.root, self.ranks_in_all = shm, root, len(rates)
-        self.store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
+    def __init__(
+        self, shm: Path, root: Path, rates: tuple[float, ...], promising: Promising
+    ) -> None:
+        self.shm, self.root = shm, root
+        self.promising = promising
         self.ranks = [Rank(number, self, rate) for number, rate in enumerate(rates)]
+        promising.enter()
 
     def persist(self, start: int) -> None:
         for rank in self.ranks:
@@ -110,18 +111,26 @@ class Job:
         """The window is on all disks, and all know."""
         wait_for(lambda: all(start in rank.on_disk() for rank in self.ranks))
 
+    @contextmanager
+    def recovery(self) -> Iterator[None]:
+        """In between, a rank may take back what it has promised, or be another process."""
+        self.promising.leave()
+        yield
+        self.promising.enter()
+
     def stop(self) -> None:
         for rank in self.ranks:
             rank.tier.stop()
+        self.promising.close()
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Iterator[Callable[..., Job]]:
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Job]]:
     made: list[Job] = []
     with tmpfs_directory() as shm:
 
         def start(*rates: float) -> Job:
-            made.append(Job(shm, tmp_path, rates))
+            made.append(Job(shm, tmp_path, rates, Promising(monkeypatch, len(rates))))
             return made[-1]
 
         yield start
@@ -268,16 +277,18 @@ def test_after_a_rollback_later_windows_are_set_aside_and_the_next_is_copied(
         job.persist(start)
         job.wait_for(start)
     back, other = job.ranks
-    back.tier.withdraw_after(named(0))
+    with job.recovery():
+        back.tier.withdraw_after(named(0))
     back.windows.discard_after(0)
     assert back.starts() == [0]
     assert list(back.disk.path.glob('aside-3-*'))
     commit(back.windows, 3)
     back.windows.persisted(named(3))
     job.offer(3)  # the other has it, and does not copy it again
+    wait_for(lambda: back.starts() == [3, 0])
     job.persist(6)
     job.wait_for(6)
-    wait_for(lambda: back.starts() == other.starts() == [6, 0])
+    wait_for(lambda: back.starts() == other.starts() == [6, 3])
 
 
 def test_rollback_ends_the_copy_of_a_withdrawn_window(make: Callable[..., Job]) -> None:
@@ -285,7 +296,8 @@ def test_rollback_ends_the_copy_of_a_withdrawn_window(make: Callable[..., Job]) 
     (rank,) = job.ranks
     rank.persist(3)
     wait_for(lambda: list(rank.disk.path.glob('writing-3-*')) and rank.tier._pending == named(3))
-    rank.tier.withdraw_after(WindowName(0, 'plan1'))
+    with job.recovery():
+        rank.tier.withdraw_after(WindowName(0, 'plan1'))
     rank.windows.discard_after(0)
     assert names(rank) == []
     rank.tier._bytes_per_s = FAST
@@ -302,9 +314,10 @@ def test_failed_set_aside_is_retried_before_any_copy(make: Callable[..., Job]) -
     back, other = job.ranks
     hindrance = back.disk.path / 'aside-3-plan1.window'
     hindrance.mkdir()
-    for rank in job.ranks:
-        rank.tier.withdraw_after(named(0))
-        rank.windows.discard_after(0)
+    with job.recovery():
+        for rank in job.ranks:
+            rank.tier.withdraw_after(named(0))
+            rank.windows.discard_after(0)
     assert (back.starts(), other.starts()) == ([3, 0], [0])
     job.persist(3)
     wait_for(lambda: back.statistics.failures == 2 and other.tier._pending is None)
@@ -331,7 +344,9 @@ def test_new_process_continues_the_copies_of_its_predecessor(make: Callable[...,
     (lost.disk.path / 'writing-6-plan1.window').touch()
     lost.disk.close()
     lost.disk = Disk(job.root, 'run1', 0)
-    lost.start(job)
+    with job.recovery():
+        job.promising.replace(0)
+        lost.start(job)
     wait_for(lambda: lost.tier._complete == [named(3)])
     job.persist(6)
     job.wait_for(6)
@@ -348,9 +363,10 @@ def test_new_attempt_keeps_the_window_that_it_resumed_from(
         job.persist(start)
         job.wait_for(start)
     rank.tier.stop()
-    job.store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
     rank.complete = named(3)
-    rank.start(job)
+    with job.recovery():
+        job.promising.replace(0)
+        rank.start(job)
     assert rank.statistics.on_disk == 3
     rank.tier.persisted(named(3))  # it is there
     job.persist(6)

@@ -27,8 +27,6 @@ class Tracker:
 
     def withdraw_after(self, window: WindowName) -> None: ...
 
-    def stop(self) -> None: ...
-
 
 class Protected:
     """Windows 0 and 3, the newer one in transfer to a holder."""

@@ -1,86 +1,91 @@
 # SPDX-License-Identifier: Apache-2.0
-import queue
+"""When a window is persisted, by the real coordinator: connections, rounds and processes change."""
+
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch.distributed import TCPStore
 
+from moevement_ext.coordinator.statements import Promises, Settled
 from moevement_ext.memory.window.name import MAX_GIVEN_UP, Agreed, WindowName
-from moevement_ext.protect.persistence import PersistenceTracker
-from tests.support.way import DistantStore
+from moevement_ext.protect.persistence import Persistence, WindowTracker
+from tests.unit.protect.ranks import Promising
 from tests.unit.replicate.peers import wait_for
 
 pytestmark = pytest.mark.timed
 
 WORLD = 3
-DEADLINE_S = 120.0
-"""How long a test waits for something that comes at once."""
-TIMEOUT = timedelta(seconds=DEADLINE_S)
 
 
-class Job:
-    """The trackers of all ranks, each with its own connection to a real store."""
+class Job(Promising):
+    """All ranks with one kind of windows, and what each was told last."""
 
-    def __init__(self) -> None:
-        self.store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
-        self.persisted: list[queue.Queue[WindowName]] = [queue.Queue() for _ in range(WORLD)]
-        self.agreed = [Agreed()] * WORLD
-        self.trackers = [self._tracker(rank) for rank in range(WORLD)]
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__(monkeypatch, WORLD)
+        self.told = [Agreed()] * WORLD
+        self.trackers = [self._track(rank) for rank in range(WORLD)]
+        self.enter()
 
-    def _tracker(self, rank: int) -> PersistenceTracker:
-        store = TCPStore('127.0.0.1', self.store.port, is_master=False, timeout=TIMEOUT)
-        self.agreed[rank] = Agreed()
-        return PersistenceTracker(store, rank, WORLD, partial(self._hear, rank))
+    def _track(self, rank: int) -> Any:
+        def hear(agreed: Agreed) -> None:
+            self.told[rank] = agreed
 
-    def _hear(self, rank: int, agreed: Agreed) -> None:
-        before, self.agreed[rank] = self.agreed[rank], agreed
-        if agreed.persisted is not None and agreed.persisted != before.persisted:
-            self.persisted[rank].put(agreed.persisted)
-
-    def replace(self, rank: int) -> None:
-        """Another process of this rank, which knows nothing of the one before."""
-        self.trackers[rank].stop()
-        self.trackers[rank] = self._tracker(rank)
-
-    def settle(self, expected: Agreed) -> None:
-        """All have done what they were told, and have heard of what all agree on."""
-        wait_for(lambda: not any(tracker._tasks for tracker in self.trackers))
-        for tracker in self.trackers:
-            tracker.look()
-        wait_for(lambda: not any(tracker._tasks for tracker in self.trackers))
-        assert self.agreed == [expected] * WORLD
-
-    def wait_until_counted(self, window: WindowName, ranks: int) -> None:
-        """Wait until as many ranks have reported a window that is not persisted yet."""
-        key = f'complete/{window.start}/{window.plan}'
-        wait_for(lambda: self.store.add(key, 0) >= ranks or self._is_persisted(window))
-
-    def _is_persisted(self, window: WindowName) -> bool:
-        return any(agreed.is_persisted(window.start) for agreed in self.agreed)
+        self.told[rank] = Agreed()
+        return self.tracker(rank, 'memory', hear)
 
     def report(self, window: WindowName, *ranks: int) -> None:
         for rank in ranks:
             self.trackers[rank].report(window)
 
-    def next_persisted(self) -> list[WindowName]:
-        return [heard.get(timeout=DEADLINE_S) for heard in self.persisted]
+    def replace(self, rank: int) -> None:
+        super().replace(rank)
+        self.trackers[rank] = self._track(rank)
 
-    def stop(self) -> None:
-        for tracker in self.trackers:
-            tracker.stop()
+    def await_statements(self) -> None:
+        """The coordinator has what all ranks state, and all have heard what follows."""
+
+        wait_for(lambda: all(map(self._has_said, self.ranks, self.trackers)))
+        wait_for(self._has_followed)
+
+    def _has_said(self, one: Persistence, tracker: WindowTracker) -> bool:
+        board, client = self.keeper.served.coordinator.board, one._client
+        if board is None or client is None or client._own.round != one._round:
+            return False
+        said = client._own.promises.get(tracker.name, Promises())
+        useful = [one for one in said.windows if not tracker.agreed.is_outdated(one)]
+        told = Promises(tuple(useful), tracker.agreed.with_given_up(said.given_up).given_up)
+        return told == tracker.promises and board.members.get(client._own.rank) == client._own
+
+    def _has_followed(self) -> bool:
+        board = self.keeper.served.coordinator.board
+        found = board.conclude().in_round if board else ()
+        agreements = [one.agreed for one in found if isinstance(one, Settled)]
+        return board is not None and all(
+            told == told.then(agreed) and tracker.agreed == told and self._has_said(one, tracker)
+            for agreed in agreements
+            for told, tracker, one in zip(self.told, self.trackers, self.ranks, strict=True)
+        )
+
+    def persisted(self) -> list[WindowName | None]:
+        self.await_statements()
+        return [agreed.persisted for agreed in self.told]
+
+    def next_round(self, take_back: Callable[[int], None] = lambda rank: None) -> None:
+        self.leave()
+        for rank in range(WORLD):
+            take_back(rank)
+        self.enter()
 
 
 @pytest.fixture
-def job() -> Iterator[Job]:
-    job = Job()
+def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
+    job = Job(monkeypatch)
     yield job
-    job.stop()
+    job.close()
 
 
 def window(start: int, plan: str = 'a') -> WindowName:
@@ -89,9 +94,12 @@ def window(start: int, plan: str = 'a') -> WindowName:
 
 def test_persisted_on_every_rank_once_all_have_reported(job: Job) -> None:
     job.report(window(0), 0, 1, 2)
-    assert job.next_persisted() == [window(0)] * WORLD
-    job.report(window(4), 2, 0, 1)
-    assert job.next_persisted() == [window(4)] * WORLD
+    assert job.persisted() == [window(0)] * WORLD
+    job.report(window(4), 2, 0)
+    assert job.persisted() == [window(0)] * WORLD
+    job.report(window(4), 1)
+    assert job.persisted() == [window(4)] * WORLD
+    assert [one.promises for one in job.trackers] == [Promises((window(4),))] * WORLD, 'no more'
 
 
 class Model:
@@ -107,142 +115,116 @@ class Model:
             if len(self.held[name]) == WORLD:
                 self.agreed = self.agreed.with_persisted(name)
 
-    def withdraw_after(self, rank: int, kept: WindowName | None) -> None:
+    def take_back(self, rank: int, after: int) -> None:
         for name, ranks in self.held.items():
-            if kept is None or name.start > kept.start:
+            if name.start > after:
                 ranks.discard(rank)
 
-    def give_up(self, start: int) -> None:
-        self.agreed = self.agreed.with_given_up([start])
+    def give_up(self, rank: int, start: int) -> None:
+        if not any(rank in ranks for name, ranks in self.held.items() if name.start == start):
+            self.agreed = self.agreed.with_given_up([start])
 
 
 STEPS = st.tuples(
-    st.sampled_from('report report report withdraw unpersisted give_up replace'.split()),
+    st.sampled_from(
+        'report report report withdraw unpersisted give_up replace next_round restart'.split()
+    ),
     st.integers(0, WORLD - 1),
     st.sampled_from([4, 4, 8]),
     st.sampled_from('aaab'),
 )
 
 
-@settings(max_examples=25, deadline=None)
-@given(st.lists(STEPS, min_size=30, max_size=40))
-def test_a_window_counts_once_for_each_rank_that_has_it(steps: list[Any]) -> None:
-    """Whatever was reported twice, by a predecessor, withdrawn, captured again or given up."""
-    job, model = Job(), Model()
-    try:
-        for step, rank, later, plan in steps:
-            persisted, tracker = model.agreed.persisted, job.trackers[rank]
-            start = later + (0 if persisted is None else persisted.start)
-            name = window(start, plan)
-            if step == 'report':
-                tracker.report(name)
-                model.report(rank, name)
-            elif step == 'withdraw':  # a recovery starts from the persisted window, or a later one
-                kept = name if later > 4 else persisted or window(0)
-                tracker.withdraw_after(kept)
-                model.withdraw_after(rank, kept)
-            elif step == 'unpersisted':
-                tracker.withdraw_unpersisted()
-                model.withdraw_after(rank, persisted)
-            elif step == 'give_up':
-                tracker.give_up([start])
-                model.give_up(start)
-            else:
-                job.replace(rank)
-            job.settle(model.agreed)
-    finally:
-        job.stop()
-
-
-def test_withdrawn_persisted_window_is_withdrawn_for_new_processes(job: Job) -> None:
-    """All copies of one rank's window were lost or damaged; the job goes on from an older one."""
-    job.report(window(0), 0, 1, 2)
-    job.next_persisted()
-    job.report(window(4), 0, 1, 2)
-    assert job.next_persisted() == [window(4)] * WORLD
-    job.trackers[2].withdraw_after(window(0))
-    job.replace(1)
-    job.report(window(8), 0, 1, 2)
-    heard = [queue.get(timeout=DEADLINE_S) for queue in job.persisted]
-    assert heard[1] == window(0), 'not window 4'
-
-
-def test_a_count_that_was_left_behind_does_not_count(job: Job) -> None:
-    """The rank that published the window died before it could delete the count."""
-    job.report(window(4), 0, 1, 2)
-    assert job.next_persisted() == [window(4)] * WORLD
-    job.store.add('complete/4/a', WORLD)
-    job.replace(0)
-    for rank in (1, 2, 0):
-        job.trackers[rank].withdraw_after(window(2))
-    # The store has the withdrawal before each rank hears of it.
-    wait_for(lambda: all(agreed.persisted == window(2) for agreed in job.agreed))
-    job.report(window(4), 0, 1)
-    job.wait_until_counted(window(4), 2)
-    assert not any(agreed.is_persisted(4) for agreed in job.agreed)
-    job.report(window(4), 2)
-    wait_for(lambda: all(agreed.persisted == window(4) for agreed in job.agreed))
-
-
-@pytest.mark.parametrize(
-    'withdraw',
-    [
-        lambda tracker: tracker.withdraw_after(window(0)),
-        lambda tracker: tracker.withdraw_unpersisted(),
-    ],
-    ids=['after_a_window', 'unpersisted'],
+@settings(
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-def test_a_window_about_to_be_published_can_still_be_withdrawn(
-    withdraw: Callable[[PersistenceTracker], None],
-) -> None:
-    """The last rank has counted, and is held up before it publishes."""
-    server = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
-    heard: queue.Queue[Agreed] = queue.Queue()
-
-    def connection() -> TCPStore:
-        return TCPStore('127.0.0.1', server.port, is_master=False, timeout=TIMEOUT)
-
-    class Slow(PersistenceTracker):
-        def _publish(self, persisted: WindowName) -> None:
-            withdraw(first)
-            super()._publish(persisted)
-
-        def _replace(self, found: str, standing: object) -> bool:
-            if late:
-                late.pop()
-                withdraw(first)
-            return super()._replace(found, standing)  # type: ignore[arg-type]
-
-    first = PersistenceTracker(connection(), 0, 2, heard.put)
-    late: list[bool] = []
-    last = Slow(connection(), 1, 2, heard.put)
-    for start, in_the_middle in ((4, False), (8, True)):
-        first.report(window(start))
-        wait_for(lambda start=start: server.add(f'complete/{start}/a', 0) == 1)
-        if in_the_middle:
-            Slow._publish = PersistenceTracker._publish  # type: ignore[method-assign]
-            late.append(True)
-        last.report(window(start))
-        wait_for(lambda start=start: server.add(f'complete/{start}/a', 0) == 1)
-        wait_for(lambda: not last._tasks)
-        assert heard.empty()
-    first.stop()
-    last.stop()
+@given(st.lists(STEPS, min_size=20, max_size=30))
+def test_a_window_counts_once_for_each_rank_that_has_it(steps: list[Any]) -> None:
+    """Whatever was reported twice, taken back, captured again or given up, and after deaths."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        job, model = Job(monkeypatch), Model()
+        try:
+            for step, rank, later, plan in steps:
+                persisted = model.agreed.persisted
+                start = later + (0 if persisted is None else persisted.start)
+                _carry_out(job, model, step, rank, window(start, plan))
+                job.await_statements()
+                assert [told.persisted for told in job.told] == [model.agreed.persisted] * WORLD
+                given_up = model.agreed.is_given_up(start)
+                assert [told.is_given_up(start) for told in job.told] == [given_up] * WORLD
+        finally:
+            job.close()
 
 
-def test_a_window_about_to_be_published_can_still_be_given_up() -> None:
-    server = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
-    heard: queue.Queue[Agreed] = queue.Queue()
+def _carry_out(job: Job, model: Model, step: str, rank: int, name: WindowName) -> None:
+    persisted = model.agreed.persisted
+    newest = -1 if persisted is None else persisted.start
+    match step:
+        case 'report':
+            job.report(name, rank)
+            model.report(rank, name)
+        case 'withdraw':  # a recovery starts from the persisted window, or a later one
+            kept = name if name.start == newest + 8 else persisted or window(-1)
+            job.next_round(lambda at: job.trackers[at].withdraw_after(kept) if at == rank else None)
+            model.take_back(rank, kept.start)
+        case 'unpersisted':
+            job.next_round(
+                lambda at: job.trackers[at].withdraw_unpersisted() if at == rank else None
+            )
+            model.take_back(rank, newest)
+        case 'give_up':
+            job.trackers[rank].give_up([name.start])
+            model.give_up(rank, name.start)
+        case 'replace':
+            job.leave()
+            job.replace(rank)
+            if persisted is not None:  # from which it has recovered
+                job.report(persisted, rank)
+            job.enter()
+            model.take_back(rank, newest)
+        case 'next_round':
+            job.next_round()
+        case _:
+            job.keeper.restart()
 
-    class Slow(PersistenceTracker):
-        def _publish(self, persisted: WindowName) -> None:
-            self._give_up([persisted.start])
-            super()._publish(persisted)
 
-    tracker = Slow(server, 0, 1, heard.put)
-    tracker.report(window(4))
-    assert heard.get(timeout=DEADLINE_S) == Agreed(None, (4,))
-    tracker.stop()
+def test_a_stopped_process_that_goes_on_counts_no_more(job: Job) -> None:
+    job.report(window(4), 0, 1)
+    job.await_statements()
+    job.leave()
+    job.replace(2)
+    old = job.former[-1]
+    job.enter()
+    old.trackers['memory'].report(window(4))  # in its round, which is over
+    old.enter(job.round, [job.processes[0]] * WORLD)  # it does not know its successor
+    time.sleep(0.3)
+    assert job.persisted() == [None] * WORLD
+    job.report(window(4), 2)
+    assert job.persisted() == [window(4)] * WORLD
+
+
+def test_agreement_is_not_applied_after_a_rank_has_left(job: Job) -> None:
+    """Others may have taken the window back before this rank reports its windows."""
+    (rank, *_), about = job.ranks, job.ranks[0]._round
+    assert about is not None
+    job.leave()
+    rank._heard(Settled(about, 'memory', Agreed(window(4))))
+    assert job.told[0].persisted is None
+    rank.enter(job.round, job.processes)
+    assert rank._round is None, 'a thread that is late enters no round again'
+
+
+def test_window_given_up_stays_so_when_its_giver_is_replaced(job: Job) -> None:
+    """The others have overwritten it since, though they had promised it."""
+    job.report(window(4), 0, 1)
+    job.trackers[2].give_up([4])
+    wait_for(lambda: all(told.is_given_up(4) for told in job.told))
+    job.leave()
+    job.replace(2)
+    job.enter()
+    job.report(window(4), 0, 1, 2)
+    assert job.persisted() == [None] * WORLD
+    assert all(told.is_given_up(4) for told in job.told)
 
 
 def test_window_that_never_completes_is_given_up(job: Job) -> None:
@@ -250,42 +232,30 @@ def test_window_that_never_completes_is_given_up(job: Job) -> None:
     job.report(window(0), 0, 1)
     for start in range(4, 4 * MAX_GIVEN_UP, 4):
         job.trackers[0].give_up([start])
-    wait_for(lambda: len(job.agreed[0].given_up) == MAX_GIVEN_UP - 1)
-    assert not job.agreed[0].is_given_up(0)
+    wait_for(lambda: all(len(told.given_up) == MAX_GIVEN_UP - 1 for told in job.told))
+    job.await_statements()
+    assert not any(told.is_given_up(0) for told in job.told)
     job.trackers[1].give_up([4 * MAX_GIVEN_UP])
-    wait_for(lambda: job.agreed[0].is_given_up(0))
+    wait_for(lambda: all(told.is_given_up(0) for told in job.told))
     job.report(window(100), 0, 1, 2)
-    assert job.next_persisted() == [window(100)] * WORLD
+    assert job.persisted() == [window(100)] * WORLD
 
 
-# Losing the store
-
-
-def test_a_lost_connection_does_not_end_persistence(caplog: pytest.LogCaptureFixture) -> None:
-    server = DistantStore()
-    heard: queue.Queue[Agreed] = queue.Queue()
-    tracker = PersistenceTracker(server.connect(TIMEOUT), 0, 1, heard.put)
-    tracker.report(window(0))
-    assert heard.get(timeout=DEADLINE_S) == Agreed(window(0))
-    server.cut()
-    tracker.report(window(4))
-    wait_for(lambda: 'out of reach' in caplog.text)
-    server.repair()
-    assert heard.get(timeout=DEADLINE_S) == Agreed(window(4))
-    assert caplog.text.count('out of reach') == 1
-    tracker.stop()
-
-
-def test_keys_do_not_grow(job: Job) -> None:
-    """Not with complete windows, and not with windows that a rank skipped."""
+def test_new_process_of_rank_0_keeps_another_coordinator(job: Job) -> None:
     job.report(window(0), 0, 1, 2)
-    job.next_persisted()
-    keys = job.store.num_keys()
-    for start in range(4, 84, 8):
-        job.report(window(start), start // 8 % WORLD)
-        job.report(window(start + 4), 0, 1, 2)
-        assert job.next_persisted() == [window(start + 4)] * WORLD
-    job.replace(1)
-    job.report(window(start + 4), 1)
-    assert job.persisted[1].get(timeout=DEADLINE_S) == window(start + 4)
-    assert job.store.num_keys() == keys
+    assert job.persisted() == [window(0)] * WORLD
+    job.leave()
+    job.replace(0)
+    job.former[0].close()
+    job.enter()
+    job.report(window(0), 0)
+    job.report(window(4), 0, 1, 2)
+    assert job.persisted() == [window(4)] * WORLD
+
+
+def test_a_list_of_given_up_windows_replaces_the_one_before() -> None:
+    """A merged one would be full, and give up window 0, which is still awaited."""
+    first, later = (range(start, start + 4 * MAX_GIVEN_UP - 4, 4) for start in (4, 8))
+    agreed = Agreed(None, tuple(first)).then(Agreed(None, tuple(later)))
+    assert agreed.is_given_up(8) and not agreed.is_given_up(0)
+    assert Agreed(window(4)).then(agreed).persisted == window(4)

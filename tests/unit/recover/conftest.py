@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from moevement_ext.protect.persistence import PersistenceTracker
+from moevement_ext.protect.persistence import WindowTracker
 from tests.unit.recover.threaded_job import Expected, install, spy, train
 
 
@@ -26,5 +26,9 @@ def fault_free(request: pytest.FixtureRequest, threads_are_processes: None) -> E
 def withdrawn(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Ranks that take back what they said of windows that are not persisted."""
     owners: list[int] = []
-    spy(monkeypatch, PersistenceTracker, 'withdraw_unpersisted', lambda it: owners.append(it._rank))
+
+    def note(tracker: WindowTracker) -> None:
+        owners.append(tracker._persistence._hello.rank)
+
+    spy(monkeypatch, WindowTracker, 'withdraw_unpersisted', note)
     return owners

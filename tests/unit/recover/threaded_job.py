@@ -53,8 +53,11 @@ from moevement_ext.membership.rendezvous import (
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.name import RankIdentity, WindowName
 from moevement_ext.plan.strategy.choice import only_source
+from moevement_ext.protect import persistence
+from moevement_ext.protect.persistence import WindowTracker
 from moevement_ext.recover.inventory import replacement_report
 from moevement_ext.replicate import node_plan
+from tests.unit.coordinator.served import KeptHere
 from tests.unit.memory.samples import tmpfs_directory
 from tests.unit.recover.fake_groups import FakeGroups, Network
 from tests.unit.recover.fake_trainer import FakeTrainer
@@ -513,6 +516,27 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, 'gethostname', name)
     monkeypatch.setattr(membership, 'ProcessGroups', groups)
     monkeypatch.setattr(node_plan, 'host_identity', lambda: host)
+    monkeypatch.setattr(persistence, 'Keeper', KeptHere)
+    _guard_rounds(monkeypatch)
+
+
+def _guard_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No rank reports its windows, or takes a promise back, while it may hear of agreements."""
+
+    def joins(place: Rendezvous, *_: object) -> None:
+        process = _present()
+        protection = process and process.protected and process.protected.protection
+        assert protection is None or protection.persistence._round is None, place.rank
+
+    def withdraws(tracker: WindowTracker, window: WindowName | None = None) -> None:
+        kept = window or tracker.agreed.persisted
+        start = -1 if kept is None else kept.start
+        taken_back = [one for one in tracker.promises.windows if one.start > start]
+        assert not taken_back or tracker._persistence._round is None, taken_back
+
+    spy(monkeypatch, Rendezvous, '_join', joins)
+    spy(monkeypatch, WindowTracker, 'withdraw_after', withdraws)
+    spy(monkeypatch, WindowTracker, 'withdraw_unpersisted', withdraws)
 
 
 @functools.cache
