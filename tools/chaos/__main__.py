@@ -8,7 +8,8 @@
 
 A small GPT trains on real text under a launcher that replaces single workers. At random moments the
 campaign kills, stops or blocks workers, deletes the memory of nodes, or kills launchers; of a
-`double` the second kill may hit the recovery from the first. With `--configurations` layout,
+`double` the second kill may hit the recovery from the first. Only if --kinds names them, it also
+kills or stops the coordinator, before or after it kills a worker. With `--configurations` layout,
 precision, features of Megatron, window, replicas, spares and launcher are drawn as well; a
 configuration that plain Megatron refuses is drawn again. The final state of every job is compared,
 bit for bit, with that of plain Megatron with the same flags and without faults. The same seed draws
@@ -54,6 +55,7 @@ from ..lab.tables import say
 from .campaign import Campaign
 from .configuration import WITHOUT_SPARES
 from .elastic import ElasticCampaign, draw_lives
+from .injecting import AT_COORDINATOR
 from .results import NAME, Begun, Results
 
 _MOST_SHOWN = 8
@@ -69,7 +71,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error('--stand-ins needs --configurations, and a CPU: leave out --share-gpu')
     if args.without_spares:
         args.configurations = args.configurations or len(WITHOUT_SPARES)
-    names = (args.kinds or ','.join(Kind if args.configurations else _ALWAYS)).split(',')
+    usual = [kind for kind in Kind if kind not in AT_COORDINATOR]
+    names = (args.kinds or ','.join(usual if args.configurations else _ALWAYS)).split(',')
     if not set(names) <= set(Kind):
         parser.error(f'--kinds {args.kinds} must be some of {",".join(Kind)}')
     args.kinds = [Kind(name) for name in names]

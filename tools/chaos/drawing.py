@@ -9,7 +9,7 @@ from ..lab.job import Kind
 
 _DECK = {
     Kind.KILL: 5, Kind.STOP: 1, Kind.NODE: 2, Kind.DOUBLE: 2, Kind.STUCK: 1, Kind.WHOLE: 1,
-    Kind.JOB: 1, Kind.AGENT: 2, Kind.AWAY: 4, Kind.BACK: 3,
+    Kind.JOB: 1, Kind.AGENT: 2, Kind.AWAY: 4, Kind.BACK: 3, Kind.COORDINATOR: 2, Kind.STILL: 1,
 }  # fmt: skip
 _LATEST_ITERATIONS = 8
 _AT_ONCE = 0.25
@@ -28,7 +28,8 @@ class Fault(NamedTuple):
     phase: float
     """Additional wait, in iterations."""
     apart_s: float = 0.0
-    """Seconds between the two kills of a `DOUBLE`."""
+    """Seconds between the two kills of a `DOUBLE`, or from the fault of the coordinator to that of
+    the worker, which comes first if this is negative."""
 
     def __str__(self) -> str:
         ranks = ', '.join(map(str, self.victims))
@@ -112,6 +113,9 @@ def _draw(rng: random.Random, kind: Kind, nodes: int, workers_per_node: int) -> 
         case Kind.DOUBLE:
             apart_s = rng.choice((0.0, rng.uniform(0.1, _APART_S)))
             victims = tuple(rng.choices(ranks, k=2) if apart_s else rng.sample(ranks, 2))
+        case Kind.COORDINATOR | Kind.STILL:
+            apart_s = rng.choice((0.0, rng.uniform(-_APART_S, _APART_S)))
+            victims = (rng.choice(ranks),)
         case Kind.WHOLE | Kind.JOB:
             victims = tuple(ranks)
         case Kind.AGENT:

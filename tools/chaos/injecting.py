@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Injects one fault after another into a job and records each recovery."""
 
+import signal
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -18,8 +19,9 @@ LAST_ITERATIONS = 6
 FEWEST_ITERATIONS = 3
 """Iterations that a job needs for each fault, for the fault and for its analysis."""
 
-# Faults that delete memory of nodes, or wait for windows on others.
-_MEMORY = Kind.NODE, Kind.AWAY, Kind.BACK
+# Faults that delete memory of nodes, wait for windows on others, or keep windows from persisting.
+_MEMORY = Kind.NODE, Kind.AWAY, Kind.BACK, Kind.COORDINATOR, Kind.STILL
+AT_COORDINATOR = {Kind.COORDINATOR: signal.SIGKILL, Kind.STILL: signal.SIGSTOP}
 
 
 @dataclass
@@ -95,11 +97,25 @@ class FaultInjector:
 
     def _inject(self, fault: Fault) -> float:
         """Inject a fault; returns the time of the last signal."""
+        if fault.kind in AT_COORDINATOR:
+            return self._inject_at_coordinator(fault)
         if fault.kind is Kind.DOUBLE and fault.apart_s:
             self.job.hurt(Kind.KILL, fault.victims[:1])
             time.sleep(fault.apart_s)
             return self.job.hurt(Kind.DOUBLE, fault.victims[1:])
         return self.job.hurt(fault.kind, fault.victims)
+
+    def _inject_at_coordinator(self, fault: Fault) -> float:
+        number = AT_COORDINATOR[fault.kind]
+        if fault.apart_s < 0:
+            struck_at = self.job.hurt(Kind.KILL, fault.victims)
+            time.sleep(-fault.apart_s)
+            self.job.signal_coordinator(number)
+        else:
+            self.job.signal_coordinator(number)
+            time.sleep(fault.apart_s)
+            struck_at = self.job.hurt(Kind.KILL, fault.victims)
+        return struck_at
 
     def _protected(self) -> bool:
         return persisted(self.job.events(), self.job.pids(), self._back_at)

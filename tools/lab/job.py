@@ -12,6 +12,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, Self
 
+import psutil
+
 from moevement_ext.errors import EXIT_WHOLE_JOB
 from moevement_ext.events import Event, WorkerStarted
 from moevement_ext.launch.launch_config import StagedAction
@@ -20,7 +22,7 @@ from .digests import StateDigest, kinds_of_difference, read_digest
 from .errors import LabError
 from .evidence import Recovery, kind_of, recovers_locally, recovery
 from .following import Follower
-from .launch import Death, Launch, Launcher
+from .launch import Death, Launch, Launcher, family
 from .local_cluster import LocalCluster
 from .run_log import RunLog, parse_log
 from .torchrun import Agents
@@ -28,6 +30,8 @@ from .torchrun import Agents
 _POLL_S = 0.1
 _STALLED_S = 300
 _STALL = 'stall'
+# In the command line of its process.
+_COORDINATOR = 'moevement_ext.coordinator.keeper'
 
 
 class Kind(enum.StrEnum):
@@ -53,6 +57,10 @@ class Kind(enum.StrEnum):
     """Like `NODE`, for one or more nodes, which do not come back: their ranks become guests."""
     BACK = 'back'
     """A node returns after `AWAY`, to which its ranks move."""
+    COORDINATOR = 'coordinator'
+    """SIGKILL of the coordinator, before that of a worker or after it."""
+    STILL = 'still'
+    """The same, but SIGSTOP of the coordinator."""
 
 
 type Start = Launcher | Callable[[Launch], Agents]
@@ -259,6 +267,13 @@ class Job:
             with contextlib.suppress(ProcessLookupError):  # it may have just died
                 os.killpg(pid, number)
         return signalled_at
+
+    def signal_coordinator(self, number: signal.Signals) -> None:
+        """Signal the coordinator, if there is one now."""
+        for process in family([psutil.Process(pid) for pid in self.launchers()]):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if _COORDINATOR in process.cmdline():
+                    process.send_signal(number)
 
     def lose_node(self, rank: int) -> float:
         """Kill all workers on the node of a rank and delete the node's memory; returns the time.

@@ -20,12 +20,13 @@ from tools.chaos.configuration import (
     parse_layout,
 )
 from tools.chaos.drawing import draw_faults
+from tools.chaos.injecting import AT_COORDINATOR
 from tools.lab import precisions
 from tools.lab.job import Kind
 from tools.lab.launch import PROGRAM, Launcher
 
 MOVES = (Kind.AWAY, Kind.BACK)
-KINDS = [kind for kind in Kind if kind not in MOVES]
+KINDS = [kind for kind in Kind if kind not in (*MOVES, *AT_COORDINATOR)]
 FAULTS = ['node   rank 0', 'double ranks 3, 0', 'agent  rank 3']
 CONFIGURATION = (
     'pp2-ep2 fp32, window 5, 4 nodes, replicas 2, spares 0, local, verify stop, disk: evaluation, '
@@ -54,7 +55,7 @@ def test_no_two_faults_are_equal(kinds: list[Kind]) -> None:
 
 
 def test_victims_match_the_kind_of_fault() -> None:
-    for fault in draw_faults(5, 200, KINDS, 2, 2):
+    for fault in draw_faults(5, 200, [*KINDS, *AT_COORDINATOR], 2, 2):
         match fault.kind:
             case Kind.NODE:
                 assert fault.victims in ((0, 1), (2, 3))
@@ -66,7 +67,7 @@ def test_victims_match_the_kind_of_fault() -> None:
             case _:
                 assert len(fault.victims) == 1 and (fault.victims[0] or fault.kind != Kind.AGENT)
         assert set(fault.victims) <= set(range(4))
-        assert fault.kind is Kind.DOUBLE or not fault.apart_s
+        assert fault.kind in (Kind.DOUBLE, *AT_COORDINATOR) or not fault.apart_s
 
 
 def test_nodes_without_spares_are_lost_and_return() -> None:
