@@ -9,6 +9,7 @@ and measures the time until the last rank logs an iteration that was not committ
 
   localized, hot spare   a process that has imported the program replaces the worker
   localized              a new process replaces the worker
+  localized-torchrun     under `moevement torchrun`, one agent a node; only where --only names it
   whole job              all workers are killed and restarted, as torchrun does; they recover
                          from windows in host memory
   torch_dist             the same, from the last torch_dist checkpoint
@@ -36,10 +37,11 @@ from ..lab.evidence import Tier, kind_of
 from ..lab.figures import medians
 from ..lab.following import read_events
 from ..lab.job import Job, memory_directory, train
-from ..lab.launch import Launch
+from ..lab.launch import Launch, Launcher
 from ..lab.models import dense_flags, native_precision, sparse_flags
 from ..lab.run_log import RunLog
-from . import model
+from ..lab.torchrun import ForkingAgents
+from . import model, program
 from .comeback import comeback, stage_iterations
 from .frame import Bench, Figure, Report
 
@@ -48,15 +50,16 @@ VICTIM = 2
 """A rank whose stage has neighbours on both sides."""
 WORKER, ALL = 'worker', 'all'
 SPARE, COLD, WHOLE, DISK = 'localized-spare', 'localized', 'whole-job', 'torch-dist'
-ELASTIC = 'whole-job-elastic'
+ELASTIC, TORCHRUN = 'whole-job-elastic', 'localized-torchrun'
 TITLES = {
     SPARE: 'localized, hot spare',
     COLD: 'localized',
     WHOLE: 'whole job, host memory',
     DISK: 'whole job, torch_dist',
     ELASTIC: 'whole job, --sparse-ckpt-elastic, same layout',
+    TORCHRUN: 'localized, moevement torchrun',
 }
-_OF_ONE_WORKER = (SPARE, COLD)
+_OF_ONE_WORKER = (SPARE, COLD, TORCHRUN)
 _ITERATIONS_AFTER = 3
 _MAX_RESTARTS = 1000
 
@@ -117,8 +120,8 @@ class RecoveryBench(Bench):
     @classmethod
     def add_flags(cls, parser: argparse.ArgumentParser) -> None:
         ways = list(TITLES)
-        parser.add_argument('--only', choices=ways, nargs='+', default=ways[:-1], help='ways to '
-                            'recover (default: all but the last)')  # fmt: skip
+        parser.add_argument('--only', choices=ways, nargs='+', default=ways[:-2], help='ways to '
+                            'recover (default: all but the last two)')  # fmt: skip
 
     @classmethod
     def check(cls, parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
@@ -134,6 +137,7 @@ class RecoveryBench(Bench):
         precision = native_precision(args.share_gpu)
         iterations = self.kill_at + _ITERATIONS_AFTER
         self._flags = model.staged_flags(data, STAGES, iterations, precision)
+        self._ballast: Path | None = None
         self._reference = train(self._launch(output / 'undisturbed', self._flags))
 
     def titles(self) -> Mapping[str, str]:
@@ -145,6 +149,7 @@ class RecoveryBench(Bench):
         folder = self.output / f'{number}-{way}'
         with (
             memory_directory() as memory,
+            memory_directory() as other,
             tempfile.TemporaryDirectory(prefix='checkpoints-', dir=self.output) as checkpoints,
         ):
             if way == DISK:
@@ -155,6 +160,7 @@ class RecoveryBench(Bench):
                 scope = LOCALIZED if way in _OF_ONE_WORKER else WHOLE_JOB
                 own += ['--sparse-ckpt-recovery', scope]
                 own += ['--sparse-ckpt-elastic', RESTART] if way == ELASTIC else []
+            self._ballast = program.file_in(other, self.args.ballast)
             flags = [*self._flags, *own]
             if way in _OF_ONE_WORKER:
                 return self._localized(way, folder, flags)
@@ -163,7 +169,8 @@ class RecoveryBench(Bench):
     def _localized(self, way: str, folder: Path, flags: Sequence[str]) -> Back:
         """Kill one worker, which the launcher replaces."""
         launch = self._launch(folder, flags, _MAX_RESTARTS, int(way == SPARE))
-        found = train(launch, lambda job: job.kill_after(self.kill_at, [VICTIM]))
+        launcher = ForkingAgents if way == TORCHRUN else Launcher.LOCAL
+        found = train(launch, lambda job: job.kill_after(self.kill_at, [VICTIM]), launcher)
         back, hurt_at = found.recovery, found.hurt_at
         if hurt_at is None or back is None or back.tier is not Tier.LOCALIZED or back.died != 1:
             raise LabError(f'{way}: the recovery was not localized; see {folder}')
@@ -187,7 +194,11 @@ class RecoveryBench(Bench):
         self, folder: Path, flags: Sequence[str], max_restarts: int = 0, spares: int = 0
     ) -> Launch:
         share = self.args.share_gpu
-        return Launch(folder, flags, STAGES, 1, max_restarts, spares, share_gpu=share)
+        launch = Launch(folder, flags, STAGES, 1, max_restarts, spares, share_gpu=share)
+        if self._ballast is None:
+            return launch
+        variables = {program.BALLAST: str(self._ballast)}
+        return launch._replace(variables=variables, program_file=program.__file__)
 
     def different(self, rounds: Sequence[Mapping[str, Back]]) -> list[str]:
         """Plain checkpoints need not lead to the bits of an undisturbed run."""

@@ -10,6 +10,11 @@ from pathlib import Path
 
 import psutil
 
+from moevement_ext.events import WorkerStarted
+
+from .errors import LabError
+from .evidence import kind_of
+from .following import Follower
 from .launch import Death, Launch, Launched, free_port, node_name
 
 # A module that selects the first GPU, then becomes the program.
@@ -21,6 +26,8 @@ _TRACEBACK = re.compile(r'^\[rank(\d+)\]: ?(Traceback|\w*Error|.*error: )', re.M
 
 class Agents(Launched):
     """The agents of one job and their workers."""
+
+    MODULE = 'torch.distributed.run'
 
     def __init__(self, launch: Launch) -> None:
         super().__init__(launch)
@@ -42,7 +49,7 @@ class Agents(Launched):
         """Command line of a node's agent; `port` is the port of the rendezvous."""
         launch = self._launch
         return [
-            sys.executable, '-m', 'torch.distributed.run',
+            sys.executable, '-m', self.MODULE,
             '--nnodes', str(launch.nodes),
             '--nproc-per-node', str(launch.workers_per_node),
             '--node-rank', str(node),
@@ -104,3 +111,21 @@ class Agents(Launched):
 
     def _text(self, node: int) -> str:
         return self._log(node).read_text('utf-8', errors='replace')
+
+
+class ForkingAgents(Agents):
+    """Agents of `moevement torchrun`; the environment of their workers, forks, shows no rank."""
+
+    MODULE = 'moevement_ext.launch.torchrun'
+
+    def __init__(self, launch: Launch) -> None:
+        super().__init__(launch)
+        self._started: dict[int, int] = {}
+        self._events = Follower(launch.folder / 'events')
+
+    def pids(self) -> dict[int, int]:
+        with contextlib.suppress(LabError):  # no worker has started
+            self._started.update(
+                (one.rank, one.pid) for one in kind_of(self._events.look(), WorkerStarted)
+            )
+        return {rank: pid for rank, pid in self._started.items() if psutil.pid_exists(pid)}

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What jobs are launched with, and what their launchers say of them."""
 
+import os
 import time
 from pathlib import Path
 
 import pytest
 
+from moevement_ext.events import EventLog, WorkerStarted
 from moevement_ext.launch.launcher_events import (
     FILE,
     JobFailed,
@@ -15,7 +17,7 @@ from moevement_ext.launch.launcher_events import (
 )
 from tools.lab.launch import Launch
 from tools.lab.local_cluster import LocalCluster
-from tools.lab.torchrun import Agents
+from tools.lab.torchrun import Agents, ForkingAgents
 
 pytestmark = pytest.mark.timed
 
@@ -104,3 +106,10 @@ def test_the_tail_is_that_of_the_worker_that_failed_first(tmp_path: Path) -> Non
     assert agents.tail() == '[rank2]: Traceback\n[rank2]: ValueError'
     agents.log_of(2).write_text('[rank2]: waits\n')
     assert agents.tail() == 'agent\n[rank1]: fine\n\n[rank2]: waits'
+
+
+def test_forks_of_agents_are_known_by_their_events(tmp_path: Path) -> None:
+    agents = ForkingAgents(launch(tmp_path))
+    assert agents.pids() == {}
+    EventLog(str(tmp_path / 'events'), 1).emit(WorkerStarted())
+    assert agents.pids() == {1: os.getpid()}
