@@ -71,8 +71,8 @@ def shortage_of_agent(ranks: int) -> str | None:
     return (
         f'the agent of torchrun that serves the store may take {needed} open files, and its limit '
         f'is {limit}: start torchrun on the first node after ulimit -n {needed} (LimitNOFILE= of '
-        'systemd, --ulimit nofile= of Docker), or serve the store with python -m '
-        'moevement_ext.store (--sparse-ckpt-store)'
+        'systemd, --ulimit nofile= of Docker), or serve the store with moevement '
+        'store (--sparse-ckpt-store)'
     )
 
 

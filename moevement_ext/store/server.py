@@ -52,8 +52,8 @@ def connect(host: str, port: int, timeout: timedelta) -> TCPStore:
         return in_time(lambda: TCPStore(host, port, is_master=False, timeout=timeout), limit_s)
     except DistError as error:
         raise ConfigurationError(
-            f'--sparse-ckpt-store {host}:{port} is not reached: start python -m '
-            f'moevement_ext.store --host {host} --port {port} there ({_first_line(error)}).'
+            f'--sparse-ckpt-store {host}:{port} is not reached: start moevement store '
+            f'--host {host} --port {port} there ({_first_line(error)}).'
         ) from error
 
 

@@ -8,11 +8,16 @@ nothing is downloaded: pip is told that there is no index.
 import os
 import re
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 import tarfile
+import time
 import venv
 import zipfile
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -169,6 +174,67 @@ def test_foreign_tools_packages_do_not_collide(installed: Path, tmp_path: Path) 
     run(tmp_path, installed / 'moevement', 'check', '--help')
     said = run(tmp_path, installed / 'python', '-c', 'import moevement_ext, tools', status=1)
     assert said == 'of another\n'
+
+
+_WAITS = """
+import os, pathlib, time
+here = pathlib.Path(os.environ['HERE'], os.environ['RANK'])
+here.write_text(f'{os.environ["MOEVEMENT_NODE"]} {os.getpid()} {os.environ["WORLD_SIZE"]}')
+while not (here.parent / 'go').exists():
+    time.sleep(0.1)
+"""
+
+
+def test_standby_node_of_plain_torchrun_takes_a_lost_seat(installed: Path, tmp_path: Path) -> None:
+    """Neither a node that trains nor one that waits starts its workers in vain."""
+    (tmp_path / 'waits.py').write_text(_WAITS)
+    with socket.create_server(('127.0.0.1', 0)) as probe:
+        endpoint = f'127.0.0.1:{probe.getsockname()[1]}'
+    command = [
+        installed / 'python', '-m', 'torch.distributed.run', '--nnodes', '2:3',
+        '--nproc-per-node', '1', '--max-restarts', '9', '--rdzv-backend', 'moevement',
+        '--rdzv-endpoint', endpoint, tmp_path / 'waits.py',
+    ]  # fmt: skip
+    foreign = ('PYTHONPATH', 'VIRTUAL_ENV', 'PYTHONSAFEPATH')
+    own = {name: value for name, value in os.environ.items() if name not in foreign}
+
+    def placed() -> dict[str, list[str]]:
+        found = {rank: tmp_path / rank for rank in ('0', '1') if (tmp_path / rank).exists()}
+        return {rank: path.read_text().split() for rank, path in found.items()}
+
+    def wait_for(condition: Callable[[], bool]) -> None:
+        while not condition():
+            alive = [agent for agent in agents.values() if agent.poll() is None]
+            assert len(alive) >= len(agents) - 1, (tmp_path / 'log').read_text()
+            time.sleep(0.1)
+
+    with (tmp_path / 'log').open('wb') as log, ExitStack() as stack:
+        agents = {}
+        for node in ('a', 'b', 'c'):
+            environment = {**own, 'HERE': str(tmp_path), 'MOEVEMENT_NODE': node}
+            agents[node] = stack.enter_context(subprocess.Popen(
+                command, cwd=tmp_path, env=environment, stdout=log, stderr=log))  # fmt: skip
+            stack.callback(agents[node].kill)
+            if node == 'a':  # it serves the store, and so does not stand by
+                wait_for(lambda: listens(endpoint))
+        wait_for(lambda: len(placed()) == 2)
+        before = placed()
+        (waits,) = agents.keys() - {node for node, _, _ in before.values()}
+        (lost,) = (rank for rank in before if before[rank][0] != 'a')
+        agents[before[lost][0]].kill()
+        os.kill(int(before[lost][1]), signal.SIGKILL)
+        wait_for(lambda: placed()[lost][:1] == [waits])
+        (kept,) = before.keys() - {lost}
+        assert placed()[kept] == before[kept] and placed()[lost][2] == '2'
+        (tmp_path / 'go').touch()
+        assert agents['a'].wait(120) == agents[waits].wait(120) == 0, (tmp_path / 'log').read_text()
+
+
+def listens(endpoint: str) -> bool:
+    host, port = endpoint.split(':')
+    with suppress(OSError), socket.create_connection((host, int(port)), 1):
+        return True
+    return False
 
 
 def test_launched_job_loses_a_worker_and_is_reported(installed: Path, tmp_path: Path) -> None:

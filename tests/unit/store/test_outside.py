@@ -56,7 +56,7 @@ def test_unreachable_store_is_named() -> None:
         port = nobody.getsockname()[1]
         with pytest.raises(ConfigurationError) as refusal:
             connect('127.0.0.1', port, SOON)
-    assert f'--sparse-ckpt-store 127.0.0.1:{port} is not reached: start python -m' in str(
+    assert f'--sparse-ckpt-store 127.0.0.1:{port} is not reached: start moevement store' in str(
         refusal.value
     )
 
