@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+from moevement_ext.errors import EXIT_USER_ERROR
 from moevement_ext.store.__main__ import parse_arguments
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -57,6 +58,16 @@ def test_node_counts_and_store_endpoint_agree(jobset: dict[str, Any]) -> None:
     assert store['ports'] == [{'name': 'store', 'containerPort': serves.port}]
     first = f'{jobset["metadata"]["name"]}-store-0-0.{network["subdomain"]}'
     assert args.rdzv_endpoint == f'{first}:{serves.port}'
+
+
+def test_a_refused_flag_fails_the_job(jobset: dict[str, Any]) -> None:
+    (rule,) = job(jobset)['podFailurePolicy']['rules']
+    (container,) = pod(jobset)['containers']
+    assert rule['action'] == 'FailJob' and pod(jobset)['restartPolicy'] == 'Never'
+    codes = {'containerName': container['name'], 'operator': 'In', 'values': [EXIT_USER_ERROR]}
+    assert rule['onExitCodes'] == codes
+    (failed,) = jobset['spec']['failurePolicy']['rules']
+    assert failed == {'action': 'FailJobSet', 'onJobFailureReasons': ['PodFailurePolicy']}
 
 
 def test_store_runs_on_a_node_without_training(jobset: dict[str, Any]) -> None:
