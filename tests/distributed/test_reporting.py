@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
+from moevement_ext.events import RecoveryStarted
 from tests.distributed.conftest import Make, differences, read_digest
 from tests.distributed.harness.cluster import Cluster
 from tests.distributed.harness.faults import SETTLED
@@ -84,6 +85,20 @@ def test_log_lines_after_a_recovery_match_a_fault_free_run(mutation: str, cluste
     broken = f'mutations.localized:{mutation}' if mutation else None
     assert job.survive(fail_at='1:10:backward', mutation=broken) == {1: 1}
     assert (set(upstream_lines(job, 0)) <= expected) is not bool(mutation)
+
+
+def test_tensorboard_has_each_iteration_once_after_the_whole_job_is_lost(
+    cluster: Make, tmp_path: Path
+) -> None:
+    job = cluster(*FLAGS, *WINDOW, '--tensorboard-dir', str(tmp_path), ranks=RANKS)
+    job.flags += ['--tensorboard-queue-size', '1']  # else SIGKILL takes all points along
+    assert -9 in job.run(fail_at='0:10:forward')
+    before = [step for step, _ in scalars(tmp_path)['lm loss']]
+    job.finish()
+    assert len([*tmp_path.iterdir()]) > 1
+    resumed = job.events_of(RecoveryStarted)[0].dense_at
+    assert max(before) > resumed, 'some iterations are computed again'
+    assert [step for step, _ in scalars(tmp_path)['lm loss']] == [*range(1, ITERATIONS + 1)]
 
 
 def check_our_lines(job: Cluster) -> None:

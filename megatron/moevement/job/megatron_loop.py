@@ -10,6 +10,7 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.utils import get_model_config
 
 from megatron.moevement.facts import Counters
+from megatron.moevement.job import reports
 from megatron.moevement.seams import upstream
 from megatron.moevement.seams.data_position import DataPosition
 from megatron.moevement.seams.post_step import PostStep, PostStepProgress
@@ -108,7 +109,8 @@ class MegatronLoop:
         self._broken = broken
 
     def start(self) -> None:
-        """Start counting floating point operations from upstream's counters."""
+        """Start counting and reporting from upstream's counters."""
+        reports.forget_points_after(self._counters.iteration)
         self._operations.base = CountedOperations(
             self._counters.consumed_train_samples,
             float(self._counters.num_floating_point_operations_so_far),

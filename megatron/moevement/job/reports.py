@@ -62,6 +62,18 @@ def log_interval(iteration: int, checkpointer: SparseCheckpointer) -> None:
         wandb.log(scalars, iteration)
 
 
+def forget_points_after(iteration: int) -> None:
+    """Have TensorBoard drop what an earlier start wrote of iterations that are computed again.
+
+    The writer opens another file at its next point, which begins with that order. A job that begins
+    at iteration 0 leaves the files of others alone.
+    """
+    writer = get_tensorboard_writer()
+    if writer is not None and iteration > 0:
+        writer.close()
+        writer.purge_step = iteration + 1
+
+
 def _scalars(
     checkpointer: SparseCheckpointer, statistics: CaptureStatistics, exposed_ms: float
 ) -> dict[str, float]:
