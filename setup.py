@@ -76,7 +76,7 @@ setup(
     py_modules=[],
     entry_points={
         'console_scripts': ['moevement = moevement_ext.command:main'],
-        'torchrun.handlers': ['moevement = moevement_ext.launch.torchrun_agent:plug_in'],
+        'torchrun.handlers': ['moevement = moevement_ext.launch.torchrun:plug_in'],
         'torchrun.logs_specs': [
             'moevement = moevement_ext.launch.torchrun_workers:ForkingLogsSpecs'
         ],

@@ -15,8 +15,9 @@ import os
 import re
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 from moevement_ext.config import ConfigurationError
 from moevement_ext.config_file import value_of
@@ -29,7 +30,21 @@ from moevement_ext.launch.template import fork_ahead, not_importable
 from moevement_ext.system import leaving
 from moevement_ext.system.process_setup import ask_again_soon
 
+if TYPE_CHECKING:
+    from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
+
 _THREADS = 'OMP_NUM_THREADS'
+
+
+def plug_in() -> 'Callable[[RendezvousParameters], RendezvousHandler]':
+    """Entry point of `torchrun.handlers`, which torch calls while it is only half imported."""
+
+    def create(params: 'RendezvousParameters') -> 'RendezvousHandler':
+        from moevement_ext.launch.torchrun_agent import take_seat
+
+        return take_seat(params)
+
+    return create
 
 
 def parse(argv: Sequence[str]) -> Namespace:

@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 from argparse import Namespace
-from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -208,19 +207,15 @@ class Seats(OutsideStore):
         return True
 
 
-def plug_in() -> Callable[[RendezvousParameters], RendezvousHandler]:
-    """Entry point of `torchrun.handlers`; the agent does not exist yet when a handler is made."""
-
-    def create(params: RendezvousParameters) -> RendezvousHandler:
-        ask_again_soon()
-        asking = {*leaving.ASKING, leaving.listened_for(sys.argv)}
-        names = os.environ.get(_SIGNALS, '').split(',') + [one.name for one in sorted(asking)]
-        os.environ[_SIGNALS] = ','.join(dict.fromkeys(filter(None, names)))
-        _change_agent()
-        with leaving.in_one_line():
-            return Seats.create(params)
-
-    return create
+def take_seat(params: RendezvousParameters) -> RendezvousHandler:
+    """Make this agent's rendezvous for torchrun, which has made no agent yet."""
+    ask_again_soon()
+    asking = {*leaving.ASKING, leaving.listened_for(sys.argv)}
+    names = os.environ.get(_SIGNALS, '').split(',') + [one.name for one in sorted(asking)]
+    os.environ[_SIGNALS] = ','.join(dict.fromkeys(filter(None, names)))
+    _change_agent()
+    with leaving.in_one_line():
+        return Seats.create(params)
 
 
 def _change_agent() -> None:

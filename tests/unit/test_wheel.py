@@ -185,13 +185,17 @@ while not (here.parent / 'go').exists():
 """
 
 
+# As its script does: with -m, torch imports this module a second time, and plug-ins find it whole.
+_TORCHRUN = 'import torch.distributed.run as torchrun; torchrun.main()'
+
+
 def test_standby_node_of_plain_torchrun_takes_a_lost_seat(installed: Path, tmp_path: Path) -> None:
     """Neither a node that trains nor one that waits starts its workers in vain."""
     (tmp_path / 'waits.py').write_text(_WAITS)
     with socket.create_server(('127.0.0.1', 0)) as probe:
         endpoint = f'127.0.0.1:{probe.getsockname()[1]}'
     command = [
-        installed / 'python', '-m', 'torch.distributed.run', '--nnodes', '2:3',
+        installed / 'python', '-c', _TORCHRUN, '--nnodes', '2:3',
         '--nproc-per-node', '1', '--max-restarts', '9', '--rdzv-backend', 'moevement',
         '--rdzv-endpoint', endpoint, tmp_path / 'waits.py',
     ]  # fmt: skip
