@@ -180,7 +180,7 @@ def test_nothing_in_the_store_of_a_job_opens_its_memory(
     job = threaded_job.ThreadedJob(shm, 8)
     job.run()
     found = contents(job._store)
-    assert len(keys) == 2 * threaded_job.STAGES and len(set(keys)) == 2
+    assert len(keys) == 4 * threaded_job.STAGES and len(set(keys)) == 3  # replicas, coordinator
     assert any(b'salt' in content for content in found), 'the members are among what was read'
     assert not any(
         key in content for key in (*keys, threaded_job.SECRET.encode()) for content in found
