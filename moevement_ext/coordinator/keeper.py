@@ -30,6 +30,13 @@ _PAUSE_S = 0.2
 _PACKAGES = Path(__file__).parents[2]
 _ENDED = 'the coordinator (pid %d) ended with status %d; another one takes its place'
 
+# A fork that inherits the other sides of the new process's pipes would keep it from its secret, and
+# the keeper from its start: a data loader that begins, for example.
+_no_forks = threading.Lock()
+os.register_at_fork(
+    before=_no_forks.acquire, after_in_parent=_no_forks.release, after_in_child=_no_forks.release
+)
+
 
 class Keeper:
     """Keeps a coordinator that begins and ends no rounds, until closed or this process ends.
@@ -69,17 +76,21 @@ class Keeper:
     def _serve(self) -> None:
         """Start a process, and return once it is dead."""
         fd, path = self._listening.fileno(), os.environ.get('PYTHONPATH', '')
-        child = subprocess.Popen(
-            [sys.executable, '-P', '-m', __name__, str(fd), str(os.getpid())],
-            stdin=subprocess.PIPE,
-            env={**os.environ, 'PYTHONPATH': f'{_PACKAGES}{os.pathsep}{path}'.rstrip(os.pathsep)},
-            pass_fds=[fd],
-            start_new_session=True,
-        )
-        self._pid = child.pid
-        assert child.stdin is not None
-        with suppress(BrokenPipeError), child.stdin:  # it has died already
-            child.stdin.write(self._secret)
+        with _no_forks:
+            child = subprocess.Popen(
+                [sys.executable, '-P', '-m', __name__, str(fd), str(os.getpid())],
+                stdin=subprocess.PIPE,
+                env={
+                    **os.environ,
+                    'PYTHONPATH': f'{_PACKAGES}{os.pathsep}{path}'.rstrip(os.pathsep),
+                },
+                pass_fds=[fd],
+                start_new_session=True,
+            )
+            self._pid = child.pid
+            assert child.stdin is not None
+            with suppress(BrokenPipeError), child.stdin:  # it has died already
+                child.stdin.write(self._secret)
         while os.WIFSTOPPED(status := os.waitpid(child.pid, os.WUNTRACED)[1]):
             child.kill()  # windows would count again only once it goes on
         self._pid, child.returncode = 0, os.waitstatus_to_exitcode(status)

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 
 import psutil
@@ -107,3 +108,31 @@ def test_none_outlives_its_keeper(stopped: bool) -> None:
             process.suspend()
         parent.kill()
     wait_for(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE)
+
+
+def test_forks_of_other_threads_hold_up_no_coordinator() -> None:
+    """A data loader that begins at this moment inherits what the new process waits for."""
+    forks: list[int] = []
+    over = threading.Event()
+
+    def fork_again_and_again() -> None:
+        while not over.wait(0.001) and len(forks) < 300:
+            forks.append(pid := os.fork())
+            if not pid:
+                signal.pause()
+
+    thread = threading.Thread(target=fork_again_and_again)
+    thread.start()
+    try:
+        keeper = Keeper('127.0.0.1', SECRET)
+        alone = Alone(keeper.address)
+        alone.promises(4)
+        alone.hears(4)
+        alone.client.close()
+        keeper.close()
+    finally:
+        over.set()
+        thread.join()
+        for pid in forks:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
