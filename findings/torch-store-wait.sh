@@ -5,7 +5,7 @@
 # keys to be added to the store", and raises at its timeout otherwise.
 # Seen: with the default server it returns at once when another client calls `compare_set` on the
 # missing key with another expected value, which sets nothing. With the older server it raises. A
-# program that takes the return for an arrival passes a barrier at which nobody has arrived.
+# program that takes the return for an arrival passes a barrier at which no rank has arrived.
 set -euo pipefail
 place=$(mktemp -d)
 trap 'rm -rf "$place"' EXIT

@@ -72,8 +72,8 @@ def document() -> str:
     went = [(f'`--sparse-ckpt-{name}`', decides) for name, decides in _TEXTS['went'].items()]
     page += f'\n## Flags that went\n\n{markdown(("Flag", "What decides now"), went)}'
     variables = [
-        (f'`{name}`', who, about)
-        for who, group in _TEXTS['variables'].items()
+        (f'`{name}`', setter, about)
+        for setter, group in _TEXTS['variables'].items()
         for name, about in group.items()
     ]
     heads = 'Variable', 'Set by', 'Meaning'

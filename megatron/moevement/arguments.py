@@ -27,6 +27,8 @@ from moevement_ext.config import (
 from moevement_ext.config_file import CONFIG_FLAG, SITE, from_files
 from moevement_ext.system.leaving import Parser
 
+_OURS = '--sparse-ckpt'
+
 
 def _number_or(*words: str) -> Callable[[str], int | str]:
     """Return a parser of whole numbers that also accepts `words`."""
@@ -111,10 +113,11 @@ def _parse_with_files(
     args: Sequence[str] | None = None,
     namespace: argparse.Namespace | None = None,
 ) -> Any:
-    """Parse with the settings of files instead of the defaults."""
+    """Parse with the settings of files instead of the defaults; plain Megatron reads no file."""
     found = argparse.Namespace() if namespace is None else namespace
     try:
-        files = from_files(sys.argv[1:] if args is None else args)
+        flags = sys.argv[1:] if args is None else args
+        files = from_files(flags) if any(_OURS in flag for flag in flags) else {}
     except ConfigurationError as error:
         parser.error(str(error))
     vars(found).update({f'sparse_ckpt_{name}': one.value for name, one in files.items()})

@@ -99,3 +99,11 @@ def test_a_wrong_file_is_named_with_its_key(
         parser.parse_args([CONFIG_FLAG, str(file)])
     (said,) = capsys.readouterr().err.splitlines()
     assert said.startswith(f'program: error: {refused.value}')
+
+
+def test_plain_megatron_reads_no_file_of_the_site(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SITE, '/missing.toml')
+    parser = add_arguments(argparse.ArgumentParser())
+    assert not parser.parse_args([]).sparse_ckpt
+    with pytest.raises(SystemExit):
+        parser.parse_args(['--sparse-ckpt'])

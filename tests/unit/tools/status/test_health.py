@@ -104,7 +104,7 @@ RESTARTED = WorkerStarted(rank=0, time=21.3, start_up_s=0.5)
         ([told(1, 21.0, 1.31, 40), RESTARTED], None),
         ([RESTARTED, told(1, 21.5, 1.31, 40)], 'rank 1 on n3'),
     ],
-    ids=['slow', 'two', 'no more', 'who judges is new', 'told by the new one'],
+    ids=['slow', 'two', 'no more', 'the judge is new', 'told by the new one'],
 )
 def test_slowest_rank_is_shown_while_it_is_slow(events: list[Event], expected: str | None) -> None:
     history = History([*until(21.0), *events])
