@@ -114,6 +114,7 @@ def configured(args: argparse.Namespace, nodes: int, **more: Any) -> LaunchConfi
         log_dir=args.log_dir,
         faults=(*args.kill, *args.kill_node, *args.lose_node, *args.return_node, *args.stop),
         when_no_spare=args.when_no_spare,
+        layout_after_s=args.layout_after,
         grow_after_s=args.grow_after,
         **more,
     )
@@ -158,6 +159,7 @@ def add_flags(parser: argparse.ArgumentParser, launcher: str) -> None:
     parser.set_defaults(
         max_restarts=LaunchConfig.max_restarts,
         when_no_spare=LaunchConfig.when_no_spare,
+        layout_after=LaunchConfig.layout_after_s,
         grow_after=LaunchConfig.grow_after_s,
     )
 

@@ -2,6 +2,7 @@
 """Launch configuration: the program and its flags, the number of nodes, the staged failures."""
 
 import enum
+import math
 import secrets
 import tempfile
 from collections.abc import Sequence
@@ -67,6 +68,8 @@ class LaunchConfig:
     """All workers use the first GPU; to NCCL each worker is a separate host."""
     when_no_spare: str = REQUEUE
     """What happens when a node is lost and no spare is left."""
+    layout_after_s: float = math.inf
+    """Seconds of guests, after which the job starts again in a layout without them."""
     grow_after_s: float = 300.0
     """Seconds for which a node must be back before a job on fewer nodes takes it."""
     grace_s: float = 10.0
@@ -79,12 +82,18 @@ class LaunchConfig:
         _at_least('--workers-per-node', self.workers_per_node, 1)
         _at_least('--spares', self.spares, 0)
         _at_least('--max-restarts', self.max_restarts, 0)
+        _at_least('--layout-after', self.layout_after_s, 0)
         _at_least('--grow-after', self.grow_after_s, 0)
         _at_least('--grace', self.grace_s, 0)
         if self.when_no_spare == LAYOUT and 1 not in self.sizes:
             raise ConfigurationError(
                 f'--when-no-spare {LAYOUT}: {self.program} reads no windows of other layouts; give '
                 f'it {_ELASTIC} {RESTART}, without {_EXACT}.'
+            )
+        if self.layout_after_s < math.inf and (self.when_no_spare != GUESTS or 1 not in self.sizes):
+            raise ConfigurationError(
+                f'--layout-after: needs --when-no-spare {GUESTS}, and of {self.program} {_ELASTIC} '
+                f'{RESTART}, without {_EXACT}.'
             )
         for fault in self.faults:
             self._check(fault)

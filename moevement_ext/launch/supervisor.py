@@ -133,7 +133,7 @@ class Supervisor:
         self._newest_end: BadEnd | None = None
         self._nodes = config.nodes  # 0: the job waits for nodes
         self._sizes = config.sizes
-        self._grow_at = math.inf
+        self._resize_at = math.inf
         self._tail: LogTail | None = None
         self._failed_at_exit: list[str] = []
         self._look_for_store_at: float | None = None
@@ -373,21 +373,27 @@ class Supervisor:
             raise lost
         self._restart(nodes, str(lost), self._newest_end if nodes else None)
 
-    def _grow(self) -> None:
-        """Start the job on more nodes, after a planned end, if they have been back for a time."""
+    def _resize(self) -> None:
+        """Start the job on the nodes that are there, after a planned end, once it is time.
+
+        More nodes must have been back for a time, fewer must have had guests for a time.
+        """
         nodes, now = self._fitting(), time.monotonic()
-        pause_s = self.config.grow_after_s if self._nodes else 0.0
-        self._grow_at = min(self._grow_at, now + pause_s) if nodes > self._nodes else math.inf
+        if nodes < self._nodes:
+            why, pause_s = 'nodes are still lost', self.config.layout_after_s
+        else:
+            why, pause_s = 'nodes are back', self.config.grow_after_s if self._nodes else 0.0
+        self._resize_at = min(self._resize_at, now + pause_s) if nodes != self._nodes else math.inf
         if not self._nodes and now >= self._say_at:
             self._say_at = now + _SAY_AGAIN_S
             self._report(self._said)
-        if now < self._grow_at or any(map(self._is_done, self.workers)):
+        if now < self._resize_at or any(map(self._is_done, self.workers)):
             return
         self._terminate()
         if any(map(self._is_done, self.workers)) and not self._starter.guests.hold_windows():
             self.stop(0)  # it has ended by itself meanwhile
         elif self._exit_code is None:
-            self._restart(nodes, 'nodes are back', None if self._nodes else self._newest_end)
+            self._restart(nodes, why, None if self._nodes else self._newest_end)
 
     # The end
 
@@ -436,7 +442,7 @@ class Supervisor:
                 self._kill_the_late()
                 self._outcome.poll(self._mailbox)
                 self._reserve_elsewhere()
-                self._grow()
+                self._resize()
         except DistError:
             self._lose_store()
 

@@ -38,13 +38,15 @@ def made(cluster: Make, layout: Layout, *flags: str) -> Cluster:
     return job
 
 
-def plain(cluster: Make, folder: Path, stages: Sequence[tuple[Layout, int | None]]) -> dict:
+def plain(
+    cluster: Make, folder: Path, stages: Sequence[tuple[Layout, int | None]], *more: str
+) -> dict:
     """Digest of plain Megatron, which has each layout until an iteration, the last to its end."""
     load: list[str] = []
     for layout, end in stages:
         dense = folder / f'dense-{end}'
         save = [] if end is None else ['--save', str(dense), '--exit-interval', str(end)]
-        flags = [*FLAGS, *layout.flags(), *DENSE, *load, *save]
+        flags = [*FLAGS, *layout.flags(), *DENSE, *load, *save, *more]
         job = cluster(*flags, sparse=False, ranks=layout.ranks)
         job.finish(timeout_s=300.0)
         load = ['--load', str(dense)]
@@ -99,6 +101,22 @@ def test_guests_without_room_give_way_to_another_layout(cluster: Make, tmp_path:
     [shrunk] = job.events_of(Resharded)
     stages = [(four, shrunk.dense_at), (three, None)]
     assert_equal(read_digest(job), plain(cluster, tmp_path, stages))
+
+
+@pytest.mark.thorough
+def test_guests_give_way_to_another_layout_after_a_time(cluster: Make, tmp_path: Path) -> None:
+    """Their iterations have the bits of four ranks: all until the planned end."""
+    four, three = (Layout(ranks) for ranks in (4, 3))
+    job = made(cluster, four, '--train-iters', '60')
+    done = run(job, '--when-no-spare guests --layout-after 5 --lose-node 1@5')
+    assert done.code == 0
+    assert len(kind_of(done.events, GuestsSeated)) == 1
+    assert sizes(done) == [3]
+    [shrunk] = job.events_of(Resharded)
+    assert 5 < shrunk.start == shrunk.dense_at < 60
+    assert left_over(job) == []
+    stages = [(four, shrunk.dense_at), (three, None)]
+    assert_equal(read_digest(job), plain(cluster, tmp_path, stages, '--train-iters', '60'))
 
 
 @pytest.mark.thorough

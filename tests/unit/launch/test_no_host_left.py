@@ -116,5 +116,7 @@ def test_layout_needs_a_program_that_reads_windows_of_others(job: SlurmJob) -> N
     for flags in ((), exact):
         with pytest.raises(ConfigurationError, match='--sparse-ckpt-elastic restart, without'):
             LaunchConfig('program.py', flags, nodes=2, when_no_spare=LAYOUT)
+        with pytest.raises(ConfigurationError, match='--layout-after: needs --when-no-spare'):
+            LaunchConfig('program.py', flags, 2, when_no_spare=GUESTS, layout_after_s=9.0)
     assert LaunchConfig('program.py', exact, nodes=2, when_no_spare=GUESTS).sizes == {2}
     assert LaunchConfig('program.py', ELASTIC, nodes=2, when_no_spare=GUESTS).sizes == {1, 2}
