@@ -10,9 +10,9 @@ and measures the time until the last rank logs an iteration that was not committ
   localized, hot spare   a process that has imported the program replaces the worker
   localized              a new process replaces the worker
   localized-torchrun     under `moevement torchrun`, one agent a node; only where --only names it
-  whole job              all workers are killed and restarted, as torchrun does; they recover
-                         from windows in host memory
-  torch_dist             the same, from the last torch_dist checkpoint
+  whole job, hot spare   the launcher kills and restarts all workers, which recover from windows in
+                         host memory
+  torch_dist             a new launcher starts them, from the last torch_dist checkpoint
   whole-job-elastic      the whole job with --sparse-ckpt-elastic restart, in the same layout; only
                          where --only names it
 
@@ -35,7 +35,6 @@ from moevement_ext.events import Event, FailureDetected, NextTier, Recovered, Wo
 from ..lab.errors import LabError
 from ..lab.evidence import Tier, kind_of
 from ..lab.figures import medians
-from ..lab.following import read_events
 from ..lab.job import Job, memory_directory, train
 from ..lab.launch import Launch, Launcher
 from ..lab.models import dense_flags, native_precision, sparse_flags
@@ -54,7 +53,7 @@ ELASTIC, TORCHRUN = 'whole-job-elastic', 'localized-torchrun'
 TITLES = {
     SPARE: 'localized, hot spare',
     COLD: 'localized',
-    WHOLE: 'whole job, host memory',
+    WHOLE: 'whole job, hot spare',
     DISK: 'whole job, torch_dist',
     ELASTIC: 'whole job, --sparse-ckpt-elastic, same layout',
     TORCHRUN: 'localized, moevement torchrun',
@@ -162,33 +161,35 @@ class RecoveryBench(Bench):
                 own += ['--sparse-ckpt-elastic', RESTART] if way == ELASTIC else []
             self._ballast = program.file_in(other, self.args.ballast)
             flags = [*self._flags, *own]
-            if way in _OF_ONE_WORKER:
-                return self._localized(way, folder, flags)
-            return self._restarted(way, folder, flags)
+            if way == DISK:
+                return self._relaunched(folder, flags)
+            return self._back(way, folder, flags)
 
-    def _localized(self, way: str, folder: Path, flags: Sequence[str]) -> Back:
-        """Kill one worker, which the launcher replaces."""
-        launch = self._launch(folder, flags, _MAX_RESTARTS, int(way == SPARE))
+    @property
+    def _victims(self) -> Sequence[int]:
+        return [VICTIM] if self.args.lose == WORKER else range(STAGES)
+
+    def _back(self, way: str, folder: Path, flags: Sequence[str]) -> Back:
+        """Kill workers, which the launcher replaces."""
+        launch = self._launch(folder, flags, _MAX_RESTARTS, int(way != COLD))
         launcher = ForkingAgents if way == TORCHRUN else Launcher.LOCAL
-        found = train(launch, lambda job: job.kill_after(self.kill_at, [VICTIM]), launcher)
+        found = train(launch, lambda job: job.kill_after(self.kill_at, self._victims), launcher)
         back, hurt_at = found.recovery, found.hurt_at
-        if hurt_at is None or back is None or back.tier is not Tier.LOCALIZED or back.died != 1:
-            raise LabError(f'{way}: the recovery was not localized; see {folder}')
+        expected = (Tier.LOCALIZED, 1) if way in _OF_ONE_WORKER else (Tier.WHOLE_JOB, STAGES)
+        if hurt_at is None or back is None or (back.tier, back.died) != expected:
+            raise LabError(f'{way}: it was another recovery; see {folder}')
         different = found.different(self._reference)
         return recovered(found.log, hurt_at, found.events, different, dense=False)
 
-    def _restarted(self, way: str, folder: Path, flags: Sequence[str]) -> Back:
-        """Kill workers, so that the launcher kills the others and restarts all."""
-        victims = [VICTIM] if self.args.lose == WORKER else range(STAGES)
+    def _relaunched(self, folder: Path, flags: Sequence[str]) -> Back:
+        """Kill workers and start all again, as torchrun does, from a torch_dist checkpoint."""
         with Job(self._launch(folder / 'killed', flags)) as job:
-            killed_at = job.kill_after(self.kill_at, victims)
+            killed_at = job.kill_after(self.kill_at, self._victims)
             job.wait()
             before = job.read_log()
         again = train(self._launch(folder / 'recovered', flags))
         log = RunLog([*before.attempts, *again.log.attempts], [])
-        events = read_events(folder / 'events') if way != DISK else []
-        different = again.different(self._reference)
-        return recovered(log, killed_at, events, different, dense=way == DISK)
+        return recovered(log, killed_at, [], again.different(self._reference), dense=True)
 
     def _launch(
         self, folder: Path, flags: Sequence[str], max_restarts: int = 0, spares: int = 0
