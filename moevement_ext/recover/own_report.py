@@ -2,6 +2,7 @@
 """A survivor's report for the rendezvous after a failure."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
@@ -37,26 +38,21 @@ def handovers(reports: Sequence[Report]) -> list[Handover]:
     return [_HANDOVER.decode(report.details) for report in reports if report.details]
 
 
+@dataclass(eq=False)
 class OwnReport:
     """Reports of one rank. Training thread only, except the result of `of_replay`."""
 
-    def __init__(
-        self,
-        rank: Rank,
-        membership: Membership,
-        trainer: Trainer,
-        protection: Protection,
-        position: RankState,
-        fruitless: Fruitless,
-    ) -> None:
-        self._rank = rank
+    _rank: Rank
+    _membership: Membership
+    _trainer: Trainer
+    _protection: Protection
+    _position: RankState
+    _fruitless: Fruitless
+
+    def __post_init__(self) -> None:
+        rank = self._rank
         self._launched = launch_of(rank.identity)
         self._only_on = only_source(rank.config, rank.run_id, rank.number)
-        self._membership = membership
-        self._trainer = trainer
-        self._protection = protection
-        self._position = position
-        self._fruitless = fruitless
 
     def now(self, refused: Sequence[Window], other_bits: str = '') -> Report:
         """Report of a training thread that has left its round; `refused` windows are damaged."""

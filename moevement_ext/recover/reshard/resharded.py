@@ -149,6 +149,7 @@ def resharded(window: Window, topology: str, history: str) -> Window:
     return Window(History(history).window(window.start, digest), window.length)
 
 
+@dataclass(eq=False)
 class ReshardedWindow:
     """One rank's part of a window, assembled slot by slot.
 
@@ -157,27 +158,20 @@ class ReshardedWindow:
     `RefusedWindow` if no copy of a header is readable.
     """
 
-    def __init__(
-        self,
-        identity: RankIdentity,
-        slices: Mapping[str, OperatorSlices],
-        resharding: Resharding,
-        fetcher: Fetcher,
-        seats: Mapping[int, Seat],
-        wanted: Collection[int],
-        window: Window,
-    ) -> None:
-        assert identity.placed is not None  # without one no window is found
-        self._identity = identity
-        self._slices = slices
-        self._resharding = resharding
-        self._fetcher = fetcher
-        self._seats = seats
-        self._seat = identity.placed.seat
-        self.window = window
-        states = resharding.state_owners(seats)
-        self._headers = {owner: fetcher.headers(owner) for owner in sorted({*wanted, *states})}
-        self._states = states
+    _identity: RankIdentity
+    _slices: Mapping[str, OperatorSlices]
+    _resharding: Resharding
+    _fetcher: Fetcher
+    _seats: Mapping[int, Seat]
+    _wanted: Collection[int]
+    window: Window
+
+    def __post_init__(self) -> None:
+        assert self._identity.placed is not None  # without one no window is found
+        self._seat = self._identity.placed.seat
+        self._states = self._resharding.state_owners(self._seats)
+        owners = sorted({*self._wanted, *self._states})
+        self._headers = {owner: self._fetcher.headers(owner) for owner in owners}
 
     def write(self, file: WindowFile) -> None:
         """Write all slots into a file that was begun for `window`.
