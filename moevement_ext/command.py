@@ -27,7 +27,7 @@ _GROUPS = {
         'launch': ('moevement_ext.launch.command_line', 'on emulated nodes of this machine'),
         'slurm': ('moevement_ext.launch.slurm', 'in a batch script of Slurm, with spare nodes'),
         'torchrun': ('moevement_ext.launch.torchrun', 'torchrun with its rendezvous in a store'),
-        'store': ('moevement_ext.store.__main__', 'serve the store of a job outside its nodes'),
+        'store': ('moevement_ext.store', 'serve the store of a job outside its nodes'),
         'pretrain': ('megatron.moevement.pretrain_gpt', 'train a GPT: one worker of a launcher'),
     },
     'before a job': {

@@ -43,7 +43,7 @@ from moevement_ext.recover import launched_alike
 from moevement_ext.recover.inventory import launch_of, replacement_report
 from moevement_ext.regroup.process_groups import FAKE, stand_in_for
 from moevement_ext.replicate.secret import VARIABLE, closed_between_nodes, marks_here
-from moevement_ext.store.server import use_outside_store
+from moevement_ext.store import use_outside_store
 from moevement_ext.system import death_notice
 from moevement_ext.system.leaving import last_acts, leave_in_any_case
 from moevement_ext.system.orphans import end_orphans, find_orphans

@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from moevement_ext.launch.hosts import SlurmStarter
     from moevement_ext.launch.supervisor import Supervisor
     from moevement_ext.launch.worker import print_event  # torch: too slow for --help
-    from moevement_ext.store.server import allow_many_connections
+    from moevement_ext.store import allow_many_connections
 
     allow_many_connections()
     start_step = partial(slurm_step, flags=job.step_flags, python=job.agent_python)

@@ -17,6 +17,7 @@ from functools import partial
 
 from torch.distributed import DistError, TCPStore
 
+from moevement_ext import store as outside
 from moevement_ext.config import ConfigurationError
 from moevement_ext.config_file import value_of
 from moevement_ext.errors import EXIT_USER_ERROR, EXIT_WHOLE_JOB, LaunchError
@@ -70,8 +71,7 @@ from moevement_ext.membership.mailbox import (
 )
 from moevement_ext.membership.rendezvous import announce_failure, present_round
 from moevement_ext.memory.node_store import holds_windows, is_in_use
-from moevement_ext.store import server
-from moevement_ext.store.answers import AnswerWatch
+from moevement_ext.store_answers import AnswerWatch
 from moevement_ext.system.leaving import listened_for
 
 _POLL_S = 0.1
@@ -144,7 +144,7 @@ class Supervisor:
             return TCPStore(
                 '127.0.0.1', 0, is_master=True, wait_for_workers=False, timeout=_STORE_TIMEOUT
             )
-        store = server.connect(*address, timeout)
+        store = outside.connect(*address, timeout)
         store.set_timeout(_STORE_TIMEOUT)
         self._answers = self._answers or AnswerWatch(store, _TO_ANSWER_S)
         return store

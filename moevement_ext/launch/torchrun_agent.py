@@ -39,7 +39,7 @@ from moevement_ext.errors import EXIT_OTHER_BITS, EXIT_USER_ERROR, UserError
 from moevement_ext.launch.launch_config import STORE_BACKEND, split_address
 from moevement_ext.launch.torchrun_workers import a_death, fork_workers
 from moevement_ext.memory.window.settings import digest_of
-from moevement_ext.store.server import connect, listen
+from moevement_ext.store import connect, listen
 from moevement_ext.system import leaving
 from moevement_ext.system.process_setup import ask_again_soon
 

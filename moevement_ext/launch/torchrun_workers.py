@@ -38,7 +38,7 @@ from moevement_ext.launch.template import Template, TemplateLost, not_importable
 from moevement_ext.membership.counters import Heartbeats
 from moevement_ext.membership.mailbox import read_stuck_timeout, read_survivors
 from moevement_ext.membership.rendezvous import announce_failure, present_round
-from moevement_ext.store.server import connect
+from moevement_ext.store import connect
 from moevement_ext.system.death_notice import DeathNotice, signal_that_kills
 
 _STDOUT, _STDERR = 1, 2

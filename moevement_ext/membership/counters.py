@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from torch.distributed import DistStoreError, Store
 
-from moevement_ext.store.answers import peek
+from moevement_ext.store_answers import peek
 
 _OPEN, _SHUT = 'open', 'shut'
 # The process that should close the barrier may have died, so a wait is not unlimited. Torch logs a

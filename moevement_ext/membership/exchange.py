@@ -16,7 +16,7 @@ import msgspec
 import torch
 from torch.distributed import Store, all_gather_object, broadcast_object_list
 
-from moevement_ext.store.answers import read_in_parts
+from moevement_ext.store_answers import read_in_parts
 
 MOST_BYTES = 64 << 20
 """Limit for one rank; names of thousands of operators are some MiB."""

@@ -237,7 +237,7 @@ def _told(store: Store, key: str) -> str:
 
 
 def _peek(store: Store, key: str) -> bytes | None:
-    from moevement_ext.store.answers import peek  # imports torch
+    from moevement_ext.store_answers import peek  # imports torch
 
     return peek(store, key)
 

@@ -38,7 +38,7 @@ from moevement_ext.membership.counters import (
     place_in,
     read_heartbeats,
 )
-from moevement_ext.store.answers import peek
+from moevement_ext.store_answers import peek
 
 logger = logger_of(__name__)
 

@@ -46,7 +46,7 @@ from moevement_ext.membership.round_watch import (
     heartbeat_period_s,
 )
 from moevement_ext.membership.store_loss import StoreLoss
-from moevement_ext.store.answers import peek
+from moevement_ext.store_answers import peek
 
 _REPORT = msgspec.msgpack.Decoder(Report)
 

@@ -2,7 +2,7 @@
 """Reconnects to the store in which the ranks meet, and detects its loss.
 
 Lost connections are opened again; connections to a store that does not answer are closed (see
-`store.answers`). The store counts as lost when it is unreachable for longer than a process may be
+`store_answers`). The store counts as lost when it is unreachable for longer than a process may be
 silent, or when another store answers in its place: that one belongs to the next attempt of the job.
 A store that was stopped with its launcher, and answers again, no longer counts as lost.
 """
@@ -19,7 +19,7 @@ from torch.distributed import DistError, DistStoreError, Store
 from moevement_ext.errors import SparseCheckpointError
 from moevement_ext.logger import logger_of
 from moevement_ext.regroup.waits import in_time
-from moevement_ext.store.answers import AnswerWatch, peek
+from moevement_ext.store_answers import AnswerWatch, peek
 
 logger = logger_of(__name__)
 

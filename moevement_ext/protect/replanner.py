@@ -21,7 +21,7 @@ from moevement_ext.events import Replanned
 from moevement_ext.logger import logger_of
 from moevement_ext.membership import exchange
 from moevement_ext.plan.replanning import Cycle, PlanParameters, WindowLoad
-from moevement_ext.store.answers import peek, read_in_parts
+from moevement_ext.store_answers import peek, read_in_parts
 
 logger = logger_of(__name__)
 

@@ -19,7 +19,7 @@ ENGINE_FLOORS = (
     {'config', 'events'},
     {'command', 'config_file', 'faults', 'rates'},
     {'system', 'memory', 'regroup'},
-    {'plan', 'store'},
+    {'plan', 'store', 'store_answers'},
     {'replicate'},
     {'capture', 'coordinator', 'membership'},
     {'protect'},

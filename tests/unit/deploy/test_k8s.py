@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from moevement_ext.errors import EXIT_USER_ERROR
-from moevement_ext.store.__main__ import parse_arguments
+from moevement_ext.store import parse_arguments
 
 ROOT = Path(__file__).resolve().parents[3]
 EXAMPLE = ROOT / 'deploy' / 'k8s' / 'jobset.yaml'

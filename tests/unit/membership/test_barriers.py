@@ -9,7 +9,7 @@ import pytest
 from torch.distributed import Store, TCPStore
 
 from moevement_ext.membership.counters import close_barrier, has_moved, is_open, open_barrier
-from moevement_ext.store.answers import peek
+from moevement_ext.store_answers import peek
 
 TIMEOUT = timedelta(seconds=60)
 

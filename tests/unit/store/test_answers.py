@@ -13,17 +13,17 @@ from pathlib import Path
 import pytest
 from torch.distributed import DistError, HashStore, PrefixStore, Store, TCPStore
 
+from moevement_ext import store_answers as answers
 from moevement_ext.config import ConfigurationError
 from moevement_ext.regroup.waits import in_time
-from moevement_ext.store import answers
-from moevement_ext.store.answers import (
+from moevement_ext.store import connect
+from moevement_ext.store_answers import (
     AnswerWatch,
     addresses_of,
     cut_connections,
     peek,
     read_in_parts,
 )
-from moevement_ext.store.server import connect
 from tests.unit.membership.counted_store import CountedStore, Tally
 from tests.unit.store.processes import WAIT_S, Server, until
 

@@ -11,7 +11,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from moevement_ext.config import ConfigurationError, SparseCheckpointConfig
 from moevement_ext.launch import torchrun, torchrun_agent
 from moevement_ext.membership.rendezvous import launcher_store
-from moevement_ext.store.server import connect, use_outside_store
+from moevement_ext.store import connect, use_outside_store
 
 pytestmark = pytest.mark.timed
 

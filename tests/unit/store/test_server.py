@@ -11,7 +11,7 @@ import pytest
 from torch.distributed import DistError
 
 from moevement_ext.config import ConfigurationError
-from moevement_ext.store.server import connect, listen
+from moevement_ext.store import connect, listen
 from tests.distributed.harness.cluster import ROOT
 from tests.distributed.harness.store import OutsideStore
 

@@ -195,7 +195,7 @@ def test_resolver_options_of_the_user_are_kept(
     [
         'moevement_ext.launch.command_line',
         'moevement_ext.launch.slurm',
-        'moevement_ext.store.__main__',
+        'moevement_ext.store',
         'moevement_ext.launch.torchrun',
     ],
 )

@@ -1,21 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The store of `--sparse-ckpt-store`: connects a job to it, and serves it on one address."""
+"""Serves the store in which the ranks of a job meet, on a host that is no training node.
 
+    moevement store --host 10.0.0.5 --port 29400
+
+The job gets `--sparse-ckpt-store 10.0.0.5:29400`, and keeps its store when it loses a node. A child
+process serves the store. If it dies, another one takes its place at once, with an empty store, and
+the job restarts from windows in host memory. SIGTERM ends the program.
+"""
+
+import argparse
 import ctypes
 import ipaddress
 import os
 import resource
 import signal
 import socket
+import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import NoReturn
-
-from torch.distributed import DistError, TCPStore
+from typing import TYPE_CHECKING, NoReturn
 
 from moevement_ext.config import ConfigurationError, SparseCheckpointConfig
-from moevement_ext.regroup.waits import in_time
+from moevement_ext.system import leaving
+from moevement_ext.system.process_setup import ask_again_soon
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
 
 _TO_CONNECT = timedelta(seconds=60)
 _RUN = 'run'
@@ -45,8 +57,12 @@ def use_outside_store(config: SparseCheckpointConfig, run_id: str, timeout: time
     }
 
 
-def connect(host: str, port: int, timeout: timedelta) -> TCPStore:
+def connect(host: str, port: int, timeout: timedelta) -> 'TCPStore':
     """Connect to the store, which may still be starting, or raise `ConfigurationError`."""
+    from torch.distributed import DistError, TCPStore  # too slow for --help
+
+    from moevement_ext.regroup.waits import in_time
+
     limit_s = timeout.total_seconds()
     try:
         return in_time(lambda: TCPStore(host, port, is_master=False, timeout=timeout), limit_s)
@@ -132,6 +148,8 @@ def _start(listening: socket.socket, host: str) -> int:
 
 
 def _serve(listening: socket.socket, host: str) -> NoReturn:
+    from torch.distributed import TCPStore
+
     address, port = listening.getsockname()[:2]
     store = TCPStore(
         address, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
@@ -148,3 +166,30 @@ def _serve(listening: socket.socket, host: str) -> NoReturn:
 def _say(what: str) -> None:
     with suppress(OSError):  # a full disk or a closed pipe must not end the server
         print(f'[store] {what}', flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until SIGTERM or SIGINT; returns the exit status of a process killed by the signal.
+
+    With status 0 the program would count as completed, and Kubernetes would not replace a deleted
+    pod, for example of a drained node.
+    """
+    ask_again_soon()
+    args = parse_arguments(argv)
+    allow_many_connections()
+    with leaving.in_one_line():
+        listening = listen(args.host, args.port)
+    return 128 + keep_serving(listening, args.host)
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = leaving.Parser('moevement store', description=__doc__, allow_abbrev=False)
+    about = 'Name or address at which all nodes of the job can reach this host.'
+    parser.add_argument('--host', required=True, help=about)
+    about = 'Default: %(default)s; 0: a free port.'
+    parser.add_argument('--port', type=int, default=29400, help=about)
+    return parser.parse_args(argv)
+
+
+if __name__ == '__main__':
+    sys.exit(main())

@@ -1,2 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""A store outside the training nodes (`--sparse-ckpt-store`)."""
