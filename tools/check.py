@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 
 from moevement_ext.errors import EXIT_USER_ERROR
 
-from .lab.arguments import program, split_at_end
 from .lab.figures import print_json
+from .lab.programs import program, split_at_end
 from .lab.trainer_flags import prepare_megatron
 
 if TYPE_CHECKING:

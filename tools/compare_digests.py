@@ -12,10 +12,9 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from .lab.arguments import program
 from .lab.digests import compare, differences, read_digest
-from .lab.errors import LabError
 from .lab.figures import print_json
+from .lab.programs import LabError, program
 
 _ONLY_GENERATORS = (
     'Only states of random number generators differ; weights and optimizers are equal. A generator '

@@ -23,16 +23,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from moevement_ext.events import Recovered, RecoveryStarted
 
-from .lab.arguments import program
-from .lab.benchmark import run_tool
 from .lab.digests import compare
-from .lab.errors import LabError
 from .lab.evidence import kind_of, persisted, problems
-from .lab.four_ranks import NODES, STAGE_RANKS, WORKERS_PER_NODE, WORLD_SIZE, training_flags
 from .lab.history import History
 from .lab.job import Job, Kind, Trained, memory_directory, train
 from .lab.launch import Launch
 from .lab.models import native_precision, prepare_text, sparse_flags
+from .lab.presets import NODES, STAGE_RANKS, WORKERS_PER_NODE, WORLD_SIZE, training_flags
+from .lab.programs import LabError, program, run_tool
 from .lab.tables import say
 from .report.__main__ import render
 from .status import failure_table

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from moevement_ext.command import data
 
-from .lab.arguments import Parser
+from .lab.programs import Parser
 
 _FOLDERS = {
     'grafana': 'deploy/grafana',

@@ -32,15 +32,13 @@ from rich.console import Console
 from moevement_ext.config_file import last_value, value_of
 from moevement_ext.events import DeviceProblem
 
-from .lab.arguments import program, split_at_end
-from .lab.benchmark import run_tool
 from .lab.digests import compare, read_digest
-from .lab.errors import LabError
 from .lab.evidence import kind_of, problems
 from .lab.following import read_events
 from .lab.history import History
 from .lab.job import DIGEST
 from .lab.launch import PROGRAM, ROOT
+from .lab.programs import LabError, program, run_tool, split_at_end
 from .lab.tables import say
 from .lab.trainer_flags import groups, trainer_parser
 from .status import failure_table

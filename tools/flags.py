@@ -21,7 +21,7 @@ from megatron.moevement.arguments import add_arguments
 from megatron.moevement.job.declared import TrainingPlan
 from moevement_ext.config import SparseCheckpointConfig
 
-from .lab.arguments import Parser
+from .lab.programs import Parser
 from .lab.tables import markdown
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -29,9 +29,8 @@ from pathlib import Path
 
 import psutil
 
-from .lab.arguments import Parser
-from .lab.errors import LabError
 from .lab.launch import free_port
+from .lab.programs import LabError, Parser
 
 PACKAGES = ('slurm-wlm', 'munge')
 NODES = tuple(f'n{number}' for number in range(1, 6))

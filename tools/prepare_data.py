@@ -29,9 +29,7 @@ __package__ = __package__ or 'tools'  # scripts also run this file of a checkout
 
 from moevement_ext.errors import EXIT_USER_ERROR
 
-from .lab.arguments import program
-from .lab.benchmark import exit_on_sigterm
-from .lab.errors import LabError
+from .lab.programs import LabError, exit_on_sigterm, program
 
 STDLIB = 'stdlib'
 MIB = 1 << 20

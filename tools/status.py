@@ -33,11 +33,10 @@ from rich.text import Text
 from moevement_ext.events import WINDOW_EVERY_S, SlowRank
 
 from .lab.activity import Doing
-from .lab.arguments import program
-from .lab.errors import LabError
 from .lab.figures import print_json
 from .lab.following import Follower
 from .lab.history import History, Pace, read_history, shares
+from .lab.programs import LabError, program
 from .lab.tables import table
 from .lab.text import clock, duration, loss
 

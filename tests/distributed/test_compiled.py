@@ -14,9 +14,9 @@ from tests.gpu.jobs.training import Kill, Trials, compare
 from tests.unit.memory.samples import tmpfs_directory
 from tools.lab import models
 from tools.lab.evidence import Tier, kind_of
-from tools.lab.four_ranks import WORLD_SIZE, training_flags
 from tools.lab.job import Trained
 from tools.lab.launch import ROOT
+from tools.lab.presets import WORLD_SIZE, training_flags
 
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(1800)]
 

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from ..lab.arguments import Parser
+from ..lab.programs import Parser
 
 BENCHMARKS = ('overhead', 'recovery', 'spare-node', 'guests', 'regroup', 'start')
 

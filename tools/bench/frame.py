@@ -19,11 +19,10 @@ import psutil
 from rich.console import Console
 
 from ..lab import tables
-from ..lab.arguments import program
-from ..lab.benchmark import prepare, run_tool
-from ..lab.errors import LabError
 from ..lab.fields import Whole, parser_of
 from ..lab.figures import Spread, write_json
+from ..lab.models import prepare
+from ..lab.programs import LabError, program, run_tool
 
 _LEAST_WIDTH = 100
 _GIB = 1 << 30
@@ -133,6 +132,10 @@ class Bench:
     OUTPUT: ClassVar[str] = 'runs/bench'
     FIGURES: ClassVar[Mapping[str, Figure]]
     """By name, in the order of their columns."""
+    TITLES: ClassVar[Mapping[str, str]] = {}
+    """Titles of all ways by name, in the order of their turns."""
+    ONLY: ClassVar[tuple[str, Sequence[str]] | None] = None
+    """Help of the flag that chooses ways, and its default; None: there is no such flag."""
     WORDS: ClassVar[Mapping[str, str]] = {}
     """Fields of the help texts of its flags."""
 
@@ -144,16 +147,12 @@ class Bench:
     # Each benchmark has its own
 
     @classmethod
-    def add_flags(cls, parser: argparse.ArgumentParser) -> None:
-        """Add flags whose values are known here; all others are in `flags.toml`."""
-
-    @classmethod
     def check(cls, parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         """Refuse flags that do not go together, and fill in defaults."""
 
     def titles(self) -> Mapping[str, str]:
-        """Titles of the ways by name, in the order of their turns."""
-        raise NotImplementedError
+        """Those of `TITLES` that take turns."""
+        return self.TITLES
 
     def begin(self, number: int) -> None:
         """Called before each round."""
@@ -194,14 +193,18 @@ class Bench:
         parser = program(cls.PROG.removeprefix('moevement '), about, cls.WORDS)
         if cls.ROUNDS:
             about = f'rounds over all ways (default: {cls.ROUNDS})'
-            parser.add_argument('--rounds', type=parser_of(Whole), default=cls.ROUNDS, help=about)
+            parser.add_argument('--rounds', type=parser_of(Whole), help=about)
             parser.add_argument('--output', type=Path, default=Path(cls.OUTPUT), help='of logs')
         for name, what in (('json', 'report'), ('table', 'table, for a document,')):
             about = f'write the {what} here'
             parser.add_argument(f'--{name}', type=Path, metavar='FILE', help=about)
-        cls.add_flags(parser)
+        if cls.ONLY:
+            about, usual = cls.ONLY
+            parser.add_argument('--only', choices=cls.TITLES, nargs='+', default=usual, help=about)
         args = parser.parse_args(argv)
         cls.check(parser, args)
+        if cls.ROUNDS:
+            args.rounds = args.rounds or cls.ROUNDS
         return args
 
     @classmethod

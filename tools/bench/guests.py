@@ -15,7 +15,7 @@ Exit status: 0 done, 1 states differ from those of plain Megatron, 2 a run faile
 
 import argparse
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -24,9 +24,9 @@ import msgspec
 from moevement_ext.config import UNFLAGGED
 
 from ..chaos.configuration import BF16, RUN_ID, Configuration, parse_layout
+from ..lab import trainer
 from ..lab.job import Job, Kind, Trained, memory_directory, train
 from ..lab.run_log import RunLog
-from . import program
 from .frame import Bench, Figure, Report
 
 _VICTIM = 1
@@ -66,6 +66,7 @@ class GuestsBench(Bench):
     """Losses of a node without a spare one."""
 
     PROG = 'moevement bench guests'
+    TITLES = {ROUTES: 'peers compute for the guest', GUESTS: 'the guest computes'}
     FIGURES = {
         'fault_free_s': Figure('s an iteration'),
         'guest_s': Figure('with a guest'),
@@ -83,17 +84,14 @@ class GuestsBench(Bench):
     def _reference(self) -> Trained:
         return train(_JOB.launch(self.output / 'plain', self._plain))
 
-    def titles(self) -> Mapping[str, str]:
-        return {ROUTES: 'peers compute for the guest', GUESTS: 'the guest computes'}
-
     def run(self, way: str, number: int) -> Lived:
         folder = self.output / f'{number}-{way}'
         with memory_directory() as memory:
             flags = [*self._plain, *_JOB.sparse_flags(memory, folder)]
-            devices = {program.SECONDS: str(self.args.device), program.DEVICES: str(memory),
+            devices = {trainer.SECONDS: str(self.args.device), trainer.DEVICES: str(memory),
                        UNFLAGGED: f'routes={_FLAG[way]}'}  # fmt: skip
             launch = _JOB.launch(folder, flags, max_restarts=9)
-            launch = launch._replace(variables=devices, program_file=program.__file__)
+            launch = launch._replace(variables=devices, program_file=trainer.__file__)
             killed_at: list[float] = []
 
             def hurt(job: Job) -> None:

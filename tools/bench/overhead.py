@@ -30,31 +30,21 @@ import msgspec
 
 from moevement_ext.events import Event, WindowCommitted, WindowOnDisk
 
-from ..lab import models, precisions
+from ..lab import models, precisions, presets
 from ..lab.cpu_clock import CpuClock, file_bytes
-from ..lab.errors import LabError
 from ..lab.evidence import kind_of
 from ..lab.job import Job, Trained, memory_directory, train
 from ..lab.launch import PROGRAM, ROOT, Launch, Launcher
 from ..lab.models import dense_flags, sparse_flags
+from ..lab.presets import NODES
+from ..lab.programs import LabError
 from ..lab.run_log import RunLog
-from . import model
 from .frame import Bench, Figure, Report
-from .model import NODES
 
 PLAIN, SPARSE, AGAINST = 'plain', 'sparse', 'sparse-against'
 DISK = 'sparse-disk'
 DENSE_IN_MEMORY = 'dense-in-memory'
 SYNC, ASYNC = 'torch-dist-sync', 'torch-dist-async'
-TITLES = {
-    PLAIN: 'plain Megatron',
-    SPARSE: 'sparse checkpointing',
-    AGAINST: 'sparse checkpointing of the other checkout',
-    DISK: 'sparse checkpointing, windows also to disk',
-    DENSE_IN_MEMORY: 'dense in host memory each time (window 1)',
-    SYNC: 'torch_dist each time',
-    ASYNC: 'torch_dist each time, asynchronous',
-}
 _POLL_S = 0.25
 BF16, ALL, AUTO = 'bf16', 'all', 'auto'
 AGAIN = 'bf16, another seed'
@@ -118,6 +108,16 @@ class OverheadBench(Bench):
     """
 
     PROG = 'moevement bench overhead'
+    TITLES = {
+        PLAIN: 'plain Megatron',
+        SPARSE: 'sparse checkpointing',
+        AGAINST: 'sparse checkpointing of the other checkout',
+        DISK: 'sparse checkpointing, windows also to disk',
+        DENSE_IN_MEMORY: 'dense in host memory each time (window 1)',
+        SYNC: 'torch_dist each time',
+        ASYNC: 'torch_dist each time, asynchronous',
+    }
+    ONLY = 'ways to protect a run, besides plain Megatron (default: all)', [*TITLES]
     WORDS = {'narrow': ','.join(name for name in precisions.FLAGS if name != BF16)}
     FIGURES = {
         'iteration_ms': Figure('iteration (ms)', '.0f', lambda run, plain: 1000 * run.iteration_s),
@@ -131,13 +131,6 @@ class OverheadBench(Bench):
         'windows': Figure('windows'),
         'slots': Figure('MiB of slots'),
     }
-
-    @classmethod
-    def add_flags(cls, parser: argparse.ArgumentParser) -> None:
-        about = 'ways to protect a run, besides plain Megatron (default: all)'
-        parser.add_argument(
-            '--only', choices=TITLES, nargs='+', default=list(TITLES), help=about
-        )  # fmt: skip
 
     @classmethod
     def check(cls, parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
@@ -171,7 +164,9 @@ class OverheadBench(Bench):
     def titles(self) -> Mapping[str, str]:
         variants = [PLAIN, *(name for name in self.args.only if name != PLAIN)]
         measured = self.args.precision or [models.native_precision()]
-        return {f'{name}/{one}': f'{name}: {TITLES[one]}' for name in measured for one in variants}
+        return {
+            f'{name}/{one}': f'{name}: {self.TITLES[one]}' for name in measured for one in variants
+        }
 
     def beside(self, way: str) -> str:
         return f'{way.rpartition("/")[0]}/{PLAIN}'
@@ -236,13 +231,13 @@ class OverheadBench(Bench):
         """Flags of plain Megatron; the last value of a flag counts."""
         args, again = self.args, precision == AGAIN
         kind = BF16 if again else precision
-        flags = model.training_flags(self.data, args.iterations, kind)
+        flags = presets.measured_flags(self.data, args.iterations, kind)
         flags += ['--seed', '4321'] if again else []
         return [*flags, *(precisions.ENGINE if args.share_gpu else ())]
 
     def protection(self, variant: str, memory: Path, checkpoints: Path) -> list[str]:
         """Flags of a way to protect a run, except the folder of events."""
-        sparse = sparse_flags(memory, model.RUN_ID, self.args.window)
+        sparse = sparse_flags(memory, presets.RUN_ID, self.args.window)
         flags = {
             SPARSE: sparse,
             AGAINST: sparse,
@@ -250,7 +245,7 @@ class OverheadBench(Bench):
             DISK: [
                 *sparse, '--sparse-ckpt-disk', str(checkpoints), '--sparse-ckpt-disk-every', '1',
             ],
-            DENSE_IN_MEMORY: sparse_flags(memory, model.RUN_ID, 1),
+            DENSE_IN_MEMORY: sparse_flags(memory, presets.RUN_ID, 1),
             SYNC: dense_flags(checkpoints, 1, asynchronous=False),
             ASYNC: dense_flags(checkpoints, 1, asynchronous=True),
         }  # fmt: skip

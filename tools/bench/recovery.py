@@ -32,15 +32,15 @@ import msgspec
 from moevement_ext.config import LOCALIZED, RESTART, WHOLE_JOB
 from moevement_ext.events import Event, FailureDetected, NextTier, Recovered, WorkerStarted
 
-from ..lab.errors import LabError
+from ..lab import presets, trainer
 from ..lab.evidence import Tier, kind_of
 from ..lab.figures import medians
 from ..lab.job import Job, memory_directory, train
 from ..lab.launch import Launch, Launcher
 from ..lab.models import dense_flags, native_precision, sparse_flags
+from ..lab.programs import LabError
 from ..lab.run_log import RunLog
 from ..lab.torchrun import ForkingAgents
-from . import model, program
 from .comeback import comeback, stage_iterations
 from .frame import Bench, Figure, Report
 
@@ -50,14 +50,6 @@ VICTIM = 2
 WORKER, ALL = 'worker', 'all'
 SPARE, COLD, WHOLE, DISK = 'localized-spare', 'localized', 'whole-job', 'torch-dist'
 ELASTIC, TORCHRUN = 'whole-job-elastic', 'localized-torchrun'
-TITLES = {
-    SPARE: 'localized, hot spare',
-    COLD: 'localized',
-    WHOLE: 'whole job, hot spare',
-    DISK: 'whole job, torch_dist',
-    ELASTIC: 'whole job, --sparse-ckpt-elastic, same layout',
-    TORCHRUN: 'localized, moevement torchrun',
-}
 _OF_ONE_WORKER = (SPARE, COLD, TORCHRUN)
 _ITERATIONS_AFTER = 3
 _MAX_RESTARTS = 1000
@@ -110,17 +102,20 @@ class RecoveryBench(Bench):
     """Recoveries of a job that lost workers."""
 
     PROG, ROUNDS = 'moevement bench recovery', 2
+    TITLES = {
+        SPARE: 'localized, hot spare',
+        COLD: 'localized',
+        WHOLE: 'whole job, hot spare',
+        DISK: 'whole job, torch_dist',
+        ELASTIC: 'whole job, --sparse-ckpt-elastic, same layout',
+        TORCHRUN: 'localized, moevement torchrun',
+    }
+    ONLY = 'ways to recover (default: all but the last two)', [*TITLES][:-2]
     FIGURES = {
         'seconds': Figure('seconds to a new iteration'),
         'ratio': Figure('ratio', of=lambda one, first: one.seconds / first.seconds),
         'stage_iterations': Figure('stage-iterations again', '.0f'),
     }
-
-    @classmethod
-    def add_flags(cls, parser: argparse.ArgumentParser) -> None:
-        ways = list(TITLES)
-        parser.add_argument('--only', choices=ways, nargs='+', default=ways[:-2], help='ways to '
-                            'recover (default: all but the last two)')  # fmt: skip
 
     @classmethod
     def check(cls, parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
@@ -135,14 +130,14 @@ class RecoveryBench(Bench):
         # Flags of the other benchmarks with another layout.
         precision = native_precision(args.share_gpu)
         iterations = self.kill_at + _ITERATIONS_AFTER
-        self._flags = model.staged_flags(data, STAGES, iterations, precision)
+        self._flags = presets.measured_flags(data, iterations, precision, STAGES)
         self._ballast: Path | None = None
         self._reference = train(self._launch(output / 'undisturbed', self._flags))
 
     def titles(self) -> Mapping[str, str]:
         left_out = _OF_ONE_WORKER if self.args.lose == ALL else ()
         asked = set(self.args.only).difference(left_out)
-        return {way: title for way, title in TITLES.items() if way in asked}
+        return {way: title for way, title in self.TITLES.items() if way in asked}
 
     def run(self, way: str, number: int) -> Back:
         folder = self.output / f'{number}-{way}'
@@ -155,11 +150,11 @@ class RecoveryBench(Bench):
                 interval = self.args.dense_interval
                 own = dense_flags(Path(checkpoints), interval, asynchronous=False)
             else:
-                own = sparse_flags(memory, model.RUN_ID, self.args.window, folder / 'events')
+                own = sparse_flags(memory, presets.RUN_ID, self.args.window, folder / 'events')
                 scope = LOCALIZED if way in _OF_ONE_WORKER else WHOLE_JOB
                 own += ['--sparse-ckpt-recovery', scope]
                 own += ['--sparse-ckpt-elastic', RESTART] if way == ELASTIC else []
-            self._ballast = program.file_in(other, self.args.ballast)
+            self._ballast = trainer.file_in(other, self.args.ballast)
             flags = [*self._flags, *own]
             if way == DISK:
                 return self._relaunched(folder, flags)
@@ -198,13 +193,13 @@ class RecoveryBench(Bench):
         launch = Launch(folder, flags, STAGES, 1, max_restarts, spares, share_gpu=share)
         if self._ballast is None:
             return launch
-        variables = {program.BALLAST: str(self._ballast)}
-        return launch._replace(variables=variables, program_file=program.__file__)
+        variables = {trainer.BALLAST: str(self._ballast)}
+        return launch._replace(variables=variables, program_file=trainer.__file__)
 
     def different(self, rounds: Sequence[Mapping[str, Back]]) -> list[str]:
         """Plain checkpoints need not lead to the bits of an undisturbed run."""
         differ = {way: _different(way, rounds) for way in rounds[0] if way != DISK}
-        return [f'{TITLES[way]}: {", ".join(kinds)}' for way, kinds in differ.items() if kinds]
+        return [f'{self.TITLES[way]}: {", ".join(kinds)}' for way, kinds in differ.items() if kinds]
 
     def notes(self, report: Report) -> Iterator[str]:
         for name, way in report.ways.items():

@@ -30,10 +30,9 @@ from torch.distributed import PrefixStore, Store, TCPStore
 from moevement_ext.regroup.interruptible_store import InterruptibleStore
 from moevement_ext.regroup.process_groups import ProcessGroups
 
-from ..lab.errors import LabError
+from ..lab.programs import LabError
 from .frame import Bench, Figure, Report
 
-WAYS = ('unblock', 'renew')
 _COUNTED = ('file_descriptors', 'threads', 'shm_files', 'store_keys')
 _TIMEOUT = timedelta(seconds=60)
 _SHM = '/dev/shm/'
@@ -161,6 +160,7 @@ class RegroupBench(Bench):
     """Cycles of all processes; of each the slowest process counts."""
 
     PROG, ROUNDS = 'moevement bench regroup', 0
+    TITLES = {'unblock': 'unblock', 'renew': 'renew'}
     FIGURES = {'seconds': Figure('seconds', '.4f', lambda seconds, _: seconds)}
 
     @classmethod
@@ -172,12 +172,9 @@ class RegroupBench(Bench):
         super().__init__(args, output, data)
         self._ranks = run_ranks(args)
 
-    def titles(self) -> Mapping[str, str]:
-        return {way: way for way in WAYS}
-
     def take_turns(self, console: Console) -> list[dict[str, float]]:
         times = zip(*(rank.cycles for rank in self._ranks), strict=True)
-        return [dict(zip(WAYS, map(max, *cycle), strict=True)) for cycle in times]
+        return [dict(zip(self.TITLES, map(max, *cycle), strict=True)) for cycle in times]
 
     def _growth(self) -> dict[str, float]:
         growth = [rank.growth for rank in self._ranks]

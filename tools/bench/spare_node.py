@@ -16,7 +16,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -33,15 +33,15 @@ from moevement_ext.launch.supervisor import Supervisor
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.reservation import ReservedPages, sizes_in
 
+from ..lab import presets
 from ..lab.digests import StateDigest, kinds_of_difference, read_digest
-from ..lab.errors import LabError
 from ..lab.evidence import kind_of
 from ..lab.following import read_events
 from ..lab.job import DIGEST, memory_directory, train
 from ..lab.launch import Launch
 from ..lab.models import sparse_flags
+from ..lab.programs import LabError
 from ..lab.run_log import parse_log
-from . import model
 from .frame import Bench, Figure, Report
 
 _HOSTS = ('a', 'b', 'c')
@@ -136,6 +136,7 @@ class SpareNodeBench(Bench):
     """Losses of a node, with and without memory reserved on the spare one."""
 
     PROG = 'moevement bench spare-node'
+    TITLES = {IN_ADVANCE: IN_ADVANCE, LATER: LATER}
     FIGURES = {
         'seconds': Figure('s to a new iteration'),
         'set_up_s': Figure('of them set-up'),
@@ -145,19 +146,16 @@ class SpareNodeBench(Bench):
 
     def __init__(self, args: argparse.Namespace, output: Path, data: Path) -> None:
         super().__init__(args, output, data)
-        self._plain = model.staged_flags(data, _STAGES, _ITERATIONS)
+        self._plain = presets.measured_flags(data, _ITERATIONS, stages=_STAGES)
         self._reference = train(Launch(output / 'plain', self._plain, _STAGES, 1)).state
         # The log has room for the tensors sent in so many iterations.
         self._log = ['--sparse-ckpt-log-lag', str(round(args.gib * 2**30 / _SENT_BYTES))]
-
-    def titles(self) -> Mapping[str, str]:
-        return {way: way for way in (IN_ADVANCE, LATER)}
 
     def run(self, way: str, number: int) -> Loss:
         folder = self.output / f'{number}-{way.replace(" ", "-")}'
         folder.mkdir()
         with memory_directory() as memory:
-            flags = [*self._plain, *sparse_flags(memory, model.RUN_ID, 1), *self._log]
+            flags = [*self._plain, *sparse_flags(memory, presets.RUN_ID, 1), *self._log]
             launch = Launch(folder, flags, _STAGES, 1)
             return lose_a_node(folder, launch, way, self._reference)
 

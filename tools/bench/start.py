@@ -15,17 +15,17 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import msgspec
 import psutil
 
+from ..lab import presets
 from ..lab.cpu_clock import memory_bytes, spent
-from ..lab.errors import LabError
 from ..lab.job import memory_directory
 from ..lab.launch import Launch, family, kill_all
 from ..lab.models import sparse_flags
-from . import model
+from ..lab.programs import LabError
 from .frame import Bench, Figure, Report
 
 _ITERATIONS = 1000  # the job is killed after the first iteration
@@ -77,6 +77,11 @@ class StartBench(Bench):
     """Starts of a job under several launchers."""
 
     PROG, ROUNDS = 'moevement bench start', 5
+    TITLES = {
+        PLAIN: 'plain, torchrun',
+        TORCHRUN: 'protected, moevement torchrun',
+        SPARE: 'protected, moevement launch',
+    }
     FIGURES = {
         'seconds': Figure('s', '.1f'),
         'cpu_s': Figure('CPU s', '.1f'),
@@ -86,18 +91,11 @@ class StartBench(Bench):
         'memory_ratio': Figure('MB / plain', of=lambda one, plain: one.memory / plain.memory),
     }
 
-    def titles(self) -> Mapping[str, str]:
-        return {
-            PLAIN: 'plain, torchrun',
-            TORCHRUN: 'protected, moevement torchrun',
-            SPARE: 'protected, moevement launch',
-        }
-
     def run(self, way: str, number: int) -> Start:
         workers = self.args.workers
         with memory_directory() as memory:
-            flags = model.staged_flags(self.data, workers, _ITERATIONS)
-            own = sparse_flags(memory, model.RUN_ID, 1) if way != PLAIN else []
+            flags = presets.measured_flags(self.data, _ITERATIONS, stages=workers)
+            own = sparse_flags(memory, presets.RUN_ID, 1) if way != PLAIN else []
             return start(way, Launch(self.output / f'{number}-{way}', [*flags, *own], workers, 1))
 
     def notes(self, report: Report) -> Iterator[str]:

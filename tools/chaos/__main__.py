@@ -48,9 +48,9 @@ from functools import partial
 
 from rich.console import Console
 
-from ..lab.arguments import program
-from ..lab.benchmark import prepare, run_tool
 from ..lab.job import Kind, memory_directory
+from ..lab.models import prepare
+from ..lab.programs import program, run_tool
 from ..lab.tables import say
 from .campaign import Campaign
 from .configuration import WITHOUT_SPARES

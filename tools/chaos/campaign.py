@@ -12,8 +12,8 @@ from pathlib import Path
 from rich.console import Console
 
 from ..lab.digests import StateDigest, compare, read_digest
-from ..lab.errors import LabError
 from ..lab.job import DIGEST, Job, Kind, memory_directory, train
+from ..lab.programs import LabError
 from ..lab.tables import say
 from .configuration import (
     BF16,

@@ -19,11 +19,11 @@ from typing import NamedTuple
 from moevement_ext.events import Event, RecoveryStarted, WindowPersisted
 
 from ..lab.digests import Difference, differences, read_digest
-from ..lab.errors import LabError
 from ..lab.evidence import kind_of
 from ..lab.following import read_events
 from ..lab.job import DIGEST, Job
 from ..lab.launch import Launch
+from ..lab.programs import LabError
 from .configuration import BF16, RUN_ID, Configuration, Layout, parse_layout
 
 EVENTS = 'events'

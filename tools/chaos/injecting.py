@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from ..lab.errors import LabError
 from ..lab.evidence import lost_iterations, persisted, recovery
 from ..lab.job import Job, Kind
+from ..lab.programs import LabError
 from ..lab.run_log import Iteration
 from .drawing import Fault
 from .results import FaultRecord

@@ -74,10 +74,6 @@ class CompareBench(Bench):
     }
 
     @classmethod
-    def add_flags(cls, parser: argparse.ArgumentParser) -> None:
-        parser.set_defaults(rounds=None)
-
-    @classmethod
     def check(cls, parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         args.rounds = args.rounds or (1 if args.quick else cls.ROUNDS)
         for name, (quick, full) in _SIZES.items():

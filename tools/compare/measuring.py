@@ -12,9 +12,9 @@ import numpy as np
 from moevement_ext.events import TokensLost
 
 from ..bench.comeback import PHASES, comeback, kept, stage_iterations
-from ..lab.errors import LabError
 from ..lab.evidence import kind_of
 from ..lab.figures import medians
+from ..lab.programs import LabError
 from ..lab.run_log import RunLog
 from .rows import Keeps, Row
 from .running import RANKS, STAGES, Course, Lived

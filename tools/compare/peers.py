@@ -31,13 +31,13 @@ import msgspec
 
 from ..bench.comeback import PHASES, comeback, kept
 from ..bench.frame import Bench, Figure, Report
-from ..lab import four_ranks
+from ..lab import presets, trainer
 from ..lab.cpu_clock import Spent, file_bytes, memory_bytes, spent
 from ..lab.job import Job, Trained, memory_directory, train
 from ..lab.launch import ROOT, Launch, Launcher
 from ..lab.run_log import RunLog
 from ..lab.torchrun import Agents
-from . import program, running
+from . import running
 from .rows import named, read_rows
 
 RANKS = 2
@@ -118,7 +118,7 @@ class PeerRow(msgspec.Struct, frozen=True):
         own = [one.format(**filled_in) for one in self.flags.split()]
         return Launch(
             folder, [*flags, *own], self.nodes, RANKS // self.nodes, 10, self.spares, variables,
-            program_file=program.__file__,
+            program_file=trainer.__file__,
         )  # fmt: skip
 
 
@@ -271,7 +271,7 @@ class PeersBench(Bench):
     def run(self, way: str, number: int) -> PeerRun:
         row, folder, ran = PEERS[way], self.output / f'{number}-{way}', Watched()
         stages = 1 if row.replicas_of_data else RANKS
-        flags = four_ranks.training_flags(self.data, _ITERATIONS)
+        flags = presets.training_flags(self.data, _ITERATIONS)
         flags += ['--pipeline-model-parallel-size', str(stages)]
         flags += ['--expert-model-parallel-size', '1']
         kill = self.may_fail(way)

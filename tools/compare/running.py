@@ -15,12 +15,11 @@ from typing import NamedTuple
 
 from moevement_ext.config import UNFLAGGED
 
-from ..lab import four_ranks, models
-from ..lab.errors import LabError
+from ..lab import models, presets, trainer
 from ..lab.job import Job, Kind, Trained, memory_directory, train
 from ..lab.launch import Launch
+from ..lab.programs import LabError
 from ..lab.run_log import RunLog
-from . import program
 from .rows import PLAIN, RUN_ID, Keeps, Row
 
 STAGES, RANKS = 2, 4
@@ -32,7 +31,7 @@ _BATCH = 6 * RANKS // STAGES
 _EVERYTHING = range(RANKS)
 _MAX_RESTARTS = 1000
 _POLL_S = 0.02
-_STARTED = re.compile(re.escape(program.STARTED) + r'([\d.]+)')
+_STARTED = re.compile(re.escape(trainer.STARTED) + r'([\d.]+)')
 _ZERO = '--use-distributed-optimizer'
 _KINDS = (Kind.KILL, Kind.NODE)
 # Smallest gap between two faults, as a share of the mean gap.
@@ -86,7 +85,7 @@ class Course(NamedTuple):
 
     def training_flags(self, copies: bool) -> list[str]:
         """Flags of plain Megatron; the last value of a flag counts."""
-        flags = four_ranks.training_flags(self.data, self.iterations, models.native_precision())
+        flags = presets.training_flags(self.data, self.iterations, models.native_precision())
         flags += ['--global-batch-size', str(_BATCH)]
         flags += ['--eval-interval', str(self.evaluate), '--eval-iters', '1']
         if copies:
@@ -123,7 +122,7 @@ class Course(NamedTuple):
                 disk=disk,
             )  # fmt: skip
             flags = [*self.training_flags(row.copies), *own]
-            limit = {program.COPY_GB_PER_S: f'{self.copy_gb_per_s:g}', UNFLAGGED: row.settings}
+            limit = {trainer.COPY_GB_PER_S: f'{self.copy_gb_per_s:g}', UNFLAGGED: row.settings}
             launch = self._launch(folder, flags, row.spares, limit if row.throttled else {})
             try:
                 trained = train(launch, inject, memory=memory / RUN_ID)
@@ -146,10 +145,10 @@ class Course(NamedTuple):
         spares: int = 0,
         limit: dict[str, str] | None = None,
     ) -> Launch:
-        variables = {**(limit or {}), **({program.FORK: '1'} if self.fork else {})}
+        variables = {**(limit or {}), **({trainer.FORK: '1'} if self.fork else {})}
         return Launch(
             folder, flags, RANKS, 1, _MAX_RESTARTS, max(spares, int(self.fork)), variables,
-            program_file=program.__file__,
+            program_file=trainer.__file__,
         )  # fmt: skip
 
 

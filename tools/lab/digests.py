@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from .errors import LabError
+from .programs import LabError
 from .tables import table
 
 

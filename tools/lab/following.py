@@ -8,7 +8,7 @@ import msgspec
 
 from moevement_ext.events import Event, decode
 
-from .errors import LabError
+from .programs import LabError
 
 
 class FollowedFile:

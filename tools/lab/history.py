@@ -31,9 +31,9 @@ from moevement_ext.events import (
 
 from . import activity
 from .activity import Doing, Span
-from .errors import LabError
 from .evidence import kind_of
 from .following import Follower
+from .programs import LabError
 from .text import clock
 
 PROCESS_START = 'process_start'

@@ -19,11 +19,11 @@ from moevement_ext.events import Event, WorkerStarted
 from moevement_ext.launch.launch_config import StagedAction
 
 from .digests import StateDigest, kinds_of_difference, read_digest
-from .errors import LabError
 from .evidence import Recovery, kind_of, recovers_locally, recovery
 from .following import Follower
 from .launch import Death, Launch, Launcher, family
 from .local_cluster import LocalCluster
+from .programs import LabError
 from .run_log import RunLog, parse_log
 from .torchrun import Agents
 

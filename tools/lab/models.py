@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small models for the CPU, flags to protect them, and text to train them."""
 
+import argparse
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -10,8 +12,8 @@ from typing import NamedTuple
 
 from megatron.moevement.seams import without_gpu
 
-from .errors import LabError
 from .launch import PACKAGE, ROOT
+from .programs import LabError
 
 TEXT = '--tokenizer-type NullTokenizer --vocab-size 257 --split 90,5,5'.split()
 """Flags for text as bytes, as `prepare_data` writes it."""
@@ -86,6 +88,14 @@ def dense_flags(checkpoints: Path, interval: int, asynchronous: bool) -> list[st
         # another package.
         flags += ['--async-save', '--async-strategy', 'mcore', '--use-persistent-ckpt-worker']
     return flags
+
+
+def prepare(args: argparse.Namespace, name: str) -> tuple[Path, Path]:
+    """Return an empty folder below `--output`, and the prefix of the text to train on."""
+    output: Path = args.output.resolve()
+    shutil.rmtree(output / name, ignore_errors=True)
+    (output / name).mkdir(parents=True)
+    return output / name, prepare_text(output / 'data')
 
 
 def prepare_text(folder: Path, megabytes: int = 4, quiet: bool = True) -> Path:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import NamedTuple
 
-from .errors import LabError
+from .programs import LabError
 
 _ITERATION = re.compile(
     r'\[(?P<time>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+)\] iteration +(?P<iteration>\d+)/ *\d+ \|'

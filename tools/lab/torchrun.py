@@ -12,10 +12,10 @@ import psutil
 
 from moevement_ext.events import WorkerStarted
 
-from .errors import LabError
 from .evidence import kind_of
 from .following import Follower
 from .launch import Death, Launch, Launched, free_port, node_name
+from .programs import LabError
 
 # A module that selects the first GPU, then becomes the program.
 _SHARING = ('-m', 'moevement_ext.launch.shared_gpu')

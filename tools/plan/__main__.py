@@ -23,9 +23,9 @@ from rich.console import Console
 from moevement_ext.config import ConfigurationError
 from moevement_ext.plan.byte_planner import InfeasiblePlan
 
-from ..lab.arguments import Parser, add_flags, flags_of, split_at_end
 from ..lab.fields import FieldError, Positive, parser_of
 from ..lab.figures import print_json
+from ..lab.programs import Parser, add_flags, flags_of, split_at_end
 from ..model.description import (
     CLUSTERS,
     GIGA,

@@ -17,8 +17,8 @@ from msgspec.structs import replace
 from moevement_ext.config import flag_of, flagged
 from moevement_ext.config_file import CONFIG_FLAG, from_files
 
-from ..lab.arguments import Parser
 from ..lab.fields import Count, Whole, parser_of
+from ..lab.programs import Parser
 from ..lab.trainer_flags import trainer_parser
 from ..model.description import DescriptionError, Training
 from ..model.layout import Batch, Layout, Precision, spread

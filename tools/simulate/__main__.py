@@ -24,8 +24,8 @@ from importlib import import_module
 
 from msgspec.structs import replace
 
-from ..lab.arguments import Parser
 from ..lab.fields import FieldError
+from ..lab.programs import Parser
 from ..lab.tables import show
 from . import scenario
 from .closed_form import Dense, optimal

@@ -27,8 +27,8 @@ from rich.console import Console
 
 from moevement_ext.plan.strategy.dense import young_s
 
-from ..lab.arguments import program
 from ..lab.figures import print_json
+from ..lab.programs import program
 from ..lab.tables import say, table
 from .closed_form import Dense, Sparse
 

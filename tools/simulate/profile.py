@@ -19,9 +19,9 @@ import numpy as np
 from moevement_ext.events import Protected, Replanned, WindowCommitted
 from moevement_ext.plan.byte_planner import DEFAULT_HIDDEN_FRACTION, OperatorTable
 
-from ..lab.errors import LabError
 from ..lab.fields import Count, FieldError, NotNegative, Positive, require
 from ..lab.history import Episode, History, read_history
+from ..lab.programs import LabError
 from ..model.description import DescriptionError
 from .monte_carlo import Pipeline
 

@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 from rich.console import Console
 
-from ..lab.arguments import program
 from ..lab.fields import require
+from ..lab.programs import program
 from ..lab.tables import table
 from ..model.description import PRESETS, Training, known_or_read
 from .scenario import errors

@@ -12,8 +12,8 @@ from msgspec.structs import replace
 
 from moevement_ext.plan.byte_planner import InfeasiblePlan
 
-from ..lab.arguments import add_flags, flags_of
 from ..lab.fields import FieldError, PositiveOrInfinite, parser_of
+from ..lab.programs import add_flags, flags_of
 from ..model.description import GIGA, DescriptionError, read
 from ..model.description import mtbf_s as mtbf_of
 from . import profile as profiles

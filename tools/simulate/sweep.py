@@ -29,9 +29,9 @@ from tqdm import tqdm
 
 from moevement_ext.plan.byte_planner import InfeasiblePlan
 
-from ..lab.arguments import program
 from ..lab.drawing import OWN, PALETTE, picture, subtitle
 from ..lab.figures import print_json
+from ..lab.programs import program
 from ..lab.tables import say, table
 from ..lab.text import tick
 from . import scenario

@@ -39,8 +39,7 @@ from moevement_ext.memory.window.format import Expected
 from moevement_ext.memory.window.reader import WindowReader
 from moevement_ext.memory.window.refusal import UnreadableWindow
 
-from ..lab.arguments import FLAGS, Parser, add_flags, split_at_end
-from ..lab.errors import LabError
+from ..lab.programs import FLAGS, LabError, Parser, add_flags, split_at_end
 from ..lab.tables import table
 from ..lab.text import size
 from ..lab.trainer_flags import prepare_megatron

@@ -23,7 +23,7 @@ from moevement_ext.memory.shelf import Copy, base_of, copy_in_file, copy_in_memo
 from moevement_ext.memory.window.refusal import RefusedWindow
 from moevement_ext.memory.window.twin import base_path
 
-from ..lab.errors import LabError
+from ..lab.programs import LabError
 from .found import DISK, Found, by_window, complete, missing
 from .pruning import live_runs
 

@@ -10,8 +10,8 @@ import torch
 
 from tests.gpu.jobs.findings import Findings, Settings
 from tools.bench.frame import Hardware
-from tools.lab.errors import LabError
 from tools.lab.figures import write_json
+from tools.lab.programs import LabError
 
 NAME = 'gpu-check.json'
 Passes = Callable[[Iterable[Findings]], None]

@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 
 from tests.gpu.jobs.findings import Findings, Settings
-from tools.lab.errors import LabError
 from tools.lab.launch import ROOT
+from tools.lab.programs import LabError
 
 _CONNECTIONS = ('1', '8')
 # Bandwidth into registered pages of a tmpfs, and of captures, divided by that into pinned memory.

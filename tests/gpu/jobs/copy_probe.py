@@ -39,8 +39,8 @@ from moevement_ext.plan.byte_planner import (
     fewest_slots,
     hideable_budget,
 )
-from tools.lab.errors import LabError
 from tools.lab.figures import write_json
+from tools.lab.programs import LabError
 
 _NAME = 'probe'
 _GIB = 1 << 30

@@ -8,9 +8,9 @@ from tests.gpu.jobs.findings import Findings, Settings
 from tests.gpu.jobs.training import Kill, Trials, compare, costs, reduced
 from tools.lab import models
 from tools.lab.evidence import Tier, kind_of
-from tools.lab.four_ranks import STAGE_RANKS, WORLD_SIZE, training_flags
 from tools.lab.job import Trained
 from tools.lab.launch import Launcher
+from tools.lab.presets import STAGE_RANKS, WORLD_SIZE, training_flags
 
 WINDOW = 3
 ITERATIONS = 16

@@ -21,8 +21,8 @@ from torch.distributed import TCPStore
 from moevement_ext.launch import shared_gpu
 from tests.gpu.jobs.findings import Findings, Settings
 from tests.gpu.jobs.nccl_rank import Measured, Trial
-from tools.lab.errors import LabError
 from tools.lab.launch import ENVIRONMENT, ROOT
+from tools.lab.programs import LabError
 
 # Time limit of a trial.
 _LIMIT_S = 160

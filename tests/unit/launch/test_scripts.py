@@ -17,7 +17,7 @@ cpu_device.install()
 
 from megatron.training.arguments import add_megatron_arguments  # noqa: E402
 
-from tools.lab.arguments import program  # noqa: E402
+from tools.lab.programs import program  # noqa: E402
 
 pytestmark = pytest.mark.timed
 

@@ -15,9 +15,9 @@ from tests.unit.tools.samples import HARDWARE
 from tools.bench.frame import Bench, Figure, Report, markdown, print_report
 from tools.compare.__main__ import CompareBench
 from tools.compare.peers import PeersBench
-from tools.lab.errors import LabError
 from tools.lab.figures import Spread
 from tools.lab.launch import ROOT
+from tools.lab.programs import LabError
 
 
 class Turns(Bench):

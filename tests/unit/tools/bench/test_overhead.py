@@ -7,9 +7,8 @@ import pytest
 
 from tests.unit.megatron.moevement.job.test_identity import parsed
 from tests.unit.tools.samples import HARDWARE
-from tools.bench import model
 from tools.bench.overhead import AGAIN, FORMATS, PLAIN, SPARSE, OverheadBench, Run
-from tools.lab import models
+from tools.lab import models, presets
 from tools.model.layout import PRECISIONS
 
 
@@ -52,7 +51,7 @@ def test_a_cpu_that_emulates_bf16_trains_in_fp32(
     monkeypatch.setattr(models, '_PROCESSORS', processors)
     for flags, bf16 in {'fpu avx avx2': False, 'fpu avx2 avx512bw': True}.items():
         processors.write_text(f'model name\t: EPYC\nflags\t\t: {flags}\n')
-        assert ('--bf16' in model.training_flags(Path('text'), 12)) is bf16
+        assert ('--bf16' in presets.measured_flags(Path('text'), 12)) is bf16
         assert models.native_precision(gpu=True) == 'bf16'
 
 

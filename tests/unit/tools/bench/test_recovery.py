@@ -10,7 +10,7 @@ from tests.unit.tools.samples import CONVERTED, START, event, iteration_line, lo
 from tools.bench import recovery
 from tools.bench.comeback import PHASES, comeback, kept, stage_iterations
 from tools.bench.recovery import recovered
-from tools.lab.errors import LabError
+from tools.lab.programs import LabError
 from tools.lab.run_log import RunLog, parse_log
 
 KILLED_AT = (START + timedelta(seconds=5)).timestamp()

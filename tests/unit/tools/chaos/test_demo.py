@@ -20,9 +20,9 @@ from moevement_ext.events import (
 from tests.unit.tools.samples import event
 from tools.demo import LOST, result
 from tools.lab.digests import StateDigest
-from tools.lab.errors import LabError
-from tools.lab.four_ranks import STAGE_RANKS, WORLD_SIZE
 from tools.lab.job import Trained
+from tools.lab.presets import STAGE_RANKS, WORLD_SIZE
+from tools.lab.programs import LabError
 from tools.lab.run_log import Iteration, RunLog
 
 KILLED_AT = 100.0

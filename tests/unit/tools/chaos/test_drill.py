@@ -11,9 +11,8 @@ from moevement_ext.config_file import last_value
 from moevement_ext.events import Event, NextTier, Recovered
 from tools import drill
 from tools.drill import drill_flags, main
-from tools.lab.arguments import program
-from tools.lab.errors import LabError
 from tools.lab.evidence import problems
+from tools.lab.programs import LabError, program
 
 
 def recovered(rank: int, **changes: Any) -> Recovered:

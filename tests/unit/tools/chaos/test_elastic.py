@@ -13,8 +13,8 @@ import pytest
 from moevement_ext.events import RecoveryStarted, WindowPersisted, encode
 from tools.chaos.elastic import EVENTS, LAYOUTS, RUN_ID, ElasticCampaign, Life, draw_lives
 from tools.lab.digests import StateDigest
-from tools.lab.errors import LabError
 from tools.lab.job import DIGEST
+from tools.lab.programs import LabError
 
 BEGAN = [None, 3, 3, None, 7]
 EP2, EP3, EP4 = LAYOUTS[:3]

@@ -12,8 +12,8 @@ from tools.compare.__main__ import CompareBench
 from tools.compare.rows import ROWS, Keeps
 from tools.compare.running import Course, Lived
 from tools.lab.digests import StateDigest
-from tools.lab.errors import LabError
 from tools.lab.job import Trained
+from tools.lab.programs import LabError
 from tools.lab.trainer_flags import trainer_parser
 
 VALUES = {'window': '3', 'mtbf_s': 60.0, 'network_gb_per_s': 0.02, 'disk': '/disk'}

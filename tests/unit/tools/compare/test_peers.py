@@ -8,11 +8,11 @@ import pytest
 
 from tests.unit.tools.samples import logged
 from tools.compare.peers import PEERS, RANKS, SITE, Watched, compared
-from tools.compare.program import FOLDER
 from tools.lab.cpu_clock import Spent
 from tools.lab.digests import StateDigest
-from tools.lab.errors import LabError
 from tools.lab.job import Trained
+from tools.lab.programs import LabError
+from tools.lab.trainer import FOLDER
 
 SAME, OTHER = StateDigest('00', 8, {}), StateDigest('11', 8, {'0': {'parameter/x': '1'}})
 

@@ -10,9 +10,9 @@ from unittest.mock import Mock
 import psutil
 import pytest
 
-from tools.lab.errors import LabError
 from tools.lab.job import Job, Kind
 from tools.lab.launch import Launch
+from tools.lab.programs import LabError
 
 pytestmark = pytest.mark.timed
 WAIT_S = 120.0

@@ -1,19 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trainer of a comparison: `pretrain_gpt.py` that logs its start and may copy slowly.
+"""The trainer of measurements: `pretrain_gpt.py` with what this machine lacks, by its variables.
 
 The only place that limits the rate of copies to host memory: a toy model on a CPU hides every
 copy, large models on GPUs do not. The limit is for measurements only, so the trainer has no flag
-for it. The trainer may be under lm-resiliency, called as that project's documentation says.
+for it. A *ballast* is a file in a tmpfs that a worker maps, as it maps the windows of a model. An
+*emulated device* computes one micro-batch at a time on each node: it takes some seconds, beside the
+CPU's. The trainer may be under lm-resiliency, called as that project's documentation says.
 """
 
+import fcntl
+import mmap
 import multiprocessing
 import os
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 MOEVEMENT_SPARES = True
+
+BALLAST = 'MOEVEMENT_BALLAST'
+"""Environment variable of a worker: the file."""
+SECONDS, DEVICES = 'MOEVEMENT_DEVICE_S', 'MOEVEMENT_DEVICES'
+"""The same: seconds of a micro-batch on a device; folder of the locks of devices."""
 
 COPY_GB_PER_S = 'MOEVEMENT_COMPARE_COPY_GB_PER_S'
 """Environment variable: limit, in GB/s, of each rank's copies to host memory; unset: no limit."""
@@ -37,10 +49,41 @@ if (
     from megatron.training import get_args, training
 
     from megatron.moevement import pretrain_gpt
+    from megatron.moevement.pretrain_gpt import warm_up  # noqa: F401 - for a hot spare
     from megatron.moevement.seams import patches
     from moevement_ext.capture.copier import Copier
     from moevement_ext.capture.layout import Piece
     from moevement_ext.rates import TokenBucket
+
+
+def file_in(folder: Path, gigabytes: int) -> Path | None:
+    """Write a ballast; None if it would be empty."""
+    if not gigabytes:
+        return None
+    path = folder / 'ballast'
+    with path.open('wb') as file:
+        os.posix_fallocate(file.fileno(), 0, gigabytes * 10**9)
+    return path
+
+
+def _mapped() -> mmap.mmap:
+    """Map the file; its pages are in this process's page table, which its death has to clear."""
+    with open(os.environ[BALLAST], 'r+b') as file:
+        memory = mmap.mmap(file.fileno(), 0)
+    np.frombuffer(memory, np.uint8)[:: mmap.PAGESIZE].max()
+    return memory
+
+
+def _on_device(forward_step: Callable[..., Any]) -> Callable[..., Any]:
+    device, seconds = Path(os.environ[DEVICES], os.environ['MOEVEMENT_NODE']), os.environ[SECONDS]
+
+    def step(*args: Any, **named: Any) -> Any:
+        with device.open('a') as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            time.sleep(float(seconds))  # what is emulated, not a synchronisation
+        return forward_step(*args, **named)
+
+    return step
 
 
 def limit_copies(bytes_per_s: float) -> None:
@@ -105,6 +148,9 @@ def main() -> None:
         fork_helpers()
     if FOLDER in os.environ:
         patches.wrap('megatron.training.training:setup_model_and_optimizer', set_up)
+    if DEVICES in os.environ:
+        pretrain_gpt.forward_step = _on_device(pretrain_gpt.forward_step)
+    ballast = _mapped() if BALLAST in os.environ else None  # noqa: F841 - mapped until the end
     sys.argv[0] = 'pretrain_gpt.py'
     pretrain_gpt.main()
 

@@ -1,18 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command line parser of the tools, and flags that are data."""
+"""What the programs share: parsers with flags that are data, errors, and exit statuses."""
 
+import signal
 import sys
 import tomllib
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from rich.console import Console
+
+from moevement_ext.config import ConfigurationError
 from moevement_ext.system.leaving import Parser as Parser
 
 from . import fields
+
+
+class LabError(Exception):
+    """A program cannot continue; `run_tool` prints why. Any function of a tool may raise it.
+
+    Args:
+        message: the problem and its remedy.
+        tail: last lines of the log with the most detail, if any.
+    """
+
+    def __init__(self, message: str, tail: str = '') -> None:
+        super().__init__(message)
+        self.tail = tail
 
 
 def flags_of(package: str | None) -> dict[str, dict[str, Any]]:
@@ -70,3 +87,24 @@ def add_flags(
             options.setdefault('metavar', name.lstrip('-').upper().replace('-', '_'))
         group = options.pop('either', None)
         (either[group] if group else parser).add_argument(name, **options)
+
+
+def run_tool(name: str, work: Callable[[Console], int]) -> int:
+    """Return the exit status of `work`; 2 if it raises `LabError` or `ConfigurationError`.
+
+    The error is printed after the name of the tool. Main thread only.
+    """
+    exit_on_sigterm()
+    console, errors = Console(), Console(stderr=True)
+    try:
+        return work(console)
+    except (ConfigurationError, LabError) as error:
+        if tail := getattr(error, 'tail', ''):
+            errors.print(tail, markup=False, highlight=False, soft_wrap=True)
+        errors.print(f'{name}: {error}', style='bold red', markup=False, soft_wrap=True)
+        return 2
+
+
+def exit_on_sigterm() -> None:
+    """Turn SIGTERM into an exception, so that jobs stop and memory is freed. Main thread only."""
+    signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))
