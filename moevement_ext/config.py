@@ -13,8 +13,6 @@ from dataclasses import Field, asdict, dataclass, field, fields
 from difflib import get_close_matches
 from typing import Any
 
-import msgspec
-
 from moevement_ext.errors import UserError
 
 AUTO = 'auto'
@@ -151,27 +149,6 @@ def told_by_field[C: type](settings: C) -> C:
 
 
 GUEST = 'MOEVEMENT_GUEST'
-UNFLAGGED = 'MOEVEMENT_SETTINGS'
-"""Variable with values of fields without a flag, as 'max_wait=60 freezes=0': for tests and
-benchmarks, the same on all ranks."""
-
-
-def unflagged(text: str) -> dict[str, Any]:
-    """Parse the value of `UNFLAGGED`.
-
-    Raises:
-        ConfigurationError: a name or a value is wrong.
-    """
-    types = {f.name: f.type for f in fields(SparseCheckpointConfig) if f not in flagged()}
-    found = {}
-    for name, value in (item.partition('=')[::2] for item in text.split()):
-        if name not in types:
-            raise ConfigurationError(f'{UNFLAGGED}: {name!r} is no setting without a flag.')
-        try:
-            found[name] = msgspec.convert(value, types[name], strict=False)
-        except msgspec.ValidationError as error:
-            raise ConfigurationError(f'{UNFLAGGED}: {name}: {error}.') from None
-    return found
 
 
 def flagged() -> list[Field[Any]]:
@@ -184,8 +161,7 @@ def flagged() -> list[Field[Any]]:
 class SparseCheckpointConfig:
     """One field per `--sparse-ckpt-*` flag, with the help of the flag in its metadata.
 
-    The last fields have no flag, but may be set in a file (`config_file.py`), and by tests and
-    benchmarks (`UNFLAGGED`).
+    The last fields have no flag, but may be set in a file (`config_file.py`).
     """
 
     strategy: str = setting(MOEVEMENT)("""'moevement': a slice of the state in every iteration, into

@@ -3,7 +3,6 @@
 
 import argparse
 import functools
-import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -16,13 +15,11 @@ from moevement_ext.config import (
     CHOICES,
     DYNAMIC,
     INTERVAL_RULES,
-    UNFLAGGED,
     ConfigurationError,
     SparseCheckpointConfig,
     flag_of,
     flagged,
     network_rate,
-    unflagged,
 )
 from moevement_ext.config_file import CONFIG_FLAG, SITE, from_files
 from moevement_ext.system.leaving import Parser
@@ -151,5 +148,4 @@ def config_from_args(args: UpstreamArguments) -> SparseCheckpointConfig:
     given = {name.removeprefix('sparse_ckpt_'): value for name, value in vars(args).items()
              if name.startswith('sparse_ckpt_')}  # fmt: skip
     known = {field.name for field in fields(SparseCheckpointConfig)} & given.keys()
-    more = unflagged(os.environ.get(UNFLAGGED, ''))
-    return SparseCheckpointConfig(**{name: given[name] for name in known} | more)
+    return SparseCheckpointConfig(**{name: given[name] for name in known})

@@ -14,7 +14,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from moevement_ext.config import UNFLAGGED
 from moevement_ext.errors import EXIT_WHOLE_JOB
 from moevement_ext.events import Resharded, WindowPersisted, WorkerStarted
 from tests.distributed.conftest import Make, read_digest
@@ -96,7 +95,7 @@ def agents_of(job: Cluster, stall: Path) -> Iterator[tuple[list[Path], list[Call
     launch = elastic_launch()
     logs = [job.directory / f'agent{number}.log' for number in range(3)]
     env = {'MOEVEMENT_STALL_FILE': str(stall), 'TORCH_DISABLE_SHARE_RDZV_TCP_STORE': '1'}
-    env[UNFLAGGED] = job.settings
+    env |= job.site()
     with ExitStack() as stack:
         yield (
             logs,
@@ -182,7 +181,7 @@ def submitted(
         'SLURM_GPUS_ON_NODE': '2',
         'MOEVEMENT_STALL_FILE': str(stall),
         'CUDA_DEVICE_MAX_CONNECTIONS': '1',
-        UNFLAGGED: job.settings,
+        **job.site(),
         **env,
     }
     with log.open('ab') as output:

@@ -25,7 +25,7 @@ FLAGS = (
     '--eval-interval 4 --eval-iters 2'
 ).split()
 
-OTHERWISE = '--sparse-ckpt-order soft freezes=0'.split()
+OTHERWISE = '--sparse-ckpt-order soft freezes=false'.split()
 """As the default does not have them: the bits are the same."""
 
 

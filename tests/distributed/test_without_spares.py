@@ -16,7 +16,6 @@ from typing import NamedTuple
 import psutil
 import pytest
 
-from moevement_ext.config import UNFLAGGED
 from moevement_ext.errors import EXIT_WHOLE_JOB
 from moevement_ext.events import Event, NextTier, Protected, Recovered, decode
 from moevement_ext.launch.launch_config import LaunchConfig, StagedAction, StagedFault
@@ -235,7 +234,8 @@ def test_node_returns_while_its_guests_are_set_up(
 ) -> None:
     flags = f'{WIDE} --train-iters 16'
     job = made(cluster, flags)
-    monkeypatch.setenv(UNFLAGGED, job.settings)
+    for name, value in job.site().items():
+        monkeypatch.setenv(name, value)
     logs, program = job.directory / 'logs', job.directory / 'program.py'
     job.directory.mkdir()
     program.write_text(PROGRAM.format(imported='', called='pass'))

@@ -21,8 +21,6 @@ from pathlib import Path
 
 import msgspec
 
-from moevement_ext.config import UNFLAGGED
-
 from ..chaos.configuration import BF16, RUN_ID, Configuration, parse_layout
 from ..lab import trainer
 from ..lab.job import Job, Kind, Trained, memory_directory, train
@@ -35,8 +33,7 @@ _SETTLED = 3  # iterations from a recovery on that do not count
 _JOB = Configuration(parse_layout('dp4'), BF16, ('dropout',), window=2, nodes=4, guests=True)
 _BATCH = ['--global-batch-size', '12']  # three micro-batches on each rank
 ROUTES, GUESTS = 'routes', 'guests'
-_FLAG = {ROUTES: 'auto', GUESTS: 'off'}
-"""By way, the value of the setting `routes`."""
+_SETTING = {ROUTES: 'routes = "auto"', GUESTS: 'routes = "off"'}
 
 
 class Lived(msgspec.Struct, frozen=True):
@@ -88,10 +85,11 @@ class GuestsBench(Bench):
         folder = self.output / f'{number}-{way}'
         with memory_directory() as memory:
             flags = [*self._plain, *_JOB.sparse_flags(memory, folder)]
-            devices = {trainer.SECONDS: str(self.args.device), trainer.DEVICES: str(memory),
-                       UNFLAGGED: f'routes={_FLAG[way]}'}  # fmt: skip
+            devices = {trainer.SECONDS: str(self.args.device), trainer.DEVICES: str(memory)}
             launch = _JOB.launch(folder, flags, max_restarts=9)
-            launch = launch._replace(variables=devices, program_file=trainer.__file__)
+            launch = launch._replace(
+                variables=devices, settings=_SETTING[way], program_file=trainer.__file__
+            )
             killed_at: list[float] = []
 
             def hurt(job: Job) -> None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from moevement_ext.config import REPORT, STOP, UNFLAGGED
+from moevement_ext.config import REPORT, STOP
 
 from ..lab import models, precisions
 from ..lab.job import Kind
@@ -97,7 +97,7 @@ def parse_layout(text: str) -> Layout:
 
 AUTO = 'auto'
 LONGEST_WINDOW = 6
-_RESTLESS = f'max_window={LONGEST_WINDOW} reorder_change=0 reorder_fraction=0.01'
+_RESTLESS = f'max_window = {LONGEST_WINDOW}\nreorder_change = 0\nreorder_fraction = 0.01'
 HANG_TIMEOUT_S = 5
 # Seconds per rank: training threads wait while upstream starts processes that write checkpoints, on
 # this machine for all ranks at once.
@@ -145,11 +145,10 @@ class Configuration(NamedTuple):
         """Without restarts, the job has no spares either."""
         narrow = self.precision in NARROW
         program = precisions.program(stand_ins=not self.share_gpu) if narrow else PROGRAM
-        variables = {UNFLAGGED: _RESTLESS} if self.window == AUTO else {}
         return Launch(
             folder, flags, self.nodes, self.workers_per_node, max_restarts,
-            self.spares if max_restarts else 0, variables, self.share_gpu, self.guests,
-            program_file=program,
+            self.spares if max_restarts else 0, settings=_RESTLESS if self.window == AUTO else '',
+            share_gpu=self.share_gpu, guests=self.guests, program_file=program,
         )  # fmt: skip
 
     def kinds(self) -> list[Kind]:

@@ -43,7 +43,7 @@ class Row(msgspec.Struct, frozen=True):
     copies: bool = False
     """Optimizers of data-parallel ranks are copies of each other; experts are not sharded."""
     settings: str = ''
-    """Settings without a flag (`config.UNFLAGGED`)."""
+    """Settings without a flag, as in a file of settings."""
     ablation: bool = False
     """Leaves out parts of the method; runs only if it is named."""
 

@@ -13,8 +13,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
-from moevement_ext.config import UNFLAGGED
-
 from ..lab import models, presets, trainer
 from ..lab.job import Job, Kind, Trained, memory_directory, train
 from ..lab.launch import Launch
@@ -122,8 +120,9 @@ class Course(NamedTuple):
                 disk=disk,
             )  # fmt: skip
             flags = [*self.training_flags(row.copies), *own]
-            limit = {trainer.COPY_GB_PER_S: f'{self.copy_gb_per_s:g}', UNFLAGGED: row.settings}
+            limit = {trainer.COPY_GB_PER_S: f'{self.copy_gb_per_s:g}'}
             launch = self._launch(folder, flags, row.spares, limit if row.throttled else {})
+            launch = launch._replace(settings=row.settings)
             try:
                 trained = train(launch, inject, memory=memory / RUN_ID)
                 saved = newest_bytes(checkpoints)

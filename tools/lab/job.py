@@ -14,6 +14,7 @@ from typing import NamedTuple, Self
 
 import psutil
 
+from moevement_ext.config_file import SITE
 from moevement_ext.errors import EXIT_WHOLE_JOB
 from moevement_ext.events import Event, WorkerStarted
 from moevement_ext.launch.launch_config import StagedAction
@@ -85,10 +86,13 @@ class Job:
         self.folder = launch.folder
         self._memory = memory
         self._stall = launch.folder / _STALL
+        variables = dict(launch.variables)
         if memory is not None:
-            variables = {**launch.variables, 'MOEVEMENT_STALL_FILE': str(self._stall)}
-            launch = launch._replace(variables=variables)
-        self._launch = launch
+            variables['MOEVEMENT_STALL_FILE'] = str(self._stall)
+        if launch.settings:
+            variables[SITE] = str(launch.folder / 'settings.toml')
+            Path(variables[SITE]).write_text(launch.settings, 'utf-8')
+        self._launch = launch = launch._replace(variables=variables)
         self._launcher: LocalCluster | Agents
         if launcher is Launcher.LOCAL:
             self._launcher = LocalCluster(launch)

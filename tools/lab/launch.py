@@ -61,6 +61,8 @@ class Launch(NamedTuple):
     """Processes that have imported the program, and fork workers; torchrun has none."""
     variables: Mapping[str, str] = {}
     """Environment variables of the workers, in addition to `ENVIRONMENT`."""
+    settings: str = ''
+    """Contents of a file of settings, as of a site."""
     share_gpu: bool = False
     """All ranks use the first GPU, over NCCL, instead of the CPU, over gloo."""
     guests: bool = False

@@ -23,7 +23,7 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
-from moevement_ext.config import UNFLAGGED
+from moevement_ext.config_file import SITE
 from moevement_ext.errors import EXIT_OTHER_BITS
 from moevement_ext.events import Event, decode
 from moevement_ext.membership.mailbox import PROCESS, read_finished
@@ -86,7 +86,7 @@ class Cluster:
         gives_secret: passes a secret to the workers, as this project's launchers do; torchrun
             does not.
         exact_memory: the tmpfs of each node has exactly the planned size.
-        settings: values of settings without a flag (`config.UNFLAGGED`).
+        settings: lines of a file of settings, for those without a flag.
     """
 
     flags: list[str]
@@ -113,6 +113,14 @@ class Cluster:
 
     def node_memory(self, node: int) -> Path:
         return self.memory / f'node{node}'
+
+    def site(self) -> dict[str, str]:
+        """Environment of a site with a file of the present settings, beside the directory."""
+        if not self.settings:
+            return {}
+        file = self.directory.with_suffix('.toml')
+        file.write_text(self.settings)
+        return {SITE: str(file)}
 
     def sparse_flags(self) -> list[str]:
         """Flags that put windows and events into this run's directories."""
@@ -326,7 +334,7 @@ class Cluster:
             'MOEVEMENT_NODE': f'node{rank * self.nodes // self.ranks}',
             'MOEVEMENT_FAIL_AT': fail_at,
             BACKEND: self.backend,
-            UNFLAGGED: self.settings,
+            **self.site(),
             **(secret.variables_of(self.name.encode()) if self.gives_secret else {}),
             **dense_saves.environment(),
             **(exact_memory.environment() if self.exact_memory else {}),

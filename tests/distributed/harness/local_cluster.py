@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 
-from moevement_ext.config import UNFLAGGED
 from tests.distributed.harness.cluster import ROOT, Cluster
 
 PROGRAM = """
@@ -50,7 +49,7 @@ def launch(job: Cluster, *flags: str, mutation: str | None = None) -> tuple[int,
             command,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, 'PYTHONPATH': str(ROOT), UNFLAGGED: job.settings},
+            env={**os.environ, 'PYTHONPATH': str(ROOT), **job.site()},
             timeout=TIMEOUT_S,
             check=False,
         )

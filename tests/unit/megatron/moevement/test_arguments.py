@@ -6,7 +6,7 @@ import argparse
 import pytest
 
 from megatron.moevement.arguments import add_arguments, config_from_args
-from moevement_ext.config import UNFLAGGED, ConfigurationError, SparseCheckpointConfig, flagged
+from moevement_ext.config import ConfigurationError, SparseCheckpointConfig, flagged
 
 
 def parse(*flags: str) -> argparse.Namespace:
@@ -69,16 +69,6 @@ def test_help_of_a_flag_is_in_the_metadata_of_its_field(monkeypatch: pytest.Monk
     monkeypatch.setenv('COLUMNS', '100000')  # hyphens too stay on their line
     shown = shown_help()
     assert [one.name for one in flagged() if one.metadata['help'] not in shown] == []
-
-
-def test_tests_set_what_has_no_flag_by_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(UNFLAGGED, 'max_wait=60 freezes=0 max_window=3')
-    config = config_from_args(parse('--sparse-ckpt-replicas', '1'))
-    assert (config.max_wait, config.freezes, config.longest_window) == (60.0, False, 3)
-    for wrong in ('window=3', 'max_wait=long'):
-        monkeypatch.setenv(UNFLAGGED, wrong)
-        with pytest.raises(ConfigurationError, match=f'{UNFLAGGED}: .*{wrong.split("=")[0]}'):
-            config_from_args(parse())
 
 
 def test_percent_in_a_text_is_shown_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
