@@ -44,7 +44,7 @@ from moevement_ext.protect.replanner import Decide, Replanner, event
 from moevement_ext.protect.slow_ranks import SlowRanks
 from moevement_ext.protect.statistics import CaptureStatistics, Figures
 from moevement_ext.rates import OtherWork, timed
-from moevement_ext.regroup.waited import waited
+from moevement_ext.regroup.waits import waited
 from moevement_ext.replicate.host_memory import HostMemory, WindowRoom
 from moevement_ext.replicate.node_plan import JobMemory, Member, Share, copies_of, described
 from moevement_ext.replicate.secret import agree

@@ -27,7 +27,7 @@ from moevement_ext.memory.ledger import LedgerEntry
 from moevement_ext.memory.upstream_log.log import UpstreamLog
 from moevement_ext.memory.upstream_log.record import Direction, region_bytes
 from moevement_ext.recover.trainer import Received
-from moevement_ext.regroup.waited import waited
+from moevement_ext.regroup.waits import waited
 
 
 class _Done:

@@ -29,7 +29,7 @@ from moevement_ext import faults
 from moevement_ext.errors import SparseCheckpointError
 from moevement_ext.faults import Phase
 from moevement_ext.memory.ledger import MAX_SCALARS
-from moevement_ext.regroup.waited import waited
+from moevement_ext.regroup.waits import waited
 
 
 class GlobalScalars(msgspec.Struct):

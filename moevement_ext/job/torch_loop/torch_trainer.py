@@ -28,7 +28,7 @@ from moevement_ext.memory.upstream_log.log import UpstreamLog
 from moevement_ext.memory.upstream_log.record import Direction, region_bytes
 from moevement_ext.plan.replanning import TokenCounter
 from moevement_ext.recover.trainer import Committed, Loop, Received
-from moevement_ext.regroup.waited import waited
+from moevement_ext.regroup.waits import waited
 
 
 class TorchPipeline:

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from moevement_ext.regroup.waited import Waited
+from moevement_ext.regroup.waits import Waited
 
 
 def test_waits_of_the_training_thread_count_for_the_rank_waited_for() -> None:
