@@ -21,7 +21,6 @@ from moevement_ext.recover import whole_job
 from moevement_ext.recover.conversion import Conversion
 from moevement_ext.recover.reshard import found
 from moevement_ext.recover.reshard.assembly import Assembly
-from moevement_ext.recover.reshard.stock import shelf_of, take_stock
 from moevement_ext.recover.trainer import Trainer
 from moevement_ext.replicate.host_memory import HostMemory
 from moevement_ext.replicate.protocol import MIN_BYTES_PER_SECOND
@@ -34,7 +33,8 @@ class OtherLayouts:
 
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
-        self._shelf = None if rank.config.elastic == OFF else shelf_of(rank.config, rank.run_id)
+        elastic = rank.config.elastic != OFF
+        self._shelf = found.shelf_of(rank.config, rank.run_id) if elastic else None
         self._elsewhere = found.NOTHING
 
     @property
@@ -80,7 +80,7 @@ class OtherLayouts:
     def _useless(self, shelf: Shelf) -> list[str]:
         """Directories to free; a process that has joined a running job has not searched before."""
         try:
-            return take_stock(self._rank.identity, self._rank.config, shelf).runs
+            return found.take_stock(self._rank.identity, self._rank.config, shelf).runs
         except StoreInUseError as error:
             logger.warning('windows of other layouts stay: %s', error)
             return []

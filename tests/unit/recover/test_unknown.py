@@ -28,7 +28,7 @@ from moevement_ext.memory.window.settings import Layout
 from moevement_ext.recover import inventory
 from moevement_ext.recover.absence import refuse_to_forget
 from moevement_ext.recover.conversion import Conversion
-from moevement_ext.recover.reshard import stock
+from moevement_ext.recover.reshard import found as other_layouts
 from moevement_ext.recover.reshard.found import Elsewhere, merged, require_parts
 from moevement_ext.recover.whole_job import obtain
 from moevement_ext.replicate.client import PeerLost
@@ -158,7 +158,7 @@ def under_a_former_name(shm: Path, disk: Path) -> tuple[Path, Decide]:
 def of_other_layout(shm: Path, disk: Path | None) -> bool:
     shelf = Shelf(NodeStore(shm, resharded.NEW, 'a'), disk)
     identity = RankIdentity('new', 'new', 0, placed=resharded.placed(0, Layout(2, data=2)))
-    found = stock.take_stock(identity, SparseCheckpointConfig(dir=str(shm)), shelf)
+    found = other_layouts.take_stock(identity, SparseCheckpointConfig(dir=str(shm)), shelf)
     everything = merged([found])
     if any(not one.missing for one in everything):
         return True

@@ -17,8 +17,15 @@ from moevement_ext.memory.window.name import RankIdentity, Window, WindowName
 from moevement_ext.memory.window.settings import Layout, Placed, Seat
 from moevement_ext.memory.window.slot import FORMAT_VERSION
 from moevement_ext.recover.reshard import found
-from moevement_ext.recover.reshard.found import Candidate, Elsewhere, require_exact, require_parts
-from moevement_ext.recover.reshard.stock import Stock, _Seen, take_stock
+from moevement_ext.recover.reshard.found import (
+    Candidate,
+    Elsewhere,
+    Stock,
+    _Seen,
+    require_exact,
+    require_parts,
+    take_stock,
+)
 from tests.unit.memory.samples import RUN, TOPOLOGY, capacity, commit, make_header, tmpfs_directory
 
 PLACED = Placed('training', Layout(2, data=2), Seat())

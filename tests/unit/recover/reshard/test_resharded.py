@@ -31,10 +31,9 @@ from moevement_ext.memory.window.slot import FORMAT_VERSION, SlotContext, SlotHe
 from moevement_ext.recover import inventory
 from moevement_ext.recover.conversion import Conversion
 from moevement_ext.recover.reshard.assembly import Assembly
-from moevement_ext.recover.reshard.found import Candidate, Elsewhere, merged
+from moevement_ext.recover.reshard.found import Candidate, Elsewhere, Stock, merged, take_stock
 from moevement_ext.recover.reshard.index import Division
 from moevement_ext.recover.reshard.resharded import Fetcher, ReshardedWindow, resharded
-from moevement_ext.recover.reshard.stock import Stock, take_stock
 from moevement_ext.replicate.client import PeerLost, PeerRefused, ReplicaClient
 from moevement_ext.replicate.replica_server import ReplicaServer
 from tests.unit.memory.samples import SECRET
