@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Base classes of errors, and exit statuses for launchers and scripts."""
+"""Base classes of errors, their lists, and exit statuses for launchers and scripts."""
+
+from collections.abc import Sequence
 
 EXIT_USER_ERROR = 2
 """Exit status of a program that ends because of a `UserError`, as for a wrong flag."""
@@ -38,3 +40,9 @@ class LaunchError(SparseCheckpointError):
     def __init__(self, message: str, exit_code: int = 1) -> None:
         super().__init__(message)
         self.exit_code = exit_code
+
+
+def some(names: Sequence[object], most: int = 8, between: str = ', ') -> str:
+    """The first names, and how many more there are."""
+    more = f' and {len(names) - most} more' if len(names) > most else ''
+    return between.join(map(str, names[:most])) + more

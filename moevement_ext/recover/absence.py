@@ -18,7 +18,7 @@ from functools import partial
 import msgspec
 
 from moevement_ext.config import SparseCheckpointConfig
-from moevement_ext.errors import SparseCheckpointError, UserError
+from moevement_ext.errors import SparseCheckpointError, UserError, some
 from moevement_ext.logger import logger_of
 from moevement_ext.membership.rank import Rank
 from moevement_ext.memory.holder_lock import is_held
@@ -34,7 +34,6 @@ logger = logger_of(__name__)
 FLAG = '--sparse-ckpt-forget'
 MEMORY, DISK = '--sparse-ckpt-dir', '--sparse-ckpt-disk'
 _RUN_ID = '--sparse-ckpt-run-id'
-_NAMED = 8
 # Maximum number of differences: a run with more is another job, not a mistake.
 _MOST = 4
 
@@ -137,13 +136,6 @@ def _named(ranks: Sequence[int], traces: Sequence[Traces]) -> str:
         f'{"ranks" if len(ranks) > 1 else "rank"} {some(ranks)} '
         f'(node{"s" if len(nodes) > 1 else ""} {some(nodes)})'
     )
-
-
-def some(names: Sequence[object]) -> str:
-    """The first names, and how many more there are."""
-    rest = len(names) - _NAMED
-    shown = ', '.join(map(str, names[:_NAMED]))
-    return f'{shown} and {rest} more' if rest > 0 else shown
 
 
 def name_other_runs(store: NodeStore, rank: Rank) -> None:

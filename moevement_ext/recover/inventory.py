@@ -10,6 +10,7 @@ import msgspec
 import xxhash
 
 from moevement_ext.config import is_guest, node_name
+from moevement_ext.errors import some
 from moevement_ext.logger import logger_of
 from moevement_ext.membership.mailbox import own_launch, own_process
 from moevement_ext.membership.report import NOWHERE, Report
@@ -133,8 +134,7 @@ class _Found:
 
     def _told(self) -> Self:
         for reason, paths in self._refused.items():
-            more = f' and {len(paths) - 1} more' if len(paths) > 1 else ''
-            logger.warning('refused: %s%s: %s', paths[0], more, reason)
+            logger.warning('refused: %s: %s', some(paths, 1), reason)
         self._refused.clear()
         return self
 

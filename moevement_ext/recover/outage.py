@@ -22,6 +22,7 @@ from datetime import timedelta
 import msgspec
 from torch.distributed import Store
 
+from moevement_ext.errors import some
 from moevement_ext.logger import highlighted, logger_of
 from moevement_ext.membership import mailbox
 from moevement_ext.membership.mailbox import End, of_launch, own_launch
@@ -95,8 +96,7 @@ def deaths(gone: Iterable[End]) -> str:
     for one in sorted(gone):
         alike.setdefault((one.node, one.how), []).append(one)
     words = [_died(node, how, together) for (node, how), together in alike.items()]
-    more = f' and {len(words) - _MOST_DEATHS} more' if len(words) > _MOST_DEATHS else ''
-    return ', '.join(words[:_MOST_DEATHS]) + more
+    return some(words, _MOST_DEATHS)
 
 
 def together(verified: Sequence[Verified]) -> Verified:

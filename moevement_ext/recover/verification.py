@@ -17,7 +17,7 @@ evaluation, and a replay computes its state before it.
 """
 
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple, Self
 
 import torch
@@ -25,13 +25,12 @@ import xxhash
 
 from moevement_ext.capture.layout import OperatorSlices
 from moevement_ext.config import STOP
+from moevement_ext.errors import some
 from moevement_ext.logger import logger_of
 from moevement_ext.memory.ledger import LedgerEntry
 from moevement_ext.memory.window.slot import RangeKey, SlotHeader, decode_context, older_experts
 
 logger = logger_of(__name__)
-
-_MOST_NAMES = 8
 
 
 class Verified(NamedTuple):
@@ -57,7 +56,7 @@ class Verified(NamedTuple):
             compared.append(f'loss or gradient norm of {self.iterations} iterations')
         if not compared:
             return 'verified: checksums of the window (it is the newest that was captured)'
-        names = _listed(self.differing)
+        names = some(self.differing)
         return f'verified: {", ".join(compared)}, differing: {len(self.differing)}' + (
             f' ({names})' if names else ''
         )
@@ -170,7 +169,7 @@ class Verification:
         new = [name for name, first in self._differing.items() if first == iteration]
         if new:
             logger.warning(
-                'the state after iteration %d is not what it had been: %s', iteration, _listed(new)
+                'the state after iteration %d is not what it had been: %s', iteration, some(new)
             )
 
     def forbids(self, verify: str) -> bool:
@@ -186,10 +185,6 @@ class Verification:
             len(self._scalars_of),
             self.tokens_lost,
         )
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ', '.join(names[:_MOST_NAMES]) + (', ...' if len(names) > _MOST_NAMES else '')
 
 
 def _checksum(source: torch.Tensor) -> int:

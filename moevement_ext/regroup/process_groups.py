@@ -18,7 +18,7 @@ import xxhash
 from torch._C._distributed_c10d import Backend, ProcessGroup
 from torch.distributed import DistError, PrefixStore, Store, default_pg_timeout
 
-from moevement_ext.errors import SparseCheckpointError
+from moevement_ext.errors import SparseCheckpointError, some
 from moevement_ext.regroup import gloo, internals, waits
 from moevement_ext.regroup.interruptible_store import InterruptibleStore, used_by_any
 
@@ -313,7 +313,7 @@ class ProcessGroups:
         if not isinstance(error, RuntimeError | OSError):  # OSError: from a store in Python
             raise error
         raise RegroupError(
-            f'The process group of ranks {_shown(group.ranks)} could not be connected '
+            f'The process group of ranks {some(group.ranks)} could not be connected '
             f'within {timeout.total_seconds():g} s: {error}'
         ) from error
 
@@ -374,7 +374,7 @@ class ProcessGroups:
         able = torch.distributed.Backend.backend_capability[self._backend]
         if torch.device('cpu') in devices and 'cpu' not in able:
             raise SparseCheckpointError(
-                f'The fake process group of ranks {_shown(ranks)} serves CPU tensors, '
+                f'The fake process group of ranks {some(ranks)} serves CPU tensors, '
                 f'{self._backend} cannot: call stand_in_for({self._backend!r}) before '
                 'torch.distributed.init_process_group.'
             )
@@ -391,7 +391,7 @@ class ProcessGroups:
             else 'Choose one of them and leave TORCH_DISTRIBUTED_DEBUG=DETAIL unset.'
         )
         raise SparseCheckpointError(
-            f'The process group of ranks {_shown(ranks)} uses {" and ".join(sorted(classes))}; '
+            f'The process group of ranks {some(ranks)} uses {" and ".join(sorted(classes))}; '
             'only groups of one backend, gloo or the classic ProcessGroupNCCL, can be renewed '
             f'after a fault. {remedy}'
         )
@@ -437,7 +437,3 @@ def _kind(name: str) -> _Kind:
         internals.check(nccl.PARTS)
         return nccl.Nccl()
     raise SparseCheckpointError(f'Backend {name}: only gloo and nccl groups can be renewed')
-
-
-def _shown(ranks: tuple[int, ...]) -> str:
-    return ', '.join(map(str, ranks[:8])) + (', ...' if len(ranks) > 8 else '')

@@ -19,6 +19,8 @@ from typing import Annotated, NamedTuple
 import msgspec
 import xxhash
 
+from moevement_ext.errors import some
+
 Table = dict[str, str]
 """Values as text, by names known to users: flags, files, packages, variables."""
 
@@ -94,8 +96,7 @@ def differences(
 
 def told(lines: Sequence[str]) -> str:
     """Join the first lines, with the number of those left out."""
-    more = len(lines) - _MAX_LINES
-    return '; '.join(lines[:_MAX_LINES]) + (f'; and {more} more' if more > 0 else '')
+    return some(lines, _MAX_LINES, '; ')
 
 
 def bounded(settings: RunSettings) -> RunSettings:

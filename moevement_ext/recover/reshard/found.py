@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from moevement_ext.config import SparseCheckpointConfig, node_name
-from moevement_ext.errors import UserError
+from moevement_ext.errors import UserError, some
 from moevement_ext.logger import logger_of
 from moevement_ext.membership.rank import Rank
 from moevement_ext.memory.node_store import NodeStore
@@ -19,7 +19,6 @@ from moevement_ext.memory.window.refusal import UnreadableWindow, not_read
 from moevement_ext.memory.window.settings import Layout, Seat, of_same_training, told
 from moevement_ext.memory.window.slot import SlotHeader
 from moevement_ext.plan.strategy.choice import disk_only
-from moevement_ext.recover.absence import some
 
 logger = logger_of(__name__)
 
