@@ -37,8 +37,7 @@ from .lab.figures import print_json
 from .lab.following import Follower
 from .lab.history import History, Pace, read_history, shares
 from .lab.programs import LabError, program
-from .lab.tables import table
-from .lab.text import clock, duration, loss
+from .lab.tables import clock, duration, loss, table
 
 
 def main(argv: Sequence[str] | None = None) -> int:

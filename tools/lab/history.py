@@ -34,7 +34,7 @@ from .activity import Doing, Span
 from .evidence import kind_of
 from .following import Follower
 from .programs import LabError
-from .text import clock
+from .tables import clock
 
 PROCESS_START = 'process_start'
 """Phase from the failure until the new process runs the program."""

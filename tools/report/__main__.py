@@ -29,7 +29,7 @@ from ..lab.evidence import kind_of
 from ..lab.figures import print_json, replacing
 from ..lab.history import PROCESS_START, Episode, History, read_history, shares
 from ..lab.programs import LabError, Parser
-from ..lab.text import duration, loss, readable, size
+from ..lab.tables import duration, loss, readable, size
 from ..status import in_words, summary
 from . import charts
 

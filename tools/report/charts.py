@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ..lab.activity import Span, together
 from ..lab.history import History, Progress
-from ..lab.text import duration, size, tick
+from ..lab.tables import duration, size, tick
 
 _MOST_RANKS = 64  # with more ranks, a lane is a stage
 _TICKS = 4

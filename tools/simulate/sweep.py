@@ -32,8 +32,7 @@ from moevement_ext.plan.byte_planner import InfeasiblePlan
 from ..lab.drawing import OWN, PALETTE, picture, subtitle
 from ..lab.figures import print_json
 from ..lab.programs import program
-from ..lab.tables import say, table
-from ..lab.text import tick
+from ..lab.tables import say, table, tick
 from . import scenario
 from .systems import SYSTEMS
 

@@ -40,8 +40,7 @@ from moevement_ext.memory.window.reader import WindowReader
 from moevement_ext.memory.window.refusal import UnreadableWindow
 
 from ..lab.programs import FLAGS, LabError, Parser, add_flags, split_at_end
-from ..lab.tables import table
-from ..lab.text import size
+from ..lab.tables import size, table
 from ..lab.trainer_flags import prepare_megatron
 from .export import export
 from .found import DISK, Found, by_run, by_window, complete, find, missing

@@ -3,7 +3,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tools.lab.text import duration, size
+from tools.lab.tables import duration, size
 
 
 @pytest.mark.parametrize(
