@@ -2,7 +2,6 @@
 """Figures, lines and tables for people."""
 
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
@@ -111,10 +110,3 @@ def size(nbytes: float) -> str:
     return (
         f'{value:.0f} {_UNITS[power - 1]}' if value >= 100 else f'{value:.3g} {_UNITS[power - 1]}'
     )
-
-
-def readable(reason: str) -> str:
-    """A survivor's reason, without gloo's source location and advice."""
-    text = re.sub(r'\[[^\]]*\.(cc|h):\d+\]\s*', '', reason)
-    text = re.sub(r'\s*GLHF!.*', '', text, flags=re.DOTALL)
-    return ''.join(letter for letter in text if letter.isprintable() and ord(letter) < 0xE000)

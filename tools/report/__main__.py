@@ -29,7 +29,7 @@ from ..lab.evidence import kind_of
 from ..lab.figures import print_json, replacing
 from ..lab.history import PROCESS_START, Episode, History, read_history, shares
 from ..lab.programs import LabError, Parser
-from ..lab.tables import duration, loss, readable, size
+from ..lab.tables import duration, loss, size
 from ..status import in_words, summary
 from . import charts
 
@@ -76,7 +76,7 @@ def render(history: History, title: str) -> str:
         lstrip_blocks=True,
     )
     environment.filters |= {
-        'duration': duration, 'size': size, 'loss': loss, 'readable': readable, 'moment': _moment,
+        'duration': duration, 'size': size, 'loss': loss, 'moment': _moment,
         'median': statistics.median, 'command': shlex.join,
     }  # fmt: skip
     return environment.get_template('page.html.j2').render(
@@ -107,7 +107,7 @@ def _headline(history: History, episode: Episode) -> str:
         return 'all workers were started again'
     named = [reason for reason in episode.reasons if reason.startswith('rank ')]
     if named or not episode.replaced:  # the launcher saw the failure, and named it
-        return '; '.join(readable(reason) for reason in named or episode.reasons)
+        return '; '.join(named or episode.reasons)
     nodes: dict[str, list[int]] = {}
     for rank in episode.replaced:
         place = history.places.get(rank)
