@@ -76,6 +76,7 @@ if __name__ != '__mp_main__':  # a subprocess, e.g. one that writes a checkpoint
         datasets,
         dense_tier,
         quiet,
+        wandb_run,
         warming,
     )
     from moevement_ext import faults
@@ -254,6 +255,7 @@ def main() -> None:
         warming.install()
         dense_tier.let_flags_count_as_given()  # the parser may load the flags of a checkpoint
         with leaving.in_one_line():
+            wandb_run.keep()
             sys.argv += _take_layout(sys.argv[1:])
     args = parse_and_validate_args(extra_args_provider=add_arguments)
     with leaving.in_one_line():

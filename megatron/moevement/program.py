@@ -24,7 +24,7 @@ from megatron.moevement.job.flags import refuse_unsupported
 from megatron.moevement.job.megatron_loop import OperationCount, decode_handover
 from megatron.moevement.job.session import Session, protected_job
 from megatron.moevement.job.upstream_trainer import UpstreamTrainer
-from megatron.moevement.seams import adam, compiled, patches, upstream
+from megatron.moevement.seams import adam, compiled, patches, upstream, wandb_run
 from megatron.moevement.seams.data_position import UpstreamData
 from megatron.moevement.state.digest import state_digest
 from moevement_ext import faults
@@ -73,6 +73,7 @@ def run_with_sparse_checkpointing(train: Callable[..., object], args: UpstreamAr
             _train(train, args, session)
         except SystemExit as planned:
             exit_as_planned(facts, session, planned)
+    wandb_run.forget(args)
     leave(0)
 
 

@@ -9,6 +9,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from moevement_ext.events import RecoveryStarted
 from tests.distributed.conftest import Make, differences, read_digest
+from tests.distributed.harness import wandb_stand_in
 from tests.distributed.harness.cluster import Cluster
 from tests.distributed.harness.faults import SETTLED
 from tests.distributed.harness.output import upstream_lines
@@ -99,6 +100,19 @@ def test_tensorboard_has_each_iteration_once_after_the_whole_job_is_lost(
     resumed = job.events_of(RecoveryStarted)[0].dense_at
     assert max(before) > resumed, 'some iterations are computed again'
     assert [step for step, _ in scalars(tmp_path)['lm loss']] == [*range(1, ITERATIONS + 1)]
+
+
+def test_job_is_one_run_of_wandb(cluster: Make, tmp_path: Path) -> None:
+    """After the loss of all workers, and after that of the last rank, which reports."""
+    job = cluster(*FLAGS, *WINDOW, ranks=RANKS)
+    job.flags += [*('--wandb-project', 'any', '--wandb-exp-name', 'any')]
+    job.flags += ['--wandb-save-dir', str(tmp_path)]
+    stand_in = 'harness.wandb_stand_in:install'
+    assert -9 in job.run(fail_at='0:6:forward', mutation=stand_in)
+    assert job.survive(fail_at='1:10:backward', mutation=stand_in) == {1: 1}
+    runs = (tmp_path / wandb_stand_in.RUNS).read_text().splitlines()
+    assert len(runs) == 3 and len({*runs}) == 1 and runs[0].endswith(' allow')
+    assert not [*tmp_path.glob('*.id')], 'it has finished'
 
 
 def check_our_lines(job: Cluster) -> None:
