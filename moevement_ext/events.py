@@ -394,6 +394,11 @@ class Recovered(Event, frozen=True, kw_only=True):
         """Count one recovery under its scope."""
         return {self.scope: 1}
 
+    @property
+    def total_s(self) -> float:
+        """Seconds of all phases, on this rank."""
+        return sum(self.seconds.values())
+
 
 class TokensLost(Event, frozen=True, kw_only=True):
     """Expert updates that this rank's state lacks after a recovery of a lossy strategy.

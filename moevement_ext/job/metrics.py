@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sized
 from functools import partial
 from typing import Any, NamedTuple
 
+from moevement_ext import __version__
 from moevement_ext.config import ConfigurationError, is_guest, node_name
 from moevement_ext.events import (
     DenseSaveFailed,
@@ -36,13 +37,19 @@ from moevement_ext.protect.statistics import Figures
 logger = logger_of(__name__)
 
 
+_UNITS = {'_bytes_per_second': 'By/s', '_seconds': 's', '_bytes': 'By'}
+_BOUNDS_S = [0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000]  # of histograms
+_ADVICE = 'explicit_bucket_boundaries_advisory'
+_RECORD = {'counter': 'add', 'gauge': 'set', 'histogram': 'record'}
+
+
 class Instrument(NamedTuple):
     """One metric of every rank."""
 
     name: str
-    """Name in Prometheus style; the exporter appends `_total` to counters."""
-    counts: bool
-    """True for a counter, which begins at 0 in each process of a rank; False for a gauge."""
+    """Name in Prometheus; the exporter appends `_total` to counters."""
+    kind: str
+    """`counter`, which begins at 0 in each process of a rank, `gauge` or `histogram`."""
     help: str
     field: str | None = None
     """Field of an event or of `Figures` with the value, or values by label; None: 1."""
@@ -50,6 +57,12 @@ class Instrument(NamedTuple):
     """Event class with the field; None: `Figures`, if there is a field."""
     label: str | None = None
     """Label that distinguishes values of one rank; unless `field` has labels, also a field."""
+
+    @property
+    def dotted(self) -> tuple[str, str]:
+        """Name and unit of OpenTelemetry; exporters make `name` of both."""
+        suffix = next((one for one in _UNITS if self.name.endswith(one)), '')
+        return self.name.removesuffix(suffix).replace('_', '.', 1), _UNITS.get(suffix, '')
 
     @property
     def reads_figures(self) -> bool:
@@ -66,11 +79,15 @@ class Instrument(NamedTuple):
 
 
 def _sum(name: str, help_: str, *taken: Any) -> Instrument:
-    return Instrument(f'moevement_{name}', True, help_, *taken)
+    return Instrument(f'moevement_{name}', 'counter', help_, *taken)
 
 
 def _state(name: str, help_: str, *taken: Any) -> Instrument:
-    return Instrument(f'moevement_{name}', False, help_, *taken)
+    return Instrument(f'moevement_{name}', 'gauge', help_, *taken)
+
+
+def _spread(name: str, help_: str, *taken: Any) -> Instrument:
+    return Instrument(f'moevement_{name}', 'histogram', help_, *taken)
 
 
 _AGE = 'Iterations since the start of the newest window that all ranks and holders have.'
@@ -80,6 +97,8 @@ _FINITE = '1 if the loss that the trainer logged last is finite, else 0.'
 _OWN = 'Seconds of computing in committed iterations, without waits for other ranks.'
 _WAITS = 'Waits for other ranks in committed iterations, by the rank waited for.'
 _SLOW = 'Own seconds per iteration of a slow rank, by the median of its stage, on rank 0.'
+_LAST = 'Time of the end of the newest iteration, in seconds since the epoch.'
+_RECOVERY = 'Seconds of a recovery on this rank, all its phases.'
 _LAYOUT = 'Ranks of the job by kind of parallelism, on rank 0.'
 _VERIFIED = 'Operators compared with captures after a recovery.'
 _DIFFERING = 'Operators, losses and gradient norms that differed after a recovery.'
@@ -89,8 +108,12 @@ GUEST = _state(
     'guest', '1 if the node of this rank is lost, and it works on that of others, else 0.'
 )
 FINISHED = _state('finished', '1 once this process has ended as planned, else 0.', None, Finished)
+BUILD = _state('build_info', 'Version of this package; always 1.', None, None, 'version')
+DURATION = _spread('iteration_duration_seconds', 'Seconds of an iteration, without replays.')
 INSTRUMENTS = (
+    BUILD,
     _state('iteration', 'Newest iteration committed on this rank.', 'iteration'),
+    _state('last_iteration_timestamp_seconds', _LAST, 'ended_at'),
     TARGET,
     FINISHED,
     GUEST,
@@ -110,6 +133,7 @@ INSTRUMENTS = (
     _sum('wait_seconds', _WAITS, 'waits_s', None, 'of'),
     _sum('exposed_seconds', 'Delay of training by sparse checkpointing.', 'exposed_s'),
     _sum('device_wait_seconds', 'Waits for the GPU around updates.', 'device_wait_s'),
+    DURATION,
     _sum('iterations', 'Iterations that reached their update.', 'iterations'),
     _sum('captured_bytes', 'Payload of the captured slots.', 'captured_bytes'),
     _sum('skipped_windows', 'Windows skipped for lack of a free file.', 'skipped_windows'),
@@ -121,6 +145,7 @@ INSTRUMENTS = (
     _sum('failures_detected', 'Failures that this rank detected.', None, FailureDetected),
     _sum('recoveries', 'Recoveries that this rank took part in.', 'by_scope', Recovered, 'scope'),
     _sum('recovery_seconds', 'Time in recoveries on this rank.', 'seconds', Recovered, 'phase'),
+    _spread('recovery_duration_seconds', _RECOVERY, 'total_s', Recovered),
     _sum('replayed_iterations', 'Iterations recomputed in recoveries.', 'replayed', Recovered),
     _sum('verified_operators', _VERIFIED, 'verified', Recovered),
     _sum('differing_operators', _DIFFERING, 'differing', Recovered),
@@ -280,31 +305,36 @@ class Observer:
         self, labels: dict[str, Any], readers: list[Any], port: Port | None = None
     ) -> None:
         from opentelemetry.sdk.metrics import MeterProvider
-        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 
         self._labels = labels
         self._port = port
         self._figures: Callable[[], Figures] | None = None
-        # By default a random id of the process, which begins new series in Prometheus.
-        instance = {'service.instance.id': f'{labels["run"]}/{labels["rank"]}'}
+        # An instance is by default a random id of the process: new series in Prometheus.
+        named = {
+            'service.name': 'moevement',
+            'host.name': socket.gethostname(),
+            **OTELResourceDetector().detect().attributes,
+            'service.instance.id': f'{labels["run"]}/{labels["rank"]}',
+        }
         # The library's own function at exit would close it before the job has finished.
-        self._provider = MeterProvider(readers, Resource.create(instance), shutdown_on_exit=False)
+        self._provider = MeterProvider(readers, Resource.create(named), shutdown_on_exit=False)
         atexit.register(self._provider.force_flush)  # a failing process does not close it
-        meter = self._provider.get_meter('moevement')
+        meter = self._provider.get_meter('moevement', __version__)
         self._record: dict[Instrument, Callable[..., None]] = {}
         for one in INSTRUMENTS:
+            name, unit = one.dotted
             if one.reads_figures:
-                make: Any = meter.create_observable_gauge
-                if one.counts:
-                    make = meter.create_observable_counter
-                make(one.name, [partial(self._read, one)], description=one.help)
-            elif one.counts:
-                self._record[one] = meter.create_counter(one.name, description=one.help).add
-                if one.label is None:
-                    # The rate of a counter that begins at 1 would miss the first event.
-                    self._set(one, 0)
-            else:
-                self._record[one] = meter.create_gauge(one.name, description=one.help).set
+                make = getattr(meter, f'create_observable_{one.kind}')
+                make(name, [partial(self._read, one)], unit, one.help)
+                continue
+            bounds = {} if one.kind != 'histogram' else {_ADVICE: _BOUNDS_S}
+            made = getattr(meter, f'create_{one.kind}')(name, unit, one.help, **bounds)
+            self._record[one] = getattr(made, _RECORD[one.kind])
+            if one.kind == 'counter' and one.label is None:
+                # The rate of a counter that begins at 1 would miss the first event.
+                self._set(one, 0)
+        self._set(BUILD, 1, __version__)
         if port is not None:
             port.open()
 
@@ -314,8 +344,12 @@ class Observer:
                 if one.event is type(event):
                     for label, value in one.values(event):
                         self._set(one, value, label)
-            if self._port is not None and isinstance(event, WindowCommitted):
-                self._port.open()
+            if isinstance(event, WindowCommitted):
+                durations = (self._figures or Figures)().durations
+                while durations:
+                    self._set(DURATION, durations.popleft())
+                if self._port is not None:
+                    self._port.open()
         except Exception:
             logger.exception('an event is missing in the metrics')
 
@@ -336,7 +370,7 @@ class Observer:
             logger.exception('the last metrics may be missing')
 
     def _set(self, instrument: Instrument, value: float, label: str | None = None) -> None:
-        """Add the value to a counter; set a gauge to it."""
+        """Add the value to a counter or a histogram; set a gauge to it."""
         self._record[instrument](value, self._labelled(instrument, label))
 
     def _labelled(self, instrument: Instrument, label: str | None) -> dict[str, Any]:
@@ -345,8 +379,7 @@ class Observer:
     def _read(self, instrument: Instrument, options: object) -> Iterator[Any]:
         from opentelemetry.metrics import Observation
 
-        if self._figures is None and not instrument.counts:
+        if self._figures is None and instrument.kind == 'gauge':
             return
-        figures = Figures() if self._figures is None else self._figures()
-        for label, value in instrument.values(figures):
+        for label, value in instrument.values((self._figures or Figures)()):
             yield Observation(value, self._labelled(instrument, label))

@@ -465,6 +465,8 @@ class Protection:
         waits = waited.take()
         if not replayed:
             self._statistics.training_s += seconds
+            self._statistics.ended_at = time.time()
+            self._statistics.durations.append(seconds)
             self._own_s.append(self._seconds[-1] - sum(waits.values()))
             self._statistics.own_s += self._own_s[-1]
             self._statistics.waits_s = dict(Counter(self._statistics.waits_s) + Counter(waits))

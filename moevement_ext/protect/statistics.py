@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Figures of protection for the log line and the metrics."""
 
+from collections import deque
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 
 from moevement_ext.events import EventLog
 from moevement_ext.rates import timed
@@ -47,6 +49,10 @@ class Figures:
     host_memory: Mapping[str, int] = field(default_factory=dict)
     """Bytes that this rank reserves, by kind."""
     disk_bytes: int | None = None
+    ended_at: float | None = None
+    """Time of the end of the newest iteration, in seconds since the epoch."""
+    durations: deque[float] = field(default_factory=partial(deque, maxlen=1000))
+    """Seconds of iterations of `training_s` that the metrics have not taken out yet."""
 
     @property
     def window_age(self) -> int | None:

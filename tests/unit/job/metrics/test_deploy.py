@@ -22,11 +22,11 @@ METRIC = re.compile(r'\bmoevement_\w+')
 
 
 def prometheus_name(instrument: Instrument) -> str:
-    return instrument.name + ('_total' if instrument.counts else '')
+    return instrument.name + {'counter': '_total', 'histogram': '_bucket'}.get(instrument.kind, '')
 
 
 BY_NAME = {prometheus_name(one): one for one in INSTRUMENTS}
-COMMON = {'run', 'node', 'rank'}
+COMMON = {'run', 'node', 'rank', 'le'}
 
 
 def dashboard() -> Any:
@@ -72,7 +72,7 @@ def test_expressions_fit_their_metrics(name: str, expression: str) -> None:
         assert set(grouped.split(', ')) <= labels, name
     for one in metrics:
         rated = re.search(rf'(rate|increase)\({prometheus_name(one)}\b', expression)
-        assert one.counts or not rated, f'{name}: {one.name} is a gauge'
+        assert one.kind != 'gauge' or not rated, f'{name}: {one.name} is a gauge'
 
 
 def test_every_alert_is_documented() -> None:
@@ -80,6 +80,14 @@ def test_every_alert_is_documented() -> None:
     section = text.partition('\n## Alerts\n')[2].partition('\n## ')[0]
     explained = re.findall(r'^\| `(Moevement\w+)` \|', section, re.MULTILINE)
     assert explained == [rule['alert'] for rule in rules()]
+
+
+def test_every_alert_leads_to_its_explanation() -> None:
+    for rule in rules():
+        address, _, anchor = rule['annotations']['runbook_url'].partition('#')
+        repository, _, page = address.partition('/blob/main/')
+        assert f"REPOSITORY = '{repository}'" in (ROOT / 'setup.py').read_text('utf-8')
+        assert f'## {anchor.capitalize()}\n' in (ROOT / page).read_text('utf-8')
 
 
 @pytest.mark.skipif(shutil.which('promtool') is None, reason='no promtool (package prometheus)')

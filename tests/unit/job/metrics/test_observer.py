@@ -9,9 +9,10 @@ from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
 from moevement_ext.config import GUEST
 from moevement_ext.events import Event, LossLogged, Recovered
-from moevement_ext.job.metrics import Observer
+from moevement_ext.job.metrics import INSTRUMENTS, Observer
 from moevement_ext.protect.statistics import Figures
 
+NAMES = {one.dotted: one.name for one in INSTRUMENTS}
 LABELS = {'run': 'run', 'node': 'node0', 'rank': 3}
 Values = dict[str, float]
 
@@ -34,7 +35,10 @@ class Observed:
                 labels = {**point.attributes}
                 assert LABELS.items() <= labels.items()
                 further = [labels[name] for name in labels if name not in LABELS]
-                found[' '.join([metric.name.removeprefix('moevement_'), *further])] = point.value
+                name = NAMES[metric.name, metric.unit].removeprefix('moevement_')
+                found[' '.join([name, *further])] = (
+                    point.sum if hasattr(point, 'sum') else point.value
+                )
         return found
 
     def changed(self, *events: Event) -> Values:
@@ -65,6 +69,7 @@ def test_recovery_updates_all_its_counters(scope: str) -> None:
         f'recoveries {scope}': 1,
         'recovery_seconds find': 0.5,
         'recovery_seconds replay': 1.0,
+        'recovery_duration_seconds': 1.5,
         'replayed_iterations': 2,
         'verified_operators': 3,
         'differing_operators': 4,

@@ -2,6 +2,7 @@
 """Values reach a real endpoint over OTLP."""
 
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -67,21 +68,24 @@ def test_collector_receives_the_values_of_a_rank_and_not_of_its_forks(
 ) -> None:
     """A fork has the counts of its parent, and a thread that sends."""
     address, requests = endpoint
-    environment = {**os.environ, 'OTEL_EXPORTER_OTLP_ENDPOINT': address}
+    own = {'OTEL_SERVICE_NAME': 'named', 'OTEL_RESOURCE_ATTRIBUTES': 'team=a,service.instance.id=b'}
+    environment = {**os.environ, 'OTEL_EXPORTER_OTLP_ENDPOINT': address, **own}
     subprocess.run([sys.executable, '-c', RANK], env=environment, check=True)
     [request] = requests
     [sent] = ExportMetricsServiceRequest.FromString(request).resource_metrics
-    instances = [one.value for one in sent.resource.attributes if one.key == 'service.instance.id']
-    assert [one.string_value for one in instances] == ['run/3'], 'of the rank, not of the process'
+    resource = {one.key: one.value.string_value for one in sent.resource.attributes}
+    assert resource['service.instance.id'] == 'run/3', 'of the rank, not of the process'
+    assert (resource['service.name'], resource['host.name']) == ('named', socket.gethostname())
+    assert resource['team'] == 'a'
     found = {}
     for metric in sent.scope_metrics[0].metrics:
         for point in (*metric.gauge.data_points, *metric.sum.data_points):
             attributes = {one.key: one.value for one in point.attributes}
             assert attributes['rank'].int_value == 3
             assert attributes['run'].string_value == 'run'
-            found[metric.name] = point.as_double or point.as_int
-    assert found['moevement_recovery_seconds'] == 2.0
-    assert found['moevement_verified_operators'] == 6
+            found[metric.name, metric.unit] = point.as_double or point.as_int
+    assert found['moevement.recovery', 's'] == 2.0
+    assert found['moevement.verified_operators', ''] == 6
 
 
 FINISHED = """

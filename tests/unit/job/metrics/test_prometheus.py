@@ -17,7 +17,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from moevement_ext.config import ConfigurationError, SparseCheckpointConfig
-from moevement_ext.events import EventLog, NextTier, WindowCommitted
+from moevement_ext.events import EventLog, NextTier, Recovered, WindowCommitted
 from moevement_ext.job.metrics import INSTRUMENTS, Observer, observe
 from moevement_ext.membership.exchange import Exchange
 from moevement_ext.membership.rank import Rank
@@ -120,6 +120,9 @@ def scrape(port: int) -> dict[str, float]:
         families = list(text_string_to_metric_families(answer.read().decode()))
     found = {}
     for sample in [sample for family in families for sample in family.samples if sample.value]:
+        if sample.labels.pop('version', None) is not None:
+            assert (sample.name, sample.value) == ('moevement_build_info', 1)
+            continue
         assert sample.labels.pop('run') == 'run'
         place = sample.labels.pop('node'), sample.labels.pop('rank')
         found[
@@ -195,11 +198,38 @@ def test_disabled_opentelemetry_is_refused(port: int, monkeypatch: pytest.Monkey
         observed(port)
 
 
+def test_names_are_those_of_the_table(port: int) -> None:
+    """Prometheus sees them as they are, although OpenTelemetry has them apart from their units."""
+    observer = observed(port)
+    assert observer is not None
+    done = {'seconds': {'find': 1.5, 'replay': 2.0}, 'replayed': 2, 'verified': 3}
+    observer.event(Recovered(**done, verified_at=9, differing=[], iterations=1))
+    figures = Figures(1, 1, 1, 1, copy_bytes_per_s=1.0, disk_bytes=1, ended_at=5.0)
+    figures.host_memory, figures.waits_s = {'windows': 1}, {'1': 1.0}
+    figures.durations.extend([0.3, 0.4, 30.0])
+    observer.watch(lambda: figures, 500)
+    observer.event(COMMITTED)
+    with urllib.request.urlopen(f'http://127.0.0.1:{port}/metrics', timeout=60) as answer:
+        families = list(text_string_to_metric_families(answer.read().decode()))
+    observer.close()
+    found = {sample.name: sample for family in families for sample in family.samples}
+    unset = {one.name for one in INSTRUMENTS if one.event and (one.kind == 'gauge' or one.label)}
+    set_by_event = {'moevement_recoveries', 'moevement_recovery_seconds'}
+    expected = {one.name for one in INSTRUMENTS} - unset | set_by_event | {'moevement_finished'}
+    ends = r'_total$|_bucket$|_sum$|_count$'
+    assert {re.sub(ends, '', name) for name in found} == expected
+    assert found['moevement_last_iteration_timestamp_seconds'].value == 5
+    assert found['moevement_recovery_duration_seconds_sum'].value == 3.5
+    below = [sample.value for family in families for sample in family.samples
+             if sample.name == 'moevement_iteration_duration_seconds_bucket']  # fmt: skip
+    assert below[:3] == [0, 0, 2] and below[-1] == 3 and not figures.durations
+
+
 def test_every_metric_is_documented_under_its_prometheus_name() -> None:
     page = (Path(__file__).parents[4] / 'docs' / 'metrics.md').read_text()
     rows = re.findall(r'^\| `(moevement_\w+)` \| (?:`(\w+)`)? ?\| (.*) \|$', page, re.MULTILINE)
     assert rows == [
-        (one.name + ('_total' if one.counts else ''), one.label or '', one.help)
+        (one.name + ('_total' if one.kind == 'counter' else ''), one.label or '', one.help)
         for one in INSTRUMENTS
     ]
 
