@@ -11,6 +11,7 @@ states of both runs are equal, bit for bit. OUTPUT/report.html shows what each r
 """
 
 import argparse
+import os
 import shutil
 import statistics
 import sys
@@ -38,9 +39,9 @@ from .status import failure_table
 RUN_ID = 'demo'
 LOST = 0
 """The node, and the pipeline stage, that the second run loses. The last rank writes the log."""
-WARM_UP_ITERATIONS = 5
 _DATA_MB = 8
 _MAX_RESTARTS = 3
+_LOAD_MOVES = 2
 _PLAIN, _DISTURBED, _PAGE = 'fault-free', 'recovered', 'report.html'
 _LOST = f"""\
   [red]node-{LOST} is lost[/] after iteration {{iteration}}: killed its {WORKERS_PER_NODE} workers \
@@ -50,16 +51,15 @@ node-{1 - LOST} holds.
   The workers of node-{1 - LOST} (stage {1 - LOST}) keep their state and wait."""
 
 
-def result(plain: Trained, disturbed: Trained) -> tuple[bool, str]:
+def result(plain: Trained, disturbed: Trained, loads: Sequence[float]) -> tuple[bool, str]:
     """Whether the states are equal, and the last line; `LabError` unless one stage recovered alone.
 
-    In the line: iterations that the lost stage computed again; seconds from the loss until the
-    first new iteration, until the lost stage replays, and from then until it has recovered; median
-    iteration time, divided by that without sparse checkpointing; bytes of the mean slot, divided by
-    those of a dense checkpoint, over all ranks.
+    In the line: iterations that the lost stage computed again; seconds that the job was away, until
+    the lost stage replays, and from then until it has recovered; the overhead, as the page has it,
+    unless other work made the `loads` at the end of both runs differ; bytes of the mean slot,
+    divided by those of a dense checkpoint, over all ranks.
     """
-    history, log, killed_at = History(disturbed.events), disturbed.log, disturbed.hurt_at
-    assert killed_at is not None
+    history, log = History(disturbed.events), disturbed.log
     wrong = problems(disturbed.events, WORLD_SIZE, 1, [])
     for one in history.episodes:
         if (one.scope, one.stages, one.replaced) != ('localized', [LOST], list(STAGE_RANKS[LOST])):
@@ -69,26 +69,21 @@ def result(plain: Trained, disturbed: Trained) -> tuple[bool, str]:
     if wrong:
         why = '; '.join(wrong)
         raise LabError(f'the recovery was not localized: {why}; see the logs and events of the run')
-    new = log.resumed(killed_at)
+    last, pace = history.episodes[-1], history.pace
     of_lost = [event for rank in STAGE_RANKS[LOST] for event in history.by_rank[rank]]
     replay_at = max(event.time for event in kind_of(of_lost, RecoveryStarted))
-    before = [item for item in log.iterations if item.time <= killed_at]
-    undisturbed = {item.number for item in before[WARM_UP_ITERATIONS:]}
-    plain_ms, sparse_ms = (
-        statistics.median(item.elapsed_ms for item in items if item.number in undisturbed)
-        for items in (plain.log.iterations, before)
-    )
     slots = sum(statistics.mean(of_rank) for of_rank in history.slots.values())
     operators = (place.operators for place in history.places.values())
     dense = sum(full for of_rank in operators for full, _ in of_rank.values())
     replaying_s = max(event.time for event in kind_of(of_lost, Recovered)) - replay_at
     identical = not disturbed.different(plain)
+    moved = max(loads) > _LOAD_MOVES * max(min(loads), 1.0)
+    overhead = 'unknown' if moved or pace is None else f'{pace.overhead:.3f}'
     return identical, (
-        f'demo: bit_identical={str(identical).lower()} '
-        f'replayed={history.episodes[-1].replayed} '
-        f'recovery_s={new.time - killed_at:.1f} (starting processes {replay_at - killed_at:.1f}, '
-        f'replaying {replaying_s:.1f}) overhead={sparse_ms / plain_ms:.3f} '
-        f'slot_over_dense={slots / dense:.3f}'
+        f'demo: bit_identical={str(identical).lower()} replayed={last.replayed} '
+        f'recovery_s={last.away_s(history.end):.1f} (starting processes '
+        f'{replay_at - last.start:.1f}, replaying {replaying_s:.1f}) overhead={overhead} '
+        f'slot_over_dense={slots / dense:.3f} load={",".join(f"{one:.1f}" for one in loads)}'
     )
 
 
@@ -122,6 +117,7 @@ def run_demo(args: argparse.Namespace, console: Console) -> int:
     launch = Launch(output / _PLAIN, flags, NODES, WORKERS_PER_NODE, share_gpu=args.share_gpu)
     console.print('[bold]2. Fault-free run:[/] plain Megatron, without --sparse-ckpt')
     plain = train(launch, lambda job: follow(job, args.iterations, console))
+    loads = [os.getloadavg()[0]]
     say(console, f'3. The same with --sparse-ckpt, which loses node-{LOST}', style='bold')
     with memory_directory('moevement-demo-') as memory:
         more = sparse_flags(memory, RUN_ID, args.window, output / _DISTURBED / 'events')
@@ -133,13 +129,14 @@ def run_demo(args: argparse.Namespace, console: Console) -> int:
             lambda job: follow(job, args.iterations, console, args.kill_after),
             memory=memory / RUN_ID,
         )  # fmt: skip
+    loads.append(os.getloadavg()[0])
     if disturbed.hurt_at is None:
         raise LabError(
             f'the run ended before a window was persisted on all {WORLD_SIZE} ranks, so nothing '
             f'was lost; see {output / _DISTURBED}'
         )
     compare(console, plain.state, disturbed.state)
-    identical, line = result(plain, disturbed)
+    identical, line = result(plain, disturbed, loads)
     history = History(disturbed.events)
     (output / _PAGE).write_text(render(history, 'The demo'), 'utf-8')
     console.print(failure_table(history, time.time()))

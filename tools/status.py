@@ -181,7 +181,7 @@ def _headline(history: History, now: float) -> tuple[str, int]:
     doing, harm, most = f'training, iteration {history.of_iterations}', 0, late
     if last is not None and last.end is None:
         reasons = '; '.join(last.reasons) or 'all workers start again'
-        lasting = duration(max(now - last.start, 0.0))
+        lasting = duration(last.away_s(now))
         doing, harm, most = f'RECOVERING for {lasting}: {reasons}', 1, dead
     elif history.trained_from >= history.end:
         doing, most = 'starting', dead
@@ -221,6 +221,7 @@ def summary(history: History, now: float) -> dict[str, Any]:
         'last_event': history.end,
         'iteration_s': pace and pace.iteration_s,
         'exposed_s': pace and pace.exposed_s,
+        'overhead': pace and pace.overhead,
         'loss': history.losses[-1].loss if history.losses else None,
         'ettr': time and time.ettr,
         'seconds': time and time._asdict(),
@@ -246,8 +247,8 @@ def _figures(history: History) -> Table:
     recent = [piece for rank in history.members for piece in history.progress[rank][-_RECENT:]]
     pace, time = Pace.of(recent), shares(history)
     if pace is not None:
-        held = f'{pace.exposed_s / pace.iteration_s:.2%} of it held up by checkpointing'
-        table.add_row('iteration', f'{duration(pace.iteration_s)}, {held}')
+        shown = f'{duration(pace.iteration_s)}, overhead {pace.overhead:.3f}'
+        table.add_row('iteration', shown)
         if history.about and history.about.train_iterations and not history.finished:
             left = max(history.about.train_iterations - history.iteration, 0) * pace.iteration_s
             table.add_row('left', f'about {duration(left)}, without failures')
@@ -315,13 +316,13 @@ def _hosts(history: History, ranks: list[int]) -> str:
 
 def failure_table(history: History, now: float) -> Table:
     """The newest failures and how the job came back from each."""
-    columns = ('>!at', 'came back', '>replaced', '>replayed', '>verified', '>differ', '>!lasted')
+    columns = ('>!at', 'came back', '>replaced', '>replayed', '>verified', '>differ', '>!away')
     newest = history.episodes[-_RECOVERIES:]
     rows = (
         (
             clock(one.start), one.scope,
             ' '.join(map(str, one.replaced)) or '–', str(one.replayed), str(one.verified),
-            str(len(one.differing)), duration(max((one.end or now) - one.start, 0.0)),
+            str(len(one.differing)), duration(one.away_s(now)),
         )
         for one in newest
     )  # fmt: skip

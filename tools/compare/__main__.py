@@ -30,7 +30,7 @@ from pathlib import Path
 
 from ..bench.comeback import PHASES
 from ..bench.frame import Bench, Figure, Report
-from ..lab.drawing import FAILURE, MUTED, OWN, picture, subtitle
+from ..lab.drawing import FAILURE, MUTED, OWN, PALETTE, picture, subtitle
 from . import peers
 from .measuring import RowRun, figures, goodput, pace_s, span_s
 from .rows import ROWS, chosen
@@ -180,19 +180,21 @@ class CompareBench(Bench):
             return
         with picture(args.plot / PICTURE, figsize=(9, 1.2 + 0.42 * len(report.ways))) as axes:
             axes.set_title('Goodput over the trace of failures')
-            subtitle(axes, f'blue: share of each {_BIN_S:g} s in iterations that were kept; '
-                     'red: a failure')  # fmt: skip
-            for place, (name, way) in enumerate(report.ways.items()):
+            subtitle(axes, f'share of each {_BIN_S:g} s in iterations that were kept; violet: of a '
+                     'strategy that loses updates; red: a failure')  # fmt: skip
+            ways = dict(sorted(report.ways.items(), key=lambda one: ROWS[one[0]].lossy))
+            for place, (name, way) in enumerate(ways.items()):
+                color = PALETTE[1] if ROWS[name].lossy else OWN
                 last = next(one[name] for one in reversed(report.rounds) if name in one)
                 for number, share in enumerate(goodput(last.curves, last.iteration_s, _BIN_S)):
-                    axes.barh(place, _BIN_S, left=number * _BIN_S, height=0.7, color=OWN,
+                    axes.barh(place, _BIN_S, left=number * _BIN_S, height=0.7, color=color,
                               alpha=float(min(max(share, 0.02), 1)), linewidth=0)  # fmt: skip
                 for seconds in last.curves.faults:
                     axes.plot([seconds] * 2, [place - 0.42, place + 0.42], color=FAILURE,
                               linewidth=2)  # fmt: skip
                 ettr = f'{way.figures["ettr"].median:.2f}'
                 axes.text(last.curves.kept[-1] + _BIN_S, place, ettr, va='center', color=MUTED)
-            axes.set_yticks(range(len(report.ways)), [way.title for way in report.ways.values()])
+            axes.set_yticks(range(len(ways)), [way.title for way in ways.values()])
             axes.invert_yaxis()
             axes.grid(axis='y', visible=False)
             axes.set_xlim(left=0)

@@ -58,6 +58,11 @@ class Pace(NamedTuple):
     exposed_s: float
     """Part of these seconds that sparse checkpointing added."""
 
+    @property
+    def overhead(self) -> float:
+        """Time of an iteration, divided by what it would take without this part."""
+        return self.iteration_s / max(self.iteration_s - self.exposed_s, 1e-9)
+
     @classmethod
     def of(cls, pieces: Sequence[Progress]) -> Self | None:
         """Pace over `pieces`; None without any iteration."""
@@ -79,6 +84,10 @@ class Episode:
     end: float | None
     """Time when the last rank had recovered; None: some have not."""
     events: Sequence[Event]
+
+    def away_s(self, now: float) -> float:
+        """Seconds from when the first rank noticed it until the last one trains again, or `now`."""
+        return max((self.end or now) - self.start, 0.0)
 
     @property
     def reasons(self) -> list[str]:
@@ -449,7 +458,7 @@ def shares(history: History) -> Shares | None:
     pace = history.pace
     if pace is None:
         return None
-    recovering = sum((e.end or history.end) - e.start for e in history.episodes)
+    recovering = sum(one.away_s(history.end) for one in history.episodes)
     paused, restarting = history.planned
     starting = history.trained_from - history.begun + restarting
     training = history.kept * pace.iteration_s

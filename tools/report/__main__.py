@@ -84,7 +84,7 @@ def render(history: History, title: str) -> str:
         history=history,
         time=shares(history),
         pace=history.pace,
-        downs=[one.end - one.start for one in history.episodes if one.end is not None],
+        downs=[one.away_s(history.end) for one in history.episodes if one.end is not None],
         headline=partial(_headline, history),
         timeline=partial(charts.timeline, charts.of_run(history)),
         phase_styles=_PHASES,

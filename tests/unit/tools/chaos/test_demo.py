@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The demo: what it demands of the events of a localized recovery, and what it reports of them."""
 
+import io
 import operator
+import re
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
+from rich.console import Console
 
 from moevement_ext.events import (
     Event,
@@ -20,10 +23,13 @@ from moevement_ext.events import (
 from tests.unit.tools.samples import event
 from tools.demo import LOST, result
 from tools.lab.digests import StateDigest
+from tools.lab.history import History
 from tools.lab.job import Trained
 from tools.lab.presets import STAGE_RANKS, WORLD_SIZE
 from tools.lab.programs import LabError
 from tools.lab.run_log import Iteration, RunLog
+from tools.report.__main__ import render
+from tools.status import failure_table
 
 KILLED_AT = 100.0
 Events = list[Event]
@@ -47,6 +53,8 @@ def good_events() -> Events:
         found.append(event(WorkerStarted, rank, 50.0, pid=rank))
         found.append(event(Protected, rank, 60.0, pid=rank, stage=stage, **PLACE))
         found.append(event(WindowCommitted, rank, 90.0, pid=rank, iteration=18, **WINDOW))
+        later = WINDOW | {'start': 18, 'training_s': 3.0, 'exposed_s': 0.4}
+        found.append(event(WindowCommitted, rank, 95.0, pid=rank, iteration=22, **later))
         if lost:
             found.append(event(WorkerStarted, rank, 106.0, pid=pid))
             found.append(event(RecoveryStarted, rank, 109.0 + rank, pid=pid, start=18, dense_at=23))
@@ -76,22 +84,31 @@ def recovered(
     return Trained(log, StateDigest(digest, 30, {}), events or good_events(), KILLED_AT)
 
 
-def compared(disturbed: Trained) -> str:
-    """Without sparse checkpointing 400 ms an iteration, with it 500 ms before the failure."""
-    slower = [item._replace(elapsed_ms=400.0) for item in GOOD]
-    plain = Trained(RunLog([slower], []), StateDigest('a' * 64, 30, {}), [])
-    identical, line = result(plain, disturbed)
+def compared(disturbed: Trained, *loads: float) -> str:
+    plain = Trained(RunLog([GOOD], []), StateDigest('a' * 64, 30, {}), [])
+    identical, line = result(plain, disturbed, loads or (3.0, 4.0))
     assert f'bit_identical={str(identical).lower()} ' in line
     return line
 
 
 def test_the_last_line_keeps_its_format() -> None:
     assert compared(recovered()) == (
-        'demo: bit_identical=true replayed=10 recovery_s=17.0 (starting processes 10.0, '
-        'replaying 5.8) overhead=1.250 slot_over_dense=0.500'
+        'demo: bit_identical=true replayed=10 recovery_s=15.3 (starting processes 9.3, '
+        'replaying 5.8) overhead=1.250 slot_over_dense=0.500 load=3.0,4.0'
     )
+    assert ' overhead=unknown ' in compared(recovered(), 1.0, 9.0)
     different = compared(recovered(digest='b' * 64))
     assert different.startswith('demo: bit_identical=false ')
+
+
+def test_page_shows_the_figures_of_the_last_line() -> None:
+    """And the table below the demo, which is that of `status`."""
+    history = History(good_events())
+    page = ' '.join(re.sub('<[^>]*>', ' ', render(history, 'a run')).split())
+    assert 'overhead of checkpointing 1.250' in page and '15.3 s away, median' in page
+    console = Console(file=io.StringIO(), width=120)
+    console.print(failure_table(history, 130.0))
+    assert '15.3 s' in console.file.getvalue()
 
 
 def with_field(rank: int, **fields: Any) -> Events:

@@ -1,17 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """The comparison: its rows, its trace, its arithmetic, its table."""
 
+from argparse import Namespace
+from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import MagicMock
 
+import msgspec
 import pytest
 
 from megatron.moevement.arguments import config_from_args
 from tests.unit.tools.samples import HARDWARE, logged
+from tools.bench.frame import Report
+from tools.compare import __main__ as compare
 from tools.compare import measuring
 from tools.compare.__main__ import CompareBench
 from tools.compare.rows import ROWS, Keeps
 from tools.compare.running import Course, Lived
 from tools.lab.digests import StateDigest
+from tools.lab.drawing import OWN, PALETTE
 from tools.lab.job import Trained
 from tools.lab.programs import LabError
 from tools.lab.trainer_flags import trainer_parser
@@ -84,3 +91,19 @@ def test_iterations_that_were_trained_again_count_for_nothing() -> None:
     # Iterations 1 to 3 end at 0, 1, 2 s; 4 to 10 at 8 to 14 s.
     assert found.tolist() == [1.0, 0.0, 0.0, 0.5, 1.0, 1.0, 1.0]
     assert curves.faults == [4.5]
+
+
+def test_picture_separates_strategies_that_lose_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = Path(__file__).parents[4] / 'docs' / 'measurements' / 'compare.json'
+    report = msgspec.json.decode(file.read_bytes(), type=Report)
+    rounds = msgspec.convert(report.rounds, list[dict[str, measuring.RowRun]])
+    axes = MagicMock()
+    monkeypatch.setattr(compare, 'picture', lambda *_, **__: nullcontext(axes))
+    drawn = msgspec.structs.replace(report, rounds=rounds)
+    CompareBench.draw(Namespace(plot=Path()), drawn)
+    colors = {call.args[0]: call.kwargs['color'] for call in axes.barh.call_args_list}
+    lossy = sum(ROWS[name].lossy for name in report.ways)
+    assert lossy == 3 and len(colors) == len(report.ways)
+    assert [colors[place] for place in sorted(colors)][-lossy:] == 3 * [PALETTE[1]]
+    assert {*[colors[place] for place in sorted(colors)][:-lossy]} == {OWN}
+    assert axes.set_yticks.call_args.args[1][-1] == 'MoEtion v1'
