@@ -1,40 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What docs/paper.md says of Lazarus' placement of experts (Wu et al., arXiv 2407.04656).
-
-Experts are sorted by their number of replicas and divided into groups of as many as a node has
-slots; the first of a group has the fewest replicas. Each group gets as many nodes as its first
-expert has replicas, with all of its experts on each node.
-"""
+"""What docs/paper.md says of Lazarus' placement of experts (Wu et al., arXiv 2407.04656)."""
 
 from collections.abc import Sequence
-from itertools import batched, combinations
+from itertools import combinations
 from random import Random
 from statistics import mean
 
 import pytest
 
+from moevement_ext.plan.expert_placement import maximum_rank_overlap
 from tools.simulate.paper import PAPER
-
-
-def put(expert: int, held: list[list[int]], slots: int, ties: Sequence[int]) -> None:
-    """Put an expert on the emptiest node with a free slot, preferably one without the expert."""
-    free = [node for node in ties if len(held[node]) < slots]
-    held[min(free, key=lambda node: (expert in held[node], len(held[node])))].append(expert)
-
-
-def maximum_rank_overlap(replicas: Sequence[int], nodes: int, slots: int) -> list[list[int]]:
-    order = sorted(range(len(replicas)), key=lambda expert: replicas[expert])
-    held: list[list[int]] = [[] for _ in range(nodes)]
-    first = 0
-    for group in batched(order, slots):
-        last = min(nodes, first + replicas[group[0]])
-        for node in held[first:last]:
-            node.extend(group)
-        first = last
-    for expert in order:
-        for _ in range(replicas[expert] - sum(node.count(expert) for node in held)):
-            put(expert, held, slots, range(nodes))
-    return held
 
 
 def spread(replicas: Sequence[int], nodes: int, slots: int, seed: int) -> list[list[int]]:
@@ -43,7 +18,9 @@ def spread(replicas: Sequence[int], nodes: int, slots: int, seed: int) -> list[l
     held: list[list[int]] = [[] for _ in range(nodes)]
     for expert in sorted(range(len(replicas)), key=lambda expert: -replicas[expert]):
         for _ in range(replicas[expert]):
-            put(expert, held, slots, random.sample(range(nodes), nodes))
+            free = [node for node in held if len(node) < slots]
+            random.shuffle(free)
+            min(free, key=lambda node: (expert in node, len(node))).append(expert)
     return held
 
 
