@@ -83,6 +83,8 @@ _RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ('window', lambda length: length <= LONGEST_WINDOW, f'at most {LONGEST_WINDOW}'),
     ('interval', lambda iterations: iterations >= 1, 'at least 1'),
     ('experts', lambda count: count >= 1, 'at least 1'),
+    ('expert_slots', lambda count: count >= 0, 'at least 0'),
+    ('expert_replicas', lambda count: count >= 1, 'at least 1'),
     ('replicas', lambda count: count >= 0, 'at least 0'),
     ('mtbf', lambda s: 0 < s < math.inf, 'a number of seconds above 0'),
     ('log_lag', lambda lag: 0 <= lag < math.inf, 'a number of iterations, 0 or more'),
@@ -265,6 +267,11 @@ class SparseCheckpointConfig:
     routes: str = AUTO
     """'auto': data-parallel peers compute the micro-batches of ranks that are guests on a node of
     others; 'off': guests compute them."""
+    expert_slots: int = 0
+    """Slots for experts of each rank in each layer, for replicas of experts; 0: the experts are
+    divided evenly over the ranks."""
+    expert_replicas: int = 2
+    """Ranks that have each expert, at least; fewer if there are too few slots."""
     cpu_share: float = 0.02
     """Share of a node's cores for helper threads, if the cores also train; 0: no limit."""
     max_window: int = 8

@@ -10,6 +10,7 @@ from dataclasses import fields
 from typing import Any
 
 from megatron.moevement.facts import UpstreamArguments
+from megatron.moevement.seams import patches
 from moevement_ext.config import (
     AUTO,
     CHOICES,
@@ -149,3 +150,22 @@ def config_from_args(args: UpstreamArguments) -> SparseCheckpointConfig:
              if name.startswith('sparse_ckpt_')}  # fmt: skip
     known = {field.name for field in fields(SparseCheckpointConfig)} & given.keys()
     return SparseCheckpointConfig(**{name: given[name] for name in known})
+
+
+def let_slots_have_any_experts() -> None:
+    """Have upstream's parser use `validate`, for the lifetime of the process."""
+    patches.wrap('megatron.training.arguments:validate_args', validate)
+
+
+def validate(original: Callable[..., object], args: Any, *given: object) -> object:
+    """Upstream's validation; with slots, experts may be any number that ranks do not divide."""
+    try:
+        slots = config_from_args(args).expert_slots
+    except ConfigurationError:  # said once the flags are valid
+        slots = 0
+    if not slots or not args.sparse_ckpt or not args.num_experts:
+        return original(args, *given)
+    experts, args.num_experts = args.num_experts, slots * args.expert_model_parallel_size
+    original(args, *given)
+    args.num_experts = experts
+    return args

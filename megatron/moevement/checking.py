@@ -26,12 +26,12 @@ from megatron.training.argument_utils import (
     pretrain_cfg_container_from_args,
 )
 
-from megatron.moevement.arguments import add_arguments, config_from_args
+from megatron.moevement.arguments import add_arguments, config_from_args, validate
 from megatron.moevement.facts import Settings, UpstreamArguments
 from megatron.moevement.job import identity, layout_choice, placing
 from megatron.moevement.job.flags import hazard, refusals, whole_job_reasons
 from megatron.moevement.job.named_files import empty_part, missing_data, refuse_missing
-from megatron.moevement.seams import adam, cpu_device, dense_tier, patches, warming
+from megatron.moevement.seams import adam, cpu_device, dense_tier, expert_slots, patches, warming
 from moevement_ext import events
 from moevement_ext.config import GLOBAL, WHOLE_JOB, SparseCheckpointConfig
 from moevement_ext.config_file import sources
@@ -146,7 +146,7 @@ def validated(flags: Sequence[str], ranks: int) -> UpstreamArguments:
         args: UpstreamArguments = upstream.parse_args(add_arguments)
         if args.use_checkpoint_args:
             dense_tier.take_flags_of_checkpoint(args)
-        upstream.validate_args(args)
+        validate(upstream.validate_args, args)
     return args
 
 
@@ -184,6 +184,8 @@ def _judged(args: UpstreamArguments) -> Judgement:
     else:
         run_id = identity.run_name(settings, config)
         refused += [said for check in _of_config(config, run_id) for said in _said(check)]
+        if config.expert_slots:
+            refused += _said(partial(expert_slots.refuse, settings, config, own_loop=False))
         if config.lossy:
             refused += _said(partial(_refuse_experts, config, args.num_experts))
         together = config.recovery == GLOBAL

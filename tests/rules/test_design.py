@@ -24,6 +24,7 @@ COLLECTIVES = {
     'ending.py': 'at the end',
     'program.py': 'at the end',
     'digest_file.py': 'at the end',
+    'expert_slots.py': 'in an iteration, only if experts have slots',
 }
 
 

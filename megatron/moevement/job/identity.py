@@ -43,6 +43,7 @@ from moevement_ext.memory.window.settings import Placed, RunSettings, Table, bou
 _OTHER_START = ('finetune', 'no_load_optim', 'no_load_rng')
 
 _STRATEGY = 'sparse_ckpt_strategy'
+_SLOTS = 'sparse_ckpt_expert_slots'
 ARGUMENTS = 'sparse_ckpt_arguments'
 """Name of a setting with the arguments of a program that is not upstream's, by flag. They do not
 count, as some may change no bit; a difference is reported."""
@@ -58,7 +59,8 @@ def run_identity(settings: Settings, run_id: str) -> str:
 def _counting(settings: Settings) -> dict[str, object]:
     """Settings that count, by name.
 
-    The strategy counts, although it changes no bit: its windows have other content.
+    The strategy counts, although it changes no bit: its windows have other content. So do slots
+    for experts, if there are any.
 
     The dense checkpoint of `--load` is left out, as a resumed job may load its own checkpoint. It
     counts with the flags that begin a new run from a checkpoint (`_OTHER_START`).
@@ -68,11 +70,19 @@ def _counting(settings: Settings) -> dict[str, object]:
     """
     found = {name: value for name, value in settings.items() if counts(name)}
     found[_STRATEGY] = settings.get(_STRATEGY, MOEVEMENT)
+    if settings.get(_SLOTS):
+        found[_SLOTS] = settings[_SLOTS]
     if any(settings.get(name) for name in _OTHER_START):
         found['load'] = settings.get('load')
     if not found.get('group_query_attention'):
         found.pop('num_query_groups', None)
     return found
+
+
+def _with_config(settings: Settings, config: SparseCheckpointConfig) -> Settings:
+    """`settings` with those of `config` that count."""
+    slots = [config.expert_slots, config.expert_replicas] if config.expert_slots else None
+    return {**settings, _STRATEGY: config.strategy, _SLOTS: slots}
 
 
 def training_identity(settings: Settings, run_id: str) -> str:
@@ -90,11 +100,11 @@ def topology_identity(settings: Settings) -> str:
 def rank_identity(settings: Settings, rank: int, config: SparseCheckpointConfig) -> RankIdentity:
     """The stamp of every slot of this rank."""
     run_id = called(settings, config)
-    settings = {**settings, _STRATEGY: config.strategy}
+    settings = _with_config(settings, config)
     run, topology = run_identity(settings, run_id), topology_identity(settings)
     told = run_settings(settings, run_id)
     layout = placing.layout_of(settings)
-    if layout is None:
+    if layout is None or config.expert_slots:  # several ranks have the same tensors
         return RankIdentity(run, topology, rank, told)
     seat = placing.seat_of(rank, layout, bool(settings.get('use_tp_pp_dp_mapping')))
     placed = Placed(training_identity(settings, run_id), layout, seat)
@@ -130,7 +140,7 @@ def run_name(settings: Settings, config: SparseCheckpointConfig) -> str:
     name = called(settings, config)
     if config.elastic == OFF:
         return name
-    settings = {**settings, _STRATEGY: config.strategy}
+    settings = _with_config(settings, config)
     counting = run_identity(settings, name), topology_identity(settings)
     return directory_of(name, xxhash.xxh3_64_hexdigest('/'.join(counting).encode()))
 
@@ -143,7 +153,7 @@ def called(settings: Settings, config: SparseCheckpointConfig) -> str:
     if of_slurm is not None:
         return of_slurm
     digest = run_identity if config.elastic == OFF else training_identity
-    return f'run-{digest({**settings, _STRATEGY: config.strategy}, "")}'
+    return f'run-{digest(_with_config(settings, config), "")}'
 
 
 def _flag(name: str) -> str:

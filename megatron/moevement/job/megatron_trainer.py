@@ -18,6 +18,7 @@ from megatron.moevement.seams.p2p import StagePipeline
 from megatron.moevement.state import iteration_state
 from megatron.moevement.state.broken_iteration import BrokenIteration
 from megatron.moevement.state.dp_copy import replicas, twins
+from megatron.moevement.state.expert_replicas import ExpertReplicas
 from megatron.moevement.state.global_scalars import GlobalScalars, reduced_by
 from megatron.moevement.state.iteration_state import IterationState
 from megatron.moevement.state.model_operators import shares_embedding
@@ -122,6 +123,7 @@ class MegatronTrainer:
         self._broken = BrokenIteration(training.model, training.operators) if localized else None
         self._step: Callable[..., object] | None = None
         self.operators = training
+        self.replicas = ExpertReplicas(training.model, training.operators, training.states)
         self.auxiliary_state = MegatronAuxiliaryState(training, counters, around)
         self.pipeline = StagePipeline(facts, training.model)
         self.loop = MegatronLoop(training, counters, around, self._broken)
@@ -165,7 +167,9 @@ class MegatronTrainer:
 
         `schedule` holds keywords for upstream's pipeline schedule.
         """
-        self._recorder.wrap_reduction(get_model_config(self.operators.model[0]))
+        config = get_model_config(self.operators.model[0])
+        self._recorder.wrap_reduction(config)
+        self.replicas.install(config)  # adds the gradients as scaled, also in a replay
         self._step = train_step
 
     def begin_iteration(self, iteration: int) -> bytes:

@@ -20,7 +20,7 @@ from megatron.moevement.job.megatron_loop import OperationCount, Surroundings
 from megatron.moevement.job.megatron_trainer import MegatronTrainer
 from megatron.moevement.job.named_files import refuse_missing
 from megatron.moevement.job.reports import describe
-from megatron.moevement.seams import datasets, upstream
+from megatron.moevement.seams import datasets, expert_slots, upstream
 from megatron.moevement.seams.data_position import DataPosition
 from megatron.moevement.seams.post_step import PostStep
 from megatron.moevement.seams.schedules import Losses
@@ -92,6 +92,8 @@ class Session:
                 localized=self.job.membership is not None,
                 placed=None if config.elastic == OFF else self.job.rank.identity.placed,
             )
+            if not self.job.joining:
+                self._trainer.replicas.equalize()
             return self._trainer
 
         self.job.set_up(
@@ -177,6 +179,8 @@ def protected_job(
         ConfigurationError: this node lacks a file that all ranks read.
     """
     refuse_missing(settings, facts.rank)
+    if config.expert_slots:
+        expert_slots.refuse(settings, config, own_loop)
     danger = hazard(settings)
     if danger and facts.rank == 0:
         logger.warning('%s', danger)
@@ -207,6 +211,8 @@ def protected_job(
     _install_routes(session, OWN_LOOP if own_loop else not_routed(settings, config))
     around.losses.install()  # after routes, which run a schedule several times
     datasets.install()
+    if config.expert_slots:
+        expert_slots.ExpertSlots(config.expert_slots, config.expert_replicas).install()
     if session.job.joining:
         session.alone.enter_context(upstream.without_connections(facts.distributed_backend))
     with session.job:

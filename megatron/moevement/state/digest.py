@@ -7,12 +7,13 @@ import torch
 
 from megatron.moevement.facts import Chunks, Counters, MegatronOptimizer, OptimizerParamScheduler
 from megatron.moevement.state import iteration_state, low_precision
-from megatron.moevement.state.model_operators import operator_inventory
+from megatron.moevement.state.model_operators import Operator, operator_inventory
 from megatron.moevement.state.optimizer_state import (
     chained,
     counts_steps_per_parameter,
     parameter_states,
 )
+from megatron.moevement.state.resharded_tensors import canonical_name
 from moevement_ext.job.digest_file import digest_of_bytes, digest_of_tensor
 
 
@@ -50,8 +51,8 @@ def state_digest(
 def _tensors(model: Chunks, optimizer: MegatronOptimizer) -> Iterator[tuple[str, str]]:
     names = {}
     for operator in operator_inventory(model).values():
-        for name, parameter in operator.parameters.items():
-            names[parameter] = name
+        for tensor, parameter in operator.parameters.items():
+            names[parameter] = name = _named(operator, tensor)
             yield f'parameter/{name}', digest_of_tensor(low_precision.raw(parameter))
             weight_scale = low_precision.weight_scale(parameter)
             if weight_scale is not None:
@@ -67,3 +68,8 @@ def _tensors(model: Chunks, optimizer: MegatronOptimizer) -> Iterator[tuple[str,
                 yield f'{key}/{held.name}', digest_of_tensor(low_precision.raw(value))
         for key, scale in held.scales().items():
             yield f'{key}/{held.name}', digest_of_tensor(scale)
+
+
+def _named(operator: Operator, tensor: str) -> str:
+    """Name of a tensor of this rank; where experts have slots, with the number of the expert."""
+    return canonical_name(operator.name, tensor, False) if operator.in_slots else tensor

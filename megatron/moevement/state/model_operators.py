@@ -40,6 +40,8 @@ class Operator:
     parameters: dict[str, torch.nn.Parameter] = field(default_factory=dict)
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     scaling: dict[str, torch.Tensor] = field(default_factory=dict)
+    in_slots: bool = False
+    """An expert that other slots of this rank, and other ranks, may have copies of."""
 
 
 def operator_inventory(model: Sequence[torch.nn.Module]) -> dict[str, Operator]:
@@ -170,8 +172,9 @@ def _operator_in_layer(name: str, layer: _Layer) -> Operator:
     match = _EXPERT.search(name)
     if match:
         local = int(match['sequential'] or match['grouped'])
-        expert = layer.module.mlp.local_expert_indices[local]  # type: ignore[union-attr, index]
-        return Operator(f'{prefix}.expert{expert}', 'expert')
+        mlp: Any = layer.module.mlp
+        expert = mlp.local_expert_indices[local]
+        return Operator(f'{prefix}.expert{expert}', 'expert', in_slots=hasattr(mlp, 'slot_table'))
     if '.mlp.experts.' in name:
         return Operator(f'{prefix}.experts', 'expert')  # one tensor for all local experts
     return Operator(f'{prefix}.rest', 'rest')
