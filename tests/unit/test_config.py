@@ -1,50 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
+"""Settings and their rules; those of a file of a site, of a job, and of flags."""
+
+import argparse
 import dataclasses
 import pydoc
 import re
 import socket
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron.moevement import TrainingPlan
+from megatron.moevement.arguments import add_arguments, config_from_args
 from moevement_ext.config import ConfigurationError, SparseCheckpointConfig, node_name
+from moevement_ext.config_file import CONFIG_FLAG, SITE, from_files, sources, value_of
+from moevement_ext.launch.launch_config import LaunchConfig, store_address, unnamed_run_id
+from tests.support.messages import messages
+from tools.plan.flags import parse_megatron_flags
 
-NAN = float('nan')
 
-
-@pytest.mark.parametrize(
-    ('field', 'value', 'rule'),
-    [
-        ('window', 'long', 'a whole number or "auto"'),
-        ('window', 0, 'at least 1'),
-        ('window', 20_000, 'at most 10000'),
-        ('log_lag', -1, 'a number of iterations, 0 or more'),
-        ('replicas', -1, 'at least 0'),
-        ('host_memory_gb', 0, 'above 0'),
-        ('host_memory_gb', NAN, 'above 0'),
-        ('hang_timeout', 1.5, 'at least 2'),
-        ('hang_timeout', NAN, 'at least 2'),
-        ('stuck_timeout', 59, r'0 \(never\) or at least --sparse-ckpt-hang-timeout \(60\)'),
-        ('stuck_timeout', NAN, r'0 \(never\) or at least'),
-        ('recovery', 'all', 'auto, localized, global or whole-job'),
-        ('recovery', '', 'auto, localized, global or whole-job'),
-        ('order', 'random', 'popularity, soft, decayed, capacity or fixed'),
-        ('dir', 'relative/path', 'an absolute path'),
-        ('disk', 'relative/path', 'an absolute path'),
-        ('run_id', 'exp.20240101', 'without a dot and 8 hexadecimal digits at its end'),
-        ('store', 'host', 'HOST:PORT, where'),
-        ('store', 'host:70000', 'HOST:PORT, where'),
-        ('store', '[]:29400', 'HOST:PORT, where'),
-        ('disk_every', 0, 'at least 1'),
-        ('disk_gb_per_s', 0, 'above 0'),
-        ('disk_gb_per_s', NAN, 'above 0'),
-        ('network_gb_per_s', 0.019, 'auto, off, or a number of at least 0.02'),
-        ('network_gb_per_s', -1, 'auto, off, or a number of at least 0.02'),
-        ('network_gb_per_s', NAN, 'auto, off, or a number of at least 0.02'),
-        ('network_gb_per_s', 'half', 'auto, off, or a number of at least 0.02'),
-    ],
-)
+@pytest.mark.parametrize(('field', 'value', 'rule'), messages('config'))
 def test_a_broken_rule_names_flag_value_and_rule(field: str, value: Any, rule: str) -> None:
     flag = '--sparse-ckpt-' + field.replace('_', '-')
     shown = f'{value:g}' if isinstance(value, int | float) else repr(value)
@@ -97,7 +73,6 @@ def test_node_name_can_be_overridden(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 DISK = {'strategy': 'checkfreq', 'disk': '/disk'}
-RULE = {'strategy': 'gemini', 'interval': 'daly', 'mtbf': 600.0}
 
 
 @pytest.mark.parametrize(
@@ -116,35 +91,93 @@ def test_strategy_fills_in_missing_values(given: dict[str, Any], settled: Any) -
     assert dataclasses.replace(config) == config, 'what is settled may be given'
 
 
-@pytest.mark.parametrize(
-    ('given', 'said'),
-    [
-        (
-            {'strategy': 'copy'},
-            "strategy 'copy' must be moevement, gemini, checkfreq, moc or moetion",
-        ),
-        ({**DISK, 'window': 4}, 'window 4 has no use with --sparse-ckpt-strategy checkfreq'),
-        ({**DISK, 'replicas': 1}, 'replicas 1 has no use with --sparse-ckpt-strategy checkfreq'),
-        ({**DISK, 'disk_every': 7}, 'disk-every 7 has no use'),
-        ({'strategy': 'gemini', 'order': 'soft'}, 'order soft has no use'),
-        ({'interval': 5}, 'interval 5 has no use with --sparse-ckpt-strategy moevement'),
-        ({'strategy': 'gemini', 'recovery': 'localized'}, 'must be global or whole-job'),
-        ({'strategy': 'checkfreq'}, 'disk must be given with --sparse-ckpt-strategy checkfreq'),
-        ({**RULE, 'mtbf': None}, 'mtbf must be given with --sparse-ckpt-interval young'),
-        ({**RULE, 'interval': 5}, 'mtbf must be given with --sparse-ckpt-interval young'),
-        ({**RULE, 'mtbf': NAN}, 'mtbf nan must be a number of seconds above 0'),
-        ({'strategy': 'gemini', 'interval': 0}, 'interval 0 must be at least 1'),
-        ({**DISK, 'interval': 'daly'}, "interval 'daly' must be a whole number or auto"),
-        ({'strategy': 'gemini', 'experts': 2}, 'experts 2 has no use with --sparse-ckpt-strategy'),
-        ({'strategy': 'moc', 'elastic': 'restart'}, 'elastic restart has no use'),
-        ({'strategy': 'moetion', 'interval': 5}, 'interval 5 has no use'),
-        ({'strategy': 'moetion', 'experts': 2}, 'experts 2 has no use'),
-        ({'strategy': 'moc', 'experts': 0}, 'experts 0 must be at least 1'),
-        ({'strategy': 'moc', 'experts': 'all'}, "experts 'all' must be a whole number or dynamic"),
-        ({'strategy': 'moc', 'verify': 'stop'}, 'verify stop must be report or off .* would stop'),
-    ],
-)
+@pytest.mark.parametrize(('given', 'said'), messages('strategies'))
 def test_a_flag_without_use_for_the_strategy_is_refused(given: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigurationError, match=said) as refused:
         SparseCheckpointConfig(**given)
     assert '\n' not in str(refused.value)
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Flags of a job at a site, both with a file."""
+    (tmp_path / 'site.toml').write_text('disk_every = 7\nreplicas = 0\ninterface = "ib0"\nmtbf = 9')
+    (tmp_path / 'job.toml').write_text(
+        'disk_every = 8\nwindow = 4\nelastic = "restart"\nmtbf = 9.5'
+    )
+    monkeypatch.setenv(SITE, str(tmp_path / 'site.toml'))
+    return [CONFIG_FLAG, str(tmp_path / 'job.toml'), '--sparse-ckpt-window', 'auto']
+
+
+@pytest.mark.parametrize('first', [True, False])
+def test_flags_win_over_the_job_over_the_site(
+    job: list[str], first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = job if first else [*job[2:], f'{CONFIG_FLAG}={job[1]}']
+    parser = add_arguments(argparse.ArgumentParser())
+    args = parser.parse_args(
+        [*flags, '--sparse-ckpt-strategy', 'gemini', '--sparse-ckpt-interval', 'daly']
+    )
+    config = config_from_args(args)
+    assert (config.window, config.disk_every, config.replicas) == (1, 8, 0)
+    assert (config.interface, config.elastic, config.mtbf) == ('ib0', 'restart', 9.5)
+    monkeypatch.delenv(SITE)
+    assert config_from_args(parser.parse_args([])).disk_every == 100  # nothing stays of a parse
+    monkeypatch.setattr('sys.argv', ['program', *flags])
+    assert parser.parse_args().sparse_ckpt_disk_every == 8
+
+
+def test_every_setting_has_its_source(job: list[str]) -> None:
+    site, own = (
+        f'{job[1].replace("job", name)} ({by})'
+        for name, by in (('site', SITE), ('job', CONFIG_FLAG))
+    )
+    assert sources(job) == {
+        'disk_every': own, 'replicas': site, 'interface': site, 'mtbf': own, 'window': 'a flag',
+        'elastic': own,
+    }  # fmt: skip
+    assert value_of(job, '--sparse-ckpt-window') == 'auto'
+    assert value_of(job, '--sparse-ckpt-disk-every') == '8'
+    assert value_of(job, '--sparse-ckpt-store') is None
+
+
+def test_launchers_and_plans_read_the_files(
+    job: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guests = LaunchConfig('p', tuple(job), nodes=3, when_no_spare='layout')
+    assert guests.sizes == {1, 2, 3}
+    assert parse_megatron_flags(job).fields('protection') == {'window': 'auto', 'replicas': 0}
+    monkeypatch.setenv('SLURM_JOB_ID', '5')
+    assert unnamed_run_id(job) == 'slurm-5' and store_address(job) is None
+    (tmp_path / 'site.toml').write_text('run_id = "r"\nstore = "h:1"\nelastic_exact = true')
+    assert unnamed_run_id(job) is None and store_address(job) == ('h', 1)
+    with pytest.raises(ConfigurationError, match='reads no windows of other layouts'):
+        LaunchConfig('p', tuple(job), nodes=3, when_no_spare='layout')
+
+
+@pytest.mark.parametrize(
+    ('text', 'message'),
+    [*messages('config-file'), (None, 'No such file or directory; give a TOML file.')],
+)
+def test_a_wrong_file_is_named_with_its_key(
+    text: str | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / 'wrong.toml'
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ConfigurationError) as refused:
+        from_files([CONFIG_FLAG, str(file)])
+    assert str(refused.value) == f'{CONFIG_FLAG} {file}: {message}'
+    parser = add_arguments(argparse.ArgumentParser(prog='program'))
+    with pytest.raises(SystemExit):
+        parser.parse_args([CONFIG_FLAG, str(file)])
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith(f'program: error: {refused.value}')
+
+
+def test_plain_megatron_reads_no_file_of_the_site(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SITE, '/missing.toml')
+    parser = add_arguments(argparse.ArgumentParser())
+    assert not parser.parse_args([]).sparse_ckpt
+    with pytest.raises(SystemExit):
+        parser.parse_args(['--sparse-ckpt'])

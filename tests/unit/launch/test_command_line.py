@@ -14,6 +14,7 @@ import pytest
 
 from moevement_ext.launch.command_line import main, parse
 from moevement_ext.launch.launch_config import GUESTS, StagedAction, StagedFault
+from tests.support.messages import messages
 from tests.support.quick import with_quick
 from tests.support.readable import dies
 from tests.unit.launch.conftest import Job
@@ -93,36 +94,7 @@ def test_spares_need_a_main_guard_at_the_end(
     ) in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ('flags', 'message'),
-    [
-        ('--nodes 2', 'no program: put --, the program and its flags after the other flags'),
-        ('--nodes 2 --', 'no program: put --'),
-        ('-- PROGRAM', 'required: --nodes'),
-        ('--nodes 0 -- PROGRAM', '--nodes 0 must be at least 1'),
-        ('--nodes x -- PROGRAM', "argument --nodes: invalid int value: 'x'"),
-        ('--nodes 1 --workers-per-node 0 -- PROGRAM', '--workers-per-node 0 must be at least 1'),
-        ('--nodes 1 --spares -1 -- PROGRAM', '--spares -1 must be at least 0'),
-        ('--nodes 1 --max-restarts -1 -- PROGRAM', '--max-restarts -1 must be at least 0'),
-        ('--nodes 1 -- nowhere.py', 'nowhere.py: no such program'),
-        (
-            '--nodes 1 --kill 8 -- PROGRAM',
-            "argument --kill: '8' must be RANK@ITERATION, two whole numbers, such as 2@8",
-        ),
-        ('--nodes 1 --kill-node a@8 -- PROGRAM', "--kill-node: 'a@8' must be NODE@ITERATION"),
-        (
-            '--nodes 2 --workers-per-node 2 --stop 4@8 -- PROGRAM',
-            '--stop 4@8: there is no rank 4; --nodes 2 --workers-per-node 2 has ranks 0 to 3',
-        ),
-        ('--nodes 2 --kill-node 2@8 -- PROGRAM', 'there is no node 2; --nodes 2'),
-        (
-            '--nodes 2 --kill-node 1@8 -- PROGRAM --sparse-ckpt-run-id',
-            "--sparse-ckpt-run-id '' is used as a directory name",
-        ),
-        ('--nodes 1 --log-dir /proc/none -- PROGRAM', '--log-dir /proc/none: no log can be writ'),
-        ('--nodes 1 --log-dir /proc/fs -- PROGRAM', '--log-dir /proc/fs: no log can be written'),
-    ],
-)
+@pytest.mark.parametrize(('flags', 'message'), messages('launch'))
 def test_invalid_flags_are_named(
     flags: str, message: str, job: Job, capsys: pytest.CaptureFixture[str]
 ) -> None:

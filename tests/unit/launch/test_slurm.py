@@ -11,6 +11,7 @@ from moevement_ext.launch.launch_config import StagedAction, StagedFault, unname
 from moevement_ext.launch.launcher_events import NodeLost, NodeReady, WorkerLaunched
 from moevement_ext.launch.slurm import RequeueState, go_back, main, parse
 from moevement_ext.launch.supervisor import Supervisor
+from tests.support.messages import messages
 from tests.unit.launch.on_hosts import SlurmJob
 
 pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
@@ -60,16 +61,7 @@ def test_flags(job: SlurmJob, scontrol: Path) -> None:
     assert (launch.program, launch.flags) == (str(job.program), ('--grace', '3'))
 
 
-@pytest.mark.parametrize(
-    ('flags', 'message'),
-    [
-        ('--spare-nodes 3 -- PROGRAM', '--spare-nodes 3 must be at least 0 and leave a node'),
-        ('--spare-nodes -1 -- PROGRAM', '--spare-nodes -1 must be at least 0'),
-        ('-- PROGRAM --sparse-ckpt-store nowhere', '--sparse-ckpt-store'),
-        ('--grace -1 -- PROGRAM', '--grace -1.0 must be at least 0'),
-        ('--before-end -1 -- PROGRAM', '--before-end -1.0 must be at least 0'),
-    ],
-)
+@pytest.mark.parametrize(('flags', 'message'), messages('slurm'))
 def test_invalid_flags_are_named(
     flags: str, message: str, job: SlurmJob, scontrol: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,6 +11,7 @@ import pytest
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.replicate import own_address
 from moevement_ext.replicate.own_address import local_host
+from tests.support.messages import messages
 
 ROUTABLE = {
     name: [
@@ -76,30 +77,14 @@ def test_requested_interface_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
         local_host('nosuch0')
 
 
-@pytest.mark.parametrize(
-    'variable, value, expected',
-    [
-        ('GLOO_SOCKET_IFNAME', 'eth1,lo', '10.1.0.1'),
-        ('GLOO_SOCKET_IFNAME', 'et', None),
-        ('NCCL_SOCKET_IFNAME', 'et', '10.0.0.1'),
-        ('NCCL_SOCKET_IFNAME', '=eth1', '10.1.0.1'),
-        ('NCCL_SOCKET_IFNAME', '=et', None),
-        ('NCCL_SOCKET_IFNAME', '^eth0,ib', '10.1.0.1'),
-        ('NCCL_SOCKET_IFNAME', '^=eth', '10.0.0.1'),
-        ('NCCL_SOCKET_IFNAME', '^=eth0,lo', '10.1.0.1'),
-        ('NCCL_SOCKET_IFNAME', 'eth1,', '10.1.0.1'),
-        ('GLOO_SOCKET_IFNAME', '^lo,eth0,docker', '10.1.0.1'),
-        ('GLOO_SOCKET_IFNAME', '^=eth0', '10.1.0.1'),
-        ('GLOO_SOCKET_IFNAME', '^eth,ib', None),
-    ],
-)
+@pytest.mark.parametrize(('variable', 'value', 'expected'), messages('interfaces'))
 def test_settings_of_gloo_and_nccl_select_the_interface(
-    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, expected: str | None
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, expected: str
 ) -> None:
     found = {'lo': ['127.0.0.1'], 'eth0': ['10.0.0.1'], 'eth1': ['10.1.0.1'], 'ib0': ['10.2.0.1']}
     monkeypatch.setattr(own_address, '_addresses', lambda: found)
     monkeypatch.setenv(variable, value)
-    if expected is None:
+    if not expected:
         with pytest.raises(HostMemoryError, match=re.escape(f'{variable}={value}')):
             local_host()
     else:

@@ -3,9 +3,7 @@
 
 import importlib.metadata
 import re
-import tomllib
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import megatron.core
@@ -20,10 +18,9 @@ from moevement_ext.config import ConfigurationError
 from tests.stand_ins.fused_adam import FusedAdam
 from tests.support.each import each
 from tests.unit.megatron.moevement.job import test_identity
-from tests.unit.megatron.moevement.job.test_identity import _parser
+from tests.unit.megatron.moevement.job.test_identity import DATA, _parser
 from tools import compatibility
 
-DATA = tomllib.loads(Path(__file__).with_name('flags.toml').read_text('utf-8'))
 VALUES, OTHERS = DATA['values'], DATA['others']
 LOCALIZED = (
     *DATA['localized_over_nccl'],
@@ -121,20 +118,7 @@ WEIGHTS_IN_FP8 = '--fp8-format hybrid --fp8-param-gather'
 DELAYED_WEIGHTS = f'{WEIGHTS_IN_FP8} --fp8-recipe delayed --use-precision-aware-optimizer'
 
 
-@pytest.mark.parametrize(
-    ('flags', 'remedy'),
-    [
-        (f'{WEIGHTS_IN_FP8} --fp8-recipe mxfp8', 'use --fp8-recipe delayed, tensorwise or block'),
-        (DELAYED_WEIGHTS, 'give fp16 with --fp8-recipe delayed'),
-        (
-            f'{WEIGHTS_IN_FP8} --fp8-recipe blockwise --use-precision-aware-optimizer '
-            '--main-params-dtype fp16',
-            'and fp32 with tensorwise or blockwise',
-        ),
-        ('--optimizer muon --use-distributed-optimizer', '--optimizer muon'),
-        ('--optimizer muon --muon-scalar-optimizer lion', '--optimizer muon'),
-    ],
-)
+@pytest.mark.parametrize(('flags', 'remedy'), DATA['not_captured'])
 def test_state_that_is_not_captured_is_refused(
     flags: str, remedy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,6 +7,7 @@ import functools
 import operator
 import subprocess
 import sys
+import tomllib
 from argparse import Namespace
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -39,26 +40,8 @@ from tests.support.each import each
 
 ROOT = Path(__file__).resolve().parents[5]
 
-# Flags that change the computation.
-DECISIVE = (
-    'rotary_base rotary_percent rope_scaling_factor layernorm_epsilon qk_layernorm squared_relu '
-    'attention_softmax_in_fp32 tokenizer_model eod_mask_loss train_iters train_samples '
-    'lr_decay_iters lr_wsd_decay_iters decoupled_lr initial_loss_scale data_args_path data_path '
-    'seed use_precision_aware_optimizer main_params_dtype main_grads_dtype exp_avg_dtype '
-    'exp_avg_sq_dtype fp8 fp8_recipe fp8_param_gather fp8_margin fp8_amax_history_len '
-    'fp8_amax_compute_algo fp8_wgrad first_last_layers_bf16 num_layers_at_start_in_bf16 '
-    'num_layers_at_end_in_bf16 accumulate_allreduce_grads_in_fp32 moe_router_topk eval_interval '
-    'ckpt_step gpu_sniff_test_interval'
-).split()
-# Flags that may differ between launches, and flags of the layout.
-INDIFFERENT = (
-    'save load save_interval log_interval tensorboard_dir data_cache_path num_workers local_rank '
-    'exit_interval profile async_save manual_gc sparse_ckpt_window sparse_ckpt_dir'
-).split()
-LAYOUT = (
-    'world_size pipeline_model_parallel_size pipeline_model_parallel_layout '
-    'expert_model_parallel_size sequence_parallel'
-).split()
+DATA = tomllib.loads(Path(__file__).with_name('flags.toml').read_text('utf-8'))
+WORDS = {name: words.split() for name, words in DATA['identity'].items()}
 
 
 @functools.cache
@@ -96,9 +79,9 @@ def _equal(args: Namespace, other: Namespace) -> tuple[bool, ...]:
 @each(
     'name, equal',
     [
-        *((name, (False, True, False)) for name in DECISIVE),
-        *((name, (True, True, True)) for name in INDIFFERENT),
-        *((name, (True, False, True)) for name in LAYOUT),
+        *((name, (False, True, False)) for name in WORDS['decisive']),
+        *((name, (True, True, True)) for name in WORDS['indifferent']),
+        *((name, (True, False, True)) for name in WORDS['layout']),
         *((name, (True, False, True)) for name in sorted(known_flags.LAYOUT)),
         *((name, (False, True, True)) for name in sorted(known_flags.MAY_CHANGE)),
     ],
@@ -163,7 +146,7 @@ def test_every_flag_counts_unless_listed(defaults: Namespace) -> None:
         assert changed is not indifferent, name
     assert _identities(Namespace(**vars(defaults), new_flag=1)) != _identities(defaults)
     flags = {*vars(defaults), 'timeout', 'timers'}
-    misspelt = {name for name in named - flags if name not in _SET_BY_VALIDATION}
+    misspelt = {name for name in named - flags if name not in WORDS['set_by_validation']}
     assert misspelt == set()
 
 
@@ -223,19 +206,6 @@ def _captured_by(rank: RankIdentity) -> SlotHeader:
         records=[],
         settings=encode(rank.settings),
     )
-
-
-# Attributes without a flag, of upstream's arguments or of the configurations.
-_SET_BY_VALIDATION = set(
-    (
-        'iteration curr_iteration consumed_train_samples consumed_valid_samples '
-        'skipped_train_samples num_floating_point_operations_so_far do_train do_valid do_test '
-        'use_dist_ckpt transformer_pipeline_model_parallel_size '
-        'virtual_pipeline_model_parallel_size num_layers_in_first_pipeline_stage '
-        'num_layers_in_last_pipeline_stage gtp_weight_remat_size expert_gtp_weight_remat_size '
-        '_is_global_batch_size_explicitly_specified'
-    ).split()
-)
 
 
 class Shade(enum.Enum):

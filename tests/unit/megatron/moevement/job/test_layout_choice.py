@@ -10,6 +10,7 @@ from megatron.moevement.arguments import add_arguments
 from megatron.moevement.job.layout_choice import FLAG, LayoutSizes, NodeCapacity, fitted, too_little
 from moevement_ext.config import ConfigurationError
 from moevement_ext.memory.file_system import GIB
+from tests.support.messages import messages
 from tools.model.layout import Precision
 from tools.model.sizes import held_elements, operator_sizes
 from tools.plan.flags import parse_megatron_flags
@@ -50,18 +51,7 @@ def test_first_fitting_layout_is_taken() -> None:
     assert sizes(1, 'ep=2;;pp=1')['--expert-model-parallel-size'] == 1
 
 
-@pytest.mark.parametrize(
-    ('started', 'node', 'layouts', 'fits'),
-    [
-        (3, 1, 'ep=2', '2 ranks'),
-        (5, 1, 'ep=2', '4 ranks'),  # the layout of the flags
-        (9, 1, 'pp=3,ep=3', '8 ranks'),
-        (3, 3, 'ep=2', '2 ranks'),
-        (6, 2, 'ep=2', r'4 ranks \(2 nodes\)'),  # torchrun starts whole nodes
-        (6, 3, 'ep=3', 'another number of ranks'),
-        (1, 1, 'pp=2,ep=4', '4 ranks'),  # more than were started
-    ],
-)
+@pytest.mark.parametrize(('started', 'node', 'layouts', 'fits'), messages('numbers-of-ranks'))
 def test_refusal_names_the_nearest_number_of_ranks(
     started: int, node: int, layouts: str, fits: str
 ) -> None:
@@ -71,26 +61,7 @@ def test_refusal_names_the_nearest_number_of_ranks(
         fitted([*FLAGS, FLAG, layouts], started, enough, node)
 
 
-@pytest.mark.parametrize(
-    ('ranks', 'layouts', 'why'),
-    [
-        (
-            1,
-            'pp=2',
-            'each of 1 ranks: pp=2,ep=2,cp=1,instances=1: 1 ranks are not divisible by 2',
-        ),
-        (
-            2,
-            'pp=3,ep=3',
-            r'pp=2,ep=2.*not divisible by 4; pp=3,ep=3.*2 ranks are not divisible by 3',
-        ),
-        (3, 'ep=8', '3 ranks are not divisible by 8'),
-        (3, 'pp=3', '4 layers are not divisible by 3'),
-        (3, 'ep=3', '4 experts are not divisible by 3'),
-        (2, 'ep=2,instances=2', '1 data-parallel ranks of experts are not divisible by 2'),
-        (2, 'instances=4', '2 data-parallel ranks are not divisible by 4'),
-    ],
-)
+@pytest.mark.parametrize(('ranks', 'layouts', 'why'), messages('layouts'))
 def test_error_says_why_no_layout_fits(ranks: int, layouts: str, why: str) -> None:
     with pytest.raises(ConfigurationError, match=why):
         fitted([*FLAGS, FLAG, layouts], ranks, enough)

@@ -25,7 +25,9 @@ from megatron.moevement.job.named_files import empty_part, missing_data, refuse_
 from moevement_ext.config import ConfigurationError
 from moevement_ext.memory.window.settings import Differences, decode, differences, encode
 from tests.support.each import each
-from tests.unit.megatron.moevement.job.test_identity import _parser, parsed
+from tests.unit.megatron.moevement.job.test_identity import DATA, WORDS, _parser, parsed
+
+NO_FILES = set(WORDS['no_files'])
 
 
 def launched(*flags: str) -> identity.RunSettings:
@@ -61,16 +63,6 @@ def _of_parser(name: str) -> bool:
     )
 
 
-# Flags that name no file although their names suggest it.
-_NO_FILES = set(
-    (
-        'heterogeneous_layers_config_encoded_json dataloader_type pipeline_model_parallel_layout '
-        'hybrid_override_pattern recompute_modules offload_modules cuda_graph_modules '
-        'pipeline_model_parallel_comm_backend special_tokens'
-    ).split()
-)
-
-
 def test_every_flag_that_may_name_a_file_is_classified() -> None:
     """Fails if upstream adds such a flag: classify whether the file decides bits."""
     known = {*named_files.BLENDS, *named_files.DATA, *named_files.FILES, *named_files.MODULES}
@@ -81,7 +73,7 @@ def test_every_flag_that_may_name_a_file_is_classified() -> None:
         if action.nargs != 0 and action.type in (None, str) and not action.choices
     }
     found = {name for name in takes_text if _of_parser(name) and flags_known.counts(name)}
-    assert found - _NO_FILES <= known, sorted(found - _NO_FILES - known)
+    assert found - NO_FILES <= known, sorted(found - NO_FILES - known)
     assert {'tokenizer_model', 'data_args_path', 'spec'} <= found
 
 
@@ -224,19 +216,10 @@ def test_path_that_is_not_utf_8_has_an_identity(
     )
 
 
-DECISIVE = (
-    'NCCL_ALGO NCCL_PROTO NCCL_MIN_NCHANNELS NCCL_NVLS_ENABLE NCCL_P2P_DISABLE NCCL_BUFFSIZE '
-    'CUBLAS_WORKSPACE_CONFIG NVTE_FUSED_ATTN NVTE_ALLOW_NONDETERMINISTIC_ALGO OMP_NUM_THREADS '
-    'NVIDIA_TF32_OVERRIDE TORCH_ALLOW_TF32_CUBLAS_OVERRIDE TORCHINDUCTOR_MAX_AUTOTUNE MKL_CBWR '
-    'LD_PRELOAD GLIBC_TUNABLES OMP_THREAD_LIMIT ENABLE_PERSISTENT_TMA_MATMUL'
-).split()
-INDIFFERENT = (
-    'NCCL_DEBUG NCCL_SOCKET_IFNAME NCCL_HOSTID NCCL_TOPO_DUMP_FILE CUBLASLT_LOG_LEVEL NVTE_DEBUG '
-    'TORCHINDUCTOR_CACHE_DIR RANK MASTER_ADDR CUDA_VISIBLE_DEVICES PATH SLURM_JOB_ID'
-).split()
+VARIABLES = {name: words.split() for name, words in DATA['environment'].items()}
 
 
-@each('name, told', [*((n, 1) for n in DECISIVE), *((n, 0) for n in INDIFFERENT)])
+@each('name, told', [(n, int(kind == 'decisive')) for kind in VARIABLES for n in VARIABLES[kind]])
 def test_environment_holds_variables_that_may_decide_bits(
     name: str, told: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
