@@ -62,6 +62,13 @@ def test_faults_of_fixed_seeds_are_survived(flags: str, seed: int, tmp_path: Pat
 
 
 @pytest.mark.thorough
+@pytest.mark.timeout(1800)
+def test_restarts_in_drawn_layouts_have_the_bits_of_plain_megatron(tmp_path: Path) -> None:
+    last_line = struck(tmp_path, '--elastic --faults 3', secrets.randbelow(2**31))
+    assert 'bit_identical=true' in last_line
+
+
+@pytest.mark.thorough
 @pytest.mark.timeout(900)
 def test_drill_of_a_model_passes(tmp_path: Path) -> None:
     model = models.ToyModel(hidden=32, heads=2, sequence=32, experts=4)
