@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process that ends as planned may outlive its launcher."""
+"""A process that outlives its launcher; a digest file that is refused before training."""
 
 import logging
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -10,7 +11,9 @@ import pytest
 import torch
 from torch.distributed import DistBackendError, DistNetworkError, HashStore
 
+from moevement_ext.config import ConfigurationError
 from moevement_ext.job import ending
+from moevement_ext.job.digest_file import refuse_unwritable
 
 
 @pytest.mark.parametrize('lost', ['launcher_store', 'write_finished'])
@@ -57,3 +60,21 @@ def test_lost_peer_is_no_lost_store(error: Exception, monkeypatch: pytest.Monkey
         return
     with pytest.raises(DistBackendError, match='NCCL'):
         ending.trained_together(RANK, None)
+
+
+def test_check_leaves_a_writable_file_unchanged(tmp_path: Path) -> None:
+    earlier, new = tmp_path / 'earlier.json', tmp_path / 'runs' / 'new.json'
+    earlier.write_text('{}')
+    partial = tmp_path / 'earlier.json.partial'  # another job is writing it
+    partial.touch()
+    refuse_unwritable(str(earlier))
+    refuse_unwritable(str(new))
+    assert earlier.read_text() == '{}'
+    assert sorted(path.name for path in tmp_path.iterdir()) == [earlier.name, partial.name]
+
+
+@pytest.mark.parametrize('place', ['.', 'file/digest.json', '../' + 300 * 'long'])
+def test_unwritable_file_is_refused(place: str, tmp_path: Path) -> None:
+    (tmp_path / 'file').touch()
+    with pytest.raises(ConfigurationError, match='--sparse-ckpt-digest .*: digests cannot be writ'):
+        refuse_unwritable(str(tmp_path / place))

@@ -1,14 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Logs of workers, as the supervisor writes them."""
+"""Logs of workers and the file of events, as the supervisor writes them."""
 
 import os
 from pathlib import Path
 
 import pytest
 
-from moevement_ext.events import Event
+from moevement_ext.config import ConfigurationError
+from moevement_ext.events import Event, decode
 from moevement_ext.launch import machine
-from moevement_ext.launch.launcher_events import WorkerEnded
+from moevement_ext.launch.launcher_events import (
+    FILE,
+    FaultStaged,
+    GuestsSeated,
+    JobRecovered,
+    Journal,
+    MemoryKept,
+    NodeLost,
+    SpareEnded,
+    StoreFound,
+    StoreGone,
+    WorkerEnded,
+)
 from tests.unit.launch.conftest import Job, ended
 
 pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
@@ -71,3 +84,35 @@ def test_a_log_on_a_disk_that_is_full_costs_no_second_worker(
     assert ended(job) == {0: [0], 1: [-9, 0]}
     said = capfd.readouterr().err
     assert 'No space left' in said and 'rank1.log' in said and 'here' in said.splitlines()
+
+
+EVENTS = [
+    WorkerEnded(1, 71, -9),
+    SpareEnded(5, 1, was_ready=False),
+    NodeLost('b', None, 'its agent is gone'),
+    GuestsSeated('b', 3, '3 of 4 nodes; node 3 is a guest of b', 1),
+    FaultStaged('--kill-node 1@3', '/dev/shm/run/node1'),
+    StoreGone(None),
+    StoreFound(),
+    MemoryKept('/dev/shm/run'),
+    JobRecovered('RECOVERED', '1 hot'),
+]
+
+
+def test_events_are_decoded_as_written(tmp_path: Path) -> None:
+    handed_on: list[Event] = []
+    journal = Journal(tmp_path, handed_on.append)
+    for event in EVENTS:
+        journal(event)
+    journal.close()
+    found = list(decode((tmp_path / FILE).read_bytes()))
+    assert handed_on == EVENTS
+    assert [type(event) for event in found] == [type(event) for event in EVENTS]
+    assert [str(event) for event in found] == [str(event) for event in EVENTS]
+    assert all(event.time > 1e9 for event in found)
+
+
+def test_foreign_file_is_refused_with_its_flag(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text('minutes of a rendezvous')
+    with pytest.raises(ConfigurationError, match=r'--log-dir .*something else than events'):
+        Journal(tmp_path, print)

@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All stages go back together in processes that live on, without a log.
+"""All stages go back together in processes that live on, without a log; also to a dense checkpoint.
 
-Processes are threads (`threaded_job`), and train a fake.
+Processes are threads (`threaded_job`), and train a fake; every iteration has the bits of a
+fault-free run.
 """
+
+from pathlib import Path
 
 import pytest
 
-from moevement_ext.config import GLOBAL
+from moevement_ext.config import CHECKFREQ, GEMINI, GLOBAL
 from moevement_ext.faults import Phase
 from moevement_ext.recover import localized, verdict
 from tests.support.quick import with_quick
-from tests.unit.recover.test_recovery import DISTANCE, FIRST
+from tests.unit.recover.test_recovery import DISTANCE, FIRST, VICTIMS
 from tests.unit.recover.threaded_job import (
     OF_THREADS,
     STAGES,
@@ -54,3 +57,26 @@ def test_rollback_of_one_stage_fails(fault_free: Expected, monkeypatch: pytest.M
     monkeypatch.setattr(localized, 'decide_recovery', alone)
     with pytest.raises(AssertionError, match='survivors are not restarted'):
         train_through([LOST], fault_free)
+
+
+INTERVAL = 4
+STRUCK = 11
+"""Its newest checkpoint is of 8, before which there is one of 4."""
+
+
+@pytest.mark.parametrize('strategy', [GEMINI, CHECKFREQ])
+@pytest.mark.parametrize('victim', VICTIMS)
+def test_a_worker_is_lost_between_two_checkpoints(
+    victim: int, strategy: str, tmp_path: Path, fault_free: Expected
+) -> None:
+    phases = [Phase.FORWARD, Phase.NORM, Phase.STEP, Phase.AFTER_STEP]
+    schedule = [Fault(victim, phase, STRUCK + 5 * n) for n, phase in enumerate(phases)]
+    chosen = {'strategy': strategy, 'interval': INTERVAL}
+    if strategy == CHECKFREQ:
+        chosen['disk'] = str(tmp_path)
+    job = train(STRUCK + 5 * len(phases), schedule, fault_free, **chosen)
+    assert job.restarts == 0, 'survivors are not restarted'
+    assert {event.scope for event in job.recovered} == {GLOBAL}
+    assert not any(event.differing for event in job.recovered)
+    assert all((event.target - event.replayed) % INTERVAL == 0 for event in job.recovered)
+    assert max(event.replayed for event in job.recovered) > 1

@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What benchmarks share: reports, and CPU time."""
+"""What benchmarks share: reports, CPU time, lines of a training log, forms of figures."""
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import psutil
 import pytest
 
+from tests.unit.tools.samples import CONVERTED, iteration_line
 from tools.lab.cpu_clock import CpuClock, Spent, spent
 from tools.lab.figures import replacing, write_json
 from tools.lab.launch import family, kill_all
+from tools.lab.run_log import Captured, parse_log
+from tools.lab.tables import duration, size
 
 
 def test_cpu_clock_interpolates_between_samples() -> None:
@@ -40,3 +44,41 @@ def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
         raise RuntimeError('cut off')
     assert msgspec.json.decode(target.read_bytes()) == {'value': 1}
     assert [path.name for path in tmp_path.iterdir()] == ['report.json']
+
+
+def test_restart_from_memory_begins_an_attempt_even_with_consecutive_numbers() -> None:
+    log = parse_log(iteration_line(3, 1, 3.0) + CONVERTED + iteration_line(4, 9, 3.0))
+    assert [[item.number for item in attempt] for attempt in log.attempts] == [[3], [4]]
+
+
+@pytest.mark.parametrize('again', [1, 3])
+def test_a_restart_without_conversion_begins_an_attempt(again: int) -> None:
+    log = parse_log(iteration_line(3, 1, 3.0) + iteration_line(again, 9, 3.0))
+    assert [[item.number for item in attempt] for attempt in log.attempts] == [[3], [again]]
+
+
+def test_wall_seconds_have_the_stall_of_saving_in_them() -> None:
+    times = ((1, 1.0), (2, 2.0), (3, 2.5), (4, 4.5))
+    log = parse_log(''.join(iteration_line(number, time) for number, time in times))
+    assert log.wall_seconds(1) == pytest.approx([1.0, 0.5, 2.0])
+    assert log.wall_seconds(2, 3) == pytest.approx([0.5])
+
+
+def test_a_checkpoint_every_few_iterations_counts_by_the_iteration() -> None:
+    line = ' sparse ckpt | window: 1 | interval: 4 | slot bytes: 800 | exposed (ms): 1.5 |\n'
+    log = parse_log(iteration_line(3, 1, 3.0) + line)
+    assert log.captured == [Captured(3, 1, 200, 1.5, 4)]
+
+
+@pytest.mark.parametrize(
+    ('form', 'value', 'text'),
+    [
+        (duration, 0, '0 s'), (duration, 0.0042, '4.2 ms'), (duration, 0.999, '999 ms'),
+        (duration, 59.94, '59.9 s'), (duration, 185, '3 min 05 s'), (duration, 3600, '1 h 00 min'),
+        (duration, 86399, '23 h 59 min'), (duration, 86400 * 5 + 3600 * 4, '5 d 04 h'),
+        (size, 1023, '1023 bytes'), (size, 1536, '1.5 KiB'), (size, 1023 * 2**20, '1023 MiB'),
+        (size, 2**30, '1 GiB'), (size, 2**55, '32768 TiB'),
+    ],
+)  # fmt: skip
+def test_figures_are_formatted(form: Callable[[float], str], value: float, text: str) -> None:
+    assert form(value) == text

@@ -1,22 +1,175 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A running job in the terminal."""
+"""A running job in the terminal, for scripts and on a page: is it well?"""
 
+import json
 import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from urllib.request import urlopen
 
 import msgspec
 import pytest
 from rich.console import Console
 
-from moevement_ext.events import Event, Protected, RecoveryPhase, WindowCommitted
-from tests.unit.tools.runs import LOST, localized_run
+from moevement_ext.events import (
+    Event,
+    Protected,
+    RecoveryPhase,
+    SlowRank,
+    WindowCommitted,
+    WindowPersisted,
+    WorkerStarted,
+)
+from tests.unit.tools.runs import LOST, localized_run, write
 from tests.unit.tools.samples import event
+from tools import status
 from tools.lab.activity import Doing
 from tools.lab.history import History
+from tools.report.__main__ import main as report
+from tools.report.__main__ import render
 from tools.status import missing, show, silent
 
+ROOT = Path(__file__).resolve().parents[4]
+RUN = localized_run(finished=False)
 
-def until(seconds: float) -> list[Event]:
-    return [one for one in localized_run() if one.time < seconds]
+
+# Iterations of a quarter of a second: a rank is silent before the newest window is old.
+FAST = [
+    msgspec.structs.replace(one, training_s=one.training_s / 3.9)
+    if isinstance(one, WindowCommitted) else one
+    for one in RUN
+]  # fmt: skip
+
+
+def until(seconds: float, *without: int) -> list[Event]:
+    return [one for one in localized_run() if one.time < seconds and one.rank not in without]
+
+
+@pytest.mark.parametrize(
+    ('events', 'quiet_s', 'expected'),
+    [
+        (until(22.0), 1.0, 0),
+        (until(22.0), 100.0, 1),
+        (until(22.0), 7200.0, 2),
+        (until(14.0), 1.0, 1),
+        (until(14.0), 7200.0, 2),
+        (until(1.5), 1.0, 0),
+        (until(22.0, 1), 1.0, 1),
+        ([one for one in FAST if one.rank != 1 or one.time < 18], 1.0, 1),
+        ([one for one in RUN if not isinstance(one, WindowPersisted)], 1.0, 1),
+        ([one for one in RUN if not isinstance(one, WindowPersisted) or one.time < 12], 1.0, 1),
+        (localized_run(), 7200.0, 0),
+    ],
+    ids=['trains', 'quiet', 'dead', 'recovers', 'recovers for hours', 'starts', 'rank missing',
+         'rank silent', 'no window', 'old window', 'finished'],
+)  # fmt: skip
+def test_health(events: list[Event], quiet_s: float, expected: int) -> None:
+    history = History(events)
+    assert status.health(history, history.end + quiet_s) == expected
+
+
+def moved(events: list[Event], until: float) -> list[Event]:
+    """The same, but the last event is of the given time."""
+    shift = until - events[-1].time
+    return [msgspec.structs.replace(one, time=one.time + shift) for one in events]
+
+
+def test_status_of_the_exit_is_the_health(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, events, expected in (('a', until(22.0), 0), ('b', until(14.0), 1), ('c', RUN, 2)):
+        write(tmp_path / name, moved(events, time.time() - 7200.0 * (expected == 2)))
+        assert status.main([str(tmp_path / name), '--once']) == expected
+        assert status.main([str(tmp_path / name), '--json']) == expected
+    capsys.readouterr()
+    assert status.main([str(tmp_path / 'c'), '--json']) == 2
+    found = json.loads(capsys.readouterr().out)
+    assert (found['health'], found['iteration'], found['newest_window']) == ('dead', 18, 16)
+    assert [one['replaced'] for one in found['failures']] == [[2]]
+    assert report([str(tmp_path / 'c'), '--json']) == 0
+    assert json.loads(capsys.readouterr().out) == found
+
+
+def told(slow: int, time: float, ratio: float, iterations: int, at: int = 40) -> Event:
+    return SlowRank(rank=0, time=time, iteration=at, slow=slow, node='n3', ratio=ratio,
+                    iterations=iterations)  # fmt: skip
+
+
+RESTARTED = WorkerStarted(rank=0, time=21.3, start_up_s=0.5)
+
+
+@pytest.mark.parametrize(
+    ('events', 'expected'),
+    [
+        ([told(1, 21.0, 1.31, 40)], 'rank 1 on n3, 1.31 times the median of its stage for '),
+        ([told(1, 21.0, 1.31, 40), told(0, 21.1, 1.5, 60)], '1 more are slow'),
+        ([told(1, 21.0, 1.31, 40), told(1, 21.1, 1.02, 0)], None),
+        ([told(1, 21.0, 1.31, 40), RESTARTED], None),
+        ([RESTARTED, told(1, 21.5, 1.31, 40)], 'rank 1 on n3'),
+    ],
+    ids=['slow', 'two', 'no more', 'the judge is new', 'told by the new one'],
+)
+def test_slowest_rank_is_shown_while_it_is_slow(events: list[Event], expected: str | None) -> None:
+    history = History([*until(21.0), *events])
+    console = Console(width=120)
+    with console.capture() as capture:
+        console.print(status.show(history, history.end))
+    shown = capture.get()
+    assert ('slowest' in shown) is (expected is not None)
+    assert expected is None or expected in shown
+    assert len(status.summary(history, history.end)['slow']) == len(history.slow)
+    page = render(history, 'a run')
+    assert 'iteration 40: rank 1 on n3, 1.31 times' in page
+    assert ('slow no more' in page) is (events[-1] == told(1, 21.1, 1.02, 0))
+
+
+def test_shares_of_work_and_waits_are_told() -> None:
+    figures = {'plan': 'a', 'slots': [1], 'exposed_s': 0.0, 'copy_bytes_per_s': None,
+               'send_bytes_per_s': None, 'helpers_s': 0.0}  # fmt: skip
+    told = WindowCommitted(
+        time=1.0, rank=1, start=0, training_s=10.0, own_s=6.0, waits_s={'0': 3.0, 'group': 1.0},
+        **figures,
+    )  # fmt: skip
+    assert History([told]).work == {1: {'own': 0.6, '0': 0.3, 'group': 0.1}}
+
+
+def test_the_screen_is_served_to_this_machine(tmp_path: Path) -> None:
+    command = [sys.executable, '-m', 'tools.status', str(tmp_path), '--serve', '0']
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            address = server.stdout.readline().strip()
+            assert address.startswith('http://127.0.0.1:')
+            pages = []
+            for events in ([], until(12.0)):
+                write(tmp_path, events)
+                with urlopen(address, timeout=60) as page:
+                    assert page.headers['Refresh'] == '2'
+                    pages.append(re.sub('<[^>]+>', '', page.read().decode()))
+            (tmp_path / 'rank0.jsonl').write_text('nothing\n')
+            with urlopen(address, timeout=60) as page:
+                assert 'holds something else than events' in page.read().decode()
+        finally:
+            server.kill()
+    assert 'no events yet' in pages[0]
+    assert 'NO HEARTBEAT' in pages[1] and 'Newest of 1 failures' in pages[1]
+
+
+def test_a_folder_that_is_not_there_is_refused_before_it_is_served(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert status.main([str(tmp_path / 'none'), '--serve', '0']) == 2
+    assert 'no such folder' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize('address', ['x', '127.0.0.1:', '99999'])
+def test_wrong_address_is_refused(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        status.main(['events', '--serve', address])
+    assert ended.value.code == 2
+    assert f'{address}: give a port, or HOST:PORT' in capsys.readouterr().err
 
 
 def shown(events: list[Event], now: float) -> str:
