@@ -2,7 +2,7 @@
 """A node is lost and there is no spare: the launcher starts the job again on fewer nodes.
 
 Under `moevement launch`, with one worker on each emulated node; under Slurm:
-`tests/unit/launch/test_no_host_left.py`. The final state is compared with that of plain Megatron,
+`tests/unit/launch/test_guests.py`. The final state is compared with that of plain Megatron,
 which goes through the same layouts from one dense checkpoint to the next.
 """
 

@@ -4,19 +4,30 @@
 What it comes to is compared, bit for bit, with plain Megatron of the new layout from a dense
 checkpoint of the same iteration, which the first job has saved in each iteration. Where upstream
 cannot load one, the state goes to another layout and back before anything is trained.
+
+No sample is lost or used twice: each rank's real loader says which samples it gives to which
+iteration. What counts is the last life that began an iteration.
 """
 
 import dataclasses
+import json
 import shutil
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
 import pytest
 
+from moevement_ext.config import UNFLAGGED
 from moevement_ext.errors import EXIT_USER_ERROR
-from moevement_ext.events import Resharded
+from moevement_ext.events import Resharded, WindowPersisted, WorkerStarted
 from tests.distributed.conftest import Make, read_digest
-from tests.distributed.harness.cluster import Cluster
+from tests.distributed.harness.cluster import Cluster, free_port, tails
+from tests.distributed.harness.torchrun import agent
+from tests.distributed.test_torchrun import START_S, wait_until
 from tests.support.quick import with_quick
 
 pytestmark = pytest.mark.timeout(900)
@@ -294,3 +305,120 @@ def test_any_planned_end_leaves_the_whole_state_in_one_slot(
     after.finish(timeout_s=300.0)
     assert (resharded(after).start, resharded(after).dense_at) == (6, 6)
     assert left_over(job) == []
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(1200)
+def test_torchrun_continues_on_fewer_nodes_and_grows_again(cluster: Make, tmp_path: Path) -> None:
+    """The node that is lost comes back while two ranks train."""
+    large, small = CASES['EP 4 to EP 2']
+    quiet = '--attention-dropout 0 --hidden-dropout 0 --train-iters 24'.split()
+    layouts = '--sparse-ckpt-elastic-layouts ep=2 --sparse-ckpt-recovery whole-job'.split()
+    saving = (
+        '--dist-ckpt-optim-fully-reshardable --ckpt-format torch_dist --save-interval 1'.split()
+    )
+    job = cluster(*MODEL, *quiet, *large.flags(), *RESTART, *layouts, *ONE, *saving)
+    job.flags += ['--save', str(tmp_path / 'dense')]
+    job.directory.mkdir(parents=True)
+    stall, logs = tmp_path / 'stall', [job.directory / f'agent{number}.log' for number in range(3)]
+    launch = (
+        '--nnodes 1:2 --nproc-per-node 2 --max-restarts 3 --rdzv-backend c10d '
+        f'--rdzv-endpoint 127.0.0.1:{free_port()} --rdzv-conf last_call_timeout=2'
+    ).split()
+    env = {'MOEVEMENT_STALL_FILE': str(stall), 'TORCH_DISABLE_SHARE_RDZV_TCP_STORE': '1'}
+    env[UNFLAGGED] = job.settings
+    with ExitStack() as stack:
+        first, lost, back = (
+            lambda log=log, node=node: stack.enter_context(
+                agent(launch, job.flags, log, MOEVEMENT_NODE=node, **env)
+            )
+            for log, node in zip(logs, ('node0', 'node1', 'node1'), strict=True)
+        )
+        stays, node = first(), psutil.Process(lost().pid)
+        hold_at_window(3, job, 4, stall, logs)
+        for process in [node, *node.children(recursive=True)]:
+            process.kill()
+        hold_at_window(8, job, 2, stall, logs)
+        for process in stays, back():
+            assert process.wait(START_S) == 0, tails(logs)
+    shrunk, grown = job.events_of(Resharded)
+    assert 3 <= shrunk.dense_at < 8 <= grown.dense_at
+    assert left_over(job) == []
+    ends = ['--save', str(tmp_path / 'small'), *saving, '--exit-interval', str(grown.dense_at)]
+    trained(cluster, small, tmp_path / 'dense', shrunk.dense_at, *quiet, *ends)
+    expected = plain(cluster, large, tmp_path / 'small', grown.dense_at, *quiet)
+    assert_equal(read_digest(job), expected)
+
+
+def hold_at_window(start: int, job: Cluster, ranks: int, stall: Path, logs: list[Path]) -> None:
+    """Once the newest life has that window, or a later one, its first rank trains no further."""
+
+    def is_there(rank: int) -> bool:
+        started = job.events_of(WorkerStarted, rank)
+        held = job.events_of(WindowPersisted, rank)
+        return any(one.pid == started[-1].pid and one.start >= start for one in held)
+
+    wait_until(lambda: all(map(is_there, range(ranks))), logs)
+    stall.with_name(f'{stall.name}.{job.events_of(WorkerStarted, 0)[-1].pid}').touch()
+
+
+BATCH, ITERATIONS = 12, 12
+FLAGS = [*MODEL, '--global-batch-size', str(BATCH)]
+PROBE = 'probes.samples:record'
+FOUR, THREE_RANKS = Layout(4, sharded=True), Layout(3, sharded=True)
+LOADERS = {
+    'in order': [],
+    'in order, with processes': ['--num-workers', '1'],
+    'shuffled': ['--dataloader-type', 'cyclic', '--no-data-sharding'],
+}
+
+
+def recorded(cluster: Make, *flags: str) -> Cluster:
+    job = cluster(*FLAGS, *FOUR.flags(), *RESTART, *flags)
+    assert -9 in job.run(fail_at='0:9:forward', mutation=PROBE)
+    return job
+
+
+def accepted(lives: Sequence[Cluster]) -> dict[int, Counter[int]]:
+    """Samples of each iteration over all ranks, in the last life that began it."""
+    found: dict[int, Counter[int]] = {}
+    for life in lives:
+        of_life: dict[int, Counter[int]] = {}
+        for path in life.directory.glob('samples-*.jsonl'):
+            for line in path.read_text().splitlines():
+                iteration, samples = json.loads(line)
+                of_life.setdefault(iteration, Counter()).update(samples)
+        found |= of_life
+    return found
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize('window', [ONE, THREE], ids=['window 1', 'window 3'])
+@pytest.mark.parametrize('loader', LOADERS)
+def test_every_sample_is_trained_on_once(loader: str, window: list[str], cluster: Make) -> None:
+    """Four ranks deal a batch otherwise than three."""
+    given = LOADERS[loader]
+    job = recorded(cluster, *window, *given)
+    after = again(job, cluster, THREE_RANKS, '--global-batch-size', str(BATCH), *window, *given)
+    after.finish(timeout_s=300.0, mutation=PROBE)
+    assert resharded(after).dense_at >= 4
+    fault_free = cluster(*FLAGS, *FOUR.flags(), *given, sparse=False)
+    fault_free.finish(timeout_s=300.0, mutation=PROBE)
+    found, expected = accepted([job, after]), accepted([fault_free])
+    assert {len(ranks) for ranks in (found, expected)} == {ITERATIONS}
+    assert {sum(samples.values()) for samples in expected.values()} == {BATCH}
+    assert found == expected
+    assert set(sum(found.values(), Counter()).values()) == {1}
+
+
+@pytest.mark.mutation
+@pytest.mark.thorough
+def test_a_wrong_position_of_the_data_is_counted(cluster: Make) -> None:
+    was, now = Layout(1), Layout(1, sharded=True)
+    job = cluster(*FLAGS, *was.flags(), *RESTART, *ONE, ranks=1)
+    assert -9 in job.run(fail_at='0:9:forward', mutation=PROBE)
+    after = again(job, cluster, now, '--global-batch-size', str(BATCH), *ONE)
+    broken = 'mutations.elastic:data_go_on_where_so_many_ranks_would_be'
+    after.finish(timeout_s=300.0, mutation=f'{PROBE},{broken}')
+    counted = sum(accepted([job, after]).values(), Counter())
+    assert set(counted.values()) == {1, 2}
