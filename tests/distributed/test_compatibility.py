@@ -4,38 +4,26 @@
 Each case tries several at once.
 """
 
-import tomllib
-from pathlib import Path
-
 import pytest
 
 from tests.distributed.conftest import ON_BOTH_BACKENDS, Make, Reference, differences, read_digest
 from tests.distributed.harness.cluster import NCCL_LIKE
 from tests.distributed.harness.judged import judged
-from tests.distributed.test_localized_recovery import BASE, BF16, PP_EP, check_localized, victims
+from tests.distributed.harness.setups import BF16, PP2, PP_EP, UNTIED, setups
+from tests.distributed.test_localized_recovery import BASE, check_localized, victims
 from tests.support.quick import with_quick
 
 pytestmark = ON_BOTH_BACKENDS
 
-UNTIED = '--untie-embeddings-and-output-weights'
-PP2 = '--pipeline-model-parallel-size 2'
-TP2 = '--tensor-model-parallel-size 2 --sequence-parallel'
-NAMES = {'BASE': BASE, 'BF16': BF16, 'PP2': PP2, 'TP2': TP2, 'UNTIED': UNTIED}
-NAMES['NO_EXPERTS_FIRST'] = f'--bf16 {PP_EP} {UNTIED} --moe-layer-freq [0,0,1,1]'
-CASES = {
-    name: (case['dies'], case['flags'].format(**NAMES))
-    for name, case in tomllib.loads(
-        Path(__file__).with_name('compatible.toml').read_text('utf-8')
-    ).items()
-}
+CASES = setups('compatible')
 
 
 @pytest.mark.parametrize('case', with_quick(CASES))
 def test_localized_recovery_works_with_flags(
     case: str, cluster: Make, reference: Reference
 ) -> None:
-    fail_at, setup = CASES[case]
-    flags = [*setup.split(), '--train-iters', '12']
+    fail_at = CASES[case]['dies']
+    flags = [*CASES[case]['flags'].split(), '--train-iters', '12']
     undisturbed = reference(*flags)
     job = cluster(*flags, '--sparse-ckpt-window', '3')
     assert judged(job).localized
@@ -120,7 +108,7 @@ def test_localized_recovery_works_with_muon(cluster: Make, reference: Reference)
 @pytest.mark.mutation
 @pytest.mark.thorough
 def test_wrong_norm_of_detached_heads_changes_the_bits(cluster: Make, reference: Reference) -> None:
-    flags = [*CASES['more-tokens'][1].split(), '--train-iters', '12']
+    flags = [*CASES['more-tokens']['flags'].split(), '--train-iters', '12']
     broken = cluster(*flags, '--sparse-ckpt-window', '3')
     broken.survive(
         fail_at='0:8:forward', mutation='mutations.localized:norm_of_detached_heads_wrong'

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gemini and CheckFreq train; a worker is SIGKILLed between two checkpoints.
 
-What they recover from in other cases: `tests/unit/recover/test_dense_strategies.py`.
+What they recover from in other cases: `tests/unit/recover/test_global.py`.
 """
 
 from pathlib import Path

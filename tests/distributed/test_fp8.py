@@ -10,6 +10,7 @@ import pytest
 
 from moevement_ext.events import Recovered
 from tests.distributed.conftest import Make, Reference, differences, read_digest
+from tests.distributed.harness.setups import setups
 from tests.distributed.test_localized_recovery import check_localized
 from tests.support.quick import with_quick
 
@@ -19,22 +20,7 @@ STAND_IN = 'mutations.fp8:fp8'
 HISTORY = '--fp8-amax-history-len 4 --fp8-amax-compute-algo max --fp8-margin 1'
 EVALUATIONS = '--eval-interval 1 --eval-iters 2'
 
-CASES = {
-    'delayed': f'{LAYOUT} --fp8-format hybrid --fp8-recipe delayed {HISTORY}',
-    'delayed-most-recent': f'{LAYOUT} --fp8-format e4m3 --fp8-recipe delayed',
-    'tensorwise': (
-        f'{LAYOUT} --fp8-format hybrid --fp8-recipe tensorwise {EVALUATIONS} '
-        '--first-last-layers-bf16 --num-layers-at-start-in-bf16 1 --num-layers-at-end-in-bf16 1'
-    ),
-    'weights-tensorwise': (
-        f'{LAYOUT} --fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather'
-    ),
-    'weights-blockwise': (
-        '--bf16 --use-distributed-optimizer --pipeline-model-parallel-size 2 '
-        '--untie-embeddings-and-output-weights --fp8-format e4m3 --fp8-recipe blockwise '
-        f'--fp8-param-gather {EVALUATIONS}'
-    ),
-}
+CASES = setups('fp8', LAYOUT=LAYOUT, HISTORY=HISTORY, EVALUATIONS=EVALUATIONS)
 """Those of which a stage can replay alone."""
 # Two ranks of one stage, whose largest values differ after an evaluation.
 WITH_EVALUATIONS = (

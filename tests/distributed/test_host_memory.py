@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a job reserves is what the plan says, and enough when windows are late."""
+"""What a job reserves is what the plan says, enough for late windows, and for recoveries.
+
+Recoveries run in a tmpfs of exactly the planned size; `--exact-memory` gives all tests of this
+folder such a tmpfs.
+"""
 
 import json
 import re
@@ -10,14 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from moevement_ext.events import Protected, Recovered, Replanned, WindowPersisted
+from moevement_ext.events import Protected, ProtectionReduced, Recovered, Replanned, WindowPersisted
 from tests.distributed.conftest import Make, Reference, differences, read_digest
 from tests.distributed.harness.cluster import Cluster
+from tests.distributed.harness.faults import SETTLED
 from tests.distributed.test_whole_job_recovery import BASE
 from tools.plan import __main__ as plan
-
-pytestmark = pytest.mark.thorough
-
 
 INSTANCES = (
     '--bf16 --use-distributed-optimizer --num-distributed-optimizer-instances 2 '
@@ -49,6 +51,7 @@ def kind(path: Path) -> str:
     return {'upstream-log': 'log_ring', 'ledger': 'ledger'}.get(path.name, 'beside')
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize('layout', [BASE, INSTANCES], ids=['stages', 'instances'])
 def test_plan_matches_reserved_memory_to_the_byte(
     layout: list[str], cluster: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -89,6 +92,7 @@ def planned_bytes(
     return found
 
 
+@pytest.mark.thorough
 def test_job_allocates_memory_for_the_windows_in_force(
     cluster: Make, reference: Reference, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -112,6 +116,7 @@ def test_job_allocates_memory_for_the_windows_in_force(
     assert differences(reference(*flags, ranks=1), read_digest(job)) == []
 
 
+@pytest.mark.thorough
 def test_slow_replicas_and_a_failed_capture_delay_windows_for_a_bounded_time(
     cluster: Make, reference: Reference
 ) -> None:
@@ -130,3 +135,47 @@ def test_slow_replicas_and_a_failed_capture_delay_windows_for_a_bounded_time(
     (failed,) = re.findall(r'window (\d+): ValueError: a capture that fails', output)
     persisted = [event.start for event in job.events_of(WindowPersisted)]
     assert int(failed) not in persisted and max(persisted) > int(failed), persisted
+
+
+SURVIVED = {
+    'one worker': ('1:8:forward', ()),
+    'one worker, twice': ('1:8:forward,1:9:forward:1', ()),
+    'a stage with the memory of its node': ('2:8:forward,3:8:forward', (1,)),
+}
+
+
+@pytest.fixture
+def job(cluster: Make, tmp_path: Path) -> Cluster:
+    """With everything that host memory is taken for."""
+    disk = tmp_path / 'disk'
+    disk.mkdir()
+    flags = ['--sparse-ckpt-disk', str(disk), '--sparse-ckpt-disk-every', '3']
+    return cluster(*BASE, '--sparse-ckpt-window', '3', *SETTLED, *flags, exact_memory=True)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize('lost', SURVIVED)
+def test_localized_recovery_fits_the_planned_memory(
+    lost: str, job: Cluster, reference: Reference
+) -> None:
+    fail_at, wiped = SURVIVED[lost]
+    assert job.survive(fail_at=fail_at, wipe=wiped)
+    check_all_is_protected(job, reference)
+
+
+@pytest.mark.thorough
+def test_two_whole_job_recoveries_fit_the_planned_memory(
+    job: Cluster, reference: Reference
+) -> None:
+    assert -9 in job.run(fail_at='1:8:forward')
+    assert -9 in job.run(fail_at='2:10:backward')
+    job.finish()
+    check_all_is_protected(job, reference)
+
+
+def check_all_is_protected(job: Cluster, reference: Reference) -> None:
+    """The bits are right, and nothing that was planned was left out."""
+    assert differences(reference(*BASE), read_digest(job)) == []
+    for rank in range(job.ranks):
+        assert job.events_of(ProtectionReduced, rank) == []
+    assert job.events_of(Recovered, rank=3)

@@ -9,39 +9,13 @@ from typing import Any
 import pytest
 
 from tests.distributed.conftest import Make
+from tests.distributed.harness.setups import BF16, EP2, UNTIED, setups
 from tests.distributed.probes import training as probes
 from tests.support.quick import with_quick
 
-BF16 = '--bf16 --use-distributed-optimizer'
-PP2 = '--pipeline-model-parallel-size 2'
-EP2 = '--expert-model-parallel-size 2'
-UNTIED = '--untie-embeddings-and-output-weights'
 NUM_EXPERTS = 4
 
-# Flags and the layers that are Mixture-of-Experts layers.
-ALL_LAYERS = {1, 2, 3, 4}
-SETUPS = {
-    'fp32-tied-dp2-pp2': (PP2, ALL_LAYERS),
-    'shared-experts-and-dense-layer': (
-        f'{BF16} {PP2} {EP2} {UNTIED} --moe-layer-freq [0,1,1,1] '
-        '--moe-shared-expert-intermediate-size 32',
-        {2, 3, 4},
-    ),
-    'etp1-tp2-ep2': (
-        f'{BF16} {PP2} {EP2} {UNTIED} --tensor-model-parallel-size 2 --sequence-parallel '
-        '--expert-tensor-parallel-size 1',
-        ALL_LAYERS,
-    ),
-    'virtual-pipeline-2': (
-        f'{BF16} {PP2} {EP2} {UNTIED} --num-layers-per-virtual-pipeline-stage 1',
-        ALL_LAYERS,
-    ),
-    'router-bias': (
-        f'{BF16} {PP2} {EP2} {UNTIED} --moe-router-enable-expert-bias '
-        '--moe-router-score-function sigmoid',
-        ALL_LAYERS,
-    ),
-}
+SETUPS = setups('inventory')
 
 QUICK = ('etp1-tp2-ep2 virtual-pipeline-2').split()
 
@@ -50,7 +24,8 @@ Inventory = dict[str, Any]
 
 @pytest.mark.parametrize('name', with_quick(SETUPS, *QUICK))
 def test_every_element_of_the_state_is_captured_once(name: str, cluster: Make) -> None:
-    flags, moe_layers = SETUPS[name]
+    flags = SETUPS[name]
+    moe_layers = {2, 3, 4} if '--moe-layer-freq [0,1,1,1]' in flags else {1, 2, 3, 4}
     job = cluster(*flags.split(), '--train-iters', '1', '--sparse-ckpt-window', '3')
     job.finish(mutation='probes.inventory:write_inventory')
     ranks = probes.read(job.directory, 'inventory', job.ranks)

@@ -1,22 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SIGKILLs of single workers: only their stage replays, with the bits of a fault-free run."""
+"""SIGKILLs of single workers: only their stage replays, with the bits of a fault-free run.
+
+Also repeated losses of stages while another stage replays, before its replay ends.
+"""
 
 import re
 from collections.abc import Sequence
 
 import pytest
 
-from moevement_ext.events import NextTier, Recovered, WindowPersisted
+from moevement_ext.events import NextTier, Recovered, RecoveryStarted, WindowPersisted
 from tests.distributed.conftest import ON_BOTH_BACKENDS, Make, Reference, differences, read_digest
 from tests.distributed.harness.cluster import NCCL_LIKE, Cluster
 from tests.distributed.harness.faults import SEALED
-from tests.distributed.test_whole_job_recovery import (
-    BF16,
-    FP16_HYSTERESIS,
-    ITERATIONS,
-    PP_EP,
-    UNTIED,
-)
+from tests.distributed.harness.setups import BF16, PP_EP, UNTIED, setups
+from tests.distributed.probes import cascading
+from tests.distributed.test_whole_job_recovery import ITERATIONS
 from tests.support.quick import with_quick
 
 pytestmark = ON_BOTH_BACKENDS
@@ -24,22 +23,8 @@ pytestmark = ON_BOTH_BACKENDS
 PP4 = f'{BF16} --pipeline-model-parallel-size 4 {UNTIED}'
 BASE = f'{BF16} {PP_EP} {UNTIED}'
 
-PER_TOKEN = f'{BASE} --calculate-per-token-loss'
-
 # Flags; where a worker dies, with windows of 2. Campaigns of `tools.chaos` draw other layouts.
-LAYOUTS = {
-    'interleaved-overlapped-warmup': (
-        f'{BASE} --num-layers-per-virtual-pipeline-stage 1 '
-        '--overlap-p2p-communication-warmup-flush',
-        '2:9:backward',
-    ),
-    'fp16-hysteresis-skips-on-both-sides': (FP16_HYSTERESIS, '1:6:forward'),
-    'before-the-first-update': (  # the first iterations overflow
-        '--fp16 --initial-loss-scale 4194304 --hysteresis 1 '
-        f'--use-distributed-optimizer {PP_EP} {UNTIED}',
-        '1:5:forward',
-    ),
-}
+LAYOUTS = setups('localized')
 
 
 def flags_of(setup: str) -> list[str]:
@@ -86,7 +71,7 @@ def check_both_ways(
 def test_lost_stage_recovers_with_the_bits_of_a_fault_free_run(
     name: str, backend: str, cluster: Make, reference: Reference
 ) -> None:
-    setup, fail_at = LAYOUTS[name]
+    setup, fail_at = LAYOUTS[name]['flags'], LAYOUTS[name]['dies']
     if backend == NCCL_LIKE and name == 'interleaved-overlapped-warmup':
         pytest.skip('over NCCL a failure restarts the whole job: docs/compatibility.md')
     flags = flags_of(setup)
@@ -170,13 +155,7 @@ def test_wrong_bit_after_the_newest_capture_shows_in_the_next_loss(cluster: Make
     assert recovered.differing == ['loss from iteration 7']
 
 
-MUTATIONS = {
-    'data_not_moved_back': BASE,
-    'recorded_norm_of_catch_up_wrong': BASE,
-    'log_of_neighbour_changed': BASE,
-    'iteration_state_not_rolled_back': BASE,
-    'tokens_of_last_stage_not_replayed': PER_TOKEN,
-}
+MUTATIONS = setups('localized-mutations')
 
 
 @pytest.mark.mutation
@@ -189,3 +168,51 @@ def test_omitting_a_step_of_localized_recovery_changes_the_bits(
     job.survive(fail_at='1:8:backward', mutation=f'mutations.localized:{mutation}')
     assert job.events_of(Recovered, rank=3)
     assert differences(reference(*flags), read_digest(job)) != []
+
+
+TWO_A_STAGE = (
+    f'{BF16} --pipeline-model-parallel-size 3 --expert-model-parallel-size 2 --num-layers 6 '
+    f'{UNTIED} --train-iters 17'
+).split()
+
+
+def went_on(job: Cluster, rank: int, target: int) -> list[int]:
+    """Through how many failures, in each recovery that ended at that iteration."""
+    events = [event for event in job.events_of(Recovered, rank) if event.target == target]
+    return [event.went_on for event in events]
+
+
+@pytest.mark.thorough
+def test_replay_survives_failures_faster_than_its_length(
+    cluster: Make, reference: Reference
+) -> None:
+    flags = flags_of(PP4)
+    job = cluster(*flags, '--sparse-ckpt-window', '3', nodes=4)
+    kills = len(cascading.WITHOUT_END)
+    mutation = 'probes.cascading:the_last_stage_dies_again_and_again'
+    assert job.survive(fail_at='0:8:forward', mutation=mutation) == {0: 1, 3: kills}
+    check_localized(job, reference(*flags))
+    assert went_on(job, 0, 7) == [kills]
+    assert len(job.events_of(RecoveryStarted, 0)) == 1
+    assert went_on(job, 3, 7) == [0]
+
+
+@pytest.mark.thorough
+def test_stage_of_several_ranks_continues_its_replay_together(
+    cluster: Make, reference: Reference
+) -> None:
+    """Then one of two is lost while the other one waits for it, with whom it began."""
+    job = cluster(*TWO_A_STAGE, '--sparse-ckpt-window', '3', ranks=6, nodes=3)
+    lost = '0:8:forward,4:14:forward:1'
+    mutation = 'probes.cascading:ranks_of_stages_of_two_die'
+    assert job.survive(fail_at=lost, mutation=mutation) == {0: 1, 4: 3, 5: 1}
+    check_localized(job, reference(*TWO_A_STAGE, ranks=6))
+    for rank in (0, 1):
+        # 3: the error of an operation that a failure has ended may come after the new round.
+        assert went_on(job, rank, 7) in ([2], [3])
+        assert len(job.events_of(RecoveryStarted, rank)) == 1
+    for rank in (4, 5):
+        assert went_on(job, rank, 13) == [0]
+    # Its first process may have begun to replay before it was killed.
+    started = job.events_of(RecoveryStarted, 5)
+    assert len([event for event in started if event.pid == started[-1].pid]) == 3

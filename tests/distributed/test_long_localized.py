@@ -21,6 +21,7 @@ from tests.distributed.conftest import LINES, ON_BOTH_BACKENDS, Make, Reference
 from tests.distributed.harness.cluster import NCCL_LIKE, Cluster, free_port
 from tests.distributed.harness.faults import SETTLED, Fault, InTurn, deaths, fault_all
 from tests.distributed.harness.output import scraped, upstream_lines
+from tests.distributed.harness.setups import BF16, PP_EP, UNTIED, setups
 from tests.distributed.probes import holding
 from tests.distributed.test_whole_job_recovery import skipped_by
 from tests.support.quick import with_quick
@@ -28,11 +29,8 @@ from tests.support.readable import dies
 
 pytestmark = pytest.mark.timeout(900)
 
-BF16 = '--bf16 --use-distributed-optimizer'
 FP32 = '--use-distributed-optimizer'
 """Where bits of bf16 are not the subject: some CPUs have no instructions for it."""
-UNTIED = '--untie-embeddings-and-output-weights'
-PP_EP = '--pipeline-model-parallel-size 2 --expert-model-parallel-size 2'
 
 LAST = 53
 LAST_VICTIM = '1'
@@ -285,22 +283,7 @@ def test_lost_peers_and_nodes(cluster: Make, reference: Reference) -> None:
 
 
 # Flags; faults.
-LAYOUTS = {
-    'tied-tp2-fp16-with-skips': (
-        '--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 '
-        '--fp16 --initial-loss-scale 2048 --loss-scale-window 2 --hysteresis 1 '
-        '--use-distributed-optimizer --calculate-per-token-loss',
-        '2:18:backward',
-    ),
-    'virtual-stages-with-all-of-experts': (
-        f'{BF16} {PP_EP} {UNTIED} --num-layers-per-virtual-pipeline-stage 1 '
-        '--moe-router-enable-expert-bias --moe-router-score-function sigmoid '
-        '--moe-router-bias-update-rate 1e-2 --moe-shared-expert-intermediate-size 32 '
-        '--moe-layer-freq [0,1,1,1] --recompute-granularity selective '
-        '--recompute-modules core_attn mlp moe --overlap-grad-reduce --overlap-param-gather',
-        '2:18:step',
-    ),
-}
+LAYOUTS = setups('long-localized')
 
 
 @pytest.mark.parametrize('name', with_quick(LAYOUTS, 'virtual-stages-with-all-of-experts'))
@@ -308,8 +291,8 @@ def test_localized_recovery_in_other_layouts(
     name: str, cluster: Make, reference: Reference
 ) -> None:
     """All stages are lost together, and then either of them alone."""
-    setup, other = LAYOUTS[name]
-    flags = [*setup.split(), '--train-iters', '20']
+    other = LAYOUTS[name]['dies']
+    flags = [*LAYOUTS[name]['flags'].split(), '--train-iters', '20']
     faults = [Fault('one stage', '1:12:forward'), Fault('the other one', other)]
     expected = reference(*flags)
     fault_all(

@@ -15,6 +15,7 @@ import pytest
 from moevement_ext.events import Recovered
 from tests.distributed.conftest import Make, Reference, differences, read_digest
 from tests.distributed.harness.cluster import Cluster
+from tests.distributed.harness.setups import setups
 from tests.distributed.test_localized_recovery import check_both_ways
 from tests.support.quick import with_quick
 
@@ -23,36 +24,7 @@ LAYOUT = """--use-distributed-optimizer --pipeline-model-parallel-size 2
  --use-precision-aware-optimizer"""
 VARIANT = 'mutations.precision'
 STAND_IN = f'{VARIANT}:precision_aware'
-# The scale grows every second step, so some steps overflow and are skipped.
-SKIPS = (
-    '--initial-loss-scale 2048 --loss-scale-window 2 --hysteresis 1 --calculate-per-token-loss '
-    '--global-batch-size 8'
-)
-
-CASES = {
-    'fp32-masters-as-remainders': f'{LAYOUT} --bf16',
-    'fp16-everywhere': (
-        f'{LAYOUT} --fp16 --accumulate-allreduce-grads-in-fp32 {SKIPS} --main-params-dtype fp16 '
-        '--exp-avg-dtype fp16 --exp-avg-sq-dtype fp16'
-    ),
-    'fp16-masters-and-evaluation': (
-        f'{LAYOUT} --bf16 --main-params-dtype fp16 --eval-interval 4 --eval-iters 2'
-    ),
-    'fp16-masters-fp8-and-fp16-moments': (
-        f'{LAYOUT} --bf16 --main-params-dtype fp16 --exp-avg-dtype fp8 --exp-avg-sq-dtype fp16'
-    ),
-    'bf16-moments-and-gradients': (
-        f'{LAYOUT} --bf16 --main-grads-dtype bf16 --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16'
-    ),
-    # With this recipe, also where nothing computes in fp8, Megatron holds the masters itself.
-    'masters-of-megatron': (
-        f'{LAYOUT} --bf16 --fp8-recipe tensorwise --exp-avg-dtype fp8 --exp-avg-sq-dtype fp16'
-    ),
-    'overlapped-reductions': (
-        f'{LAYOUT} --bf16 --overlap-grad-reduce --overlap-param-gather --main-params-dtype fp16 '
-        '--exp-avg-dtype fp8 --exp-avg-sq-dtype fp16'
-    ),
-}
+CASES = setups('precision', LAYOUT=LAYOUT)
 """Flags by what is kept."""
 # Without experts on different ranks, whose random numbers upstream does not keep apart there.
 DENSE = {
@@ -82,7 +54,7 @@ def test_low_precision_state_is_recovered(
     case: str, cluster: Make, undisturbed: Callable[[str], dict]
 ) -> None:
     local = check_both_ways(cluster, flags_of(case), undisturbed(case), STAND_IN)
-    if SKIPS in CASES[case]:
+    if case == 'fp16-everywhere':
         assert 5 in skipped(local), 'one that is replayed'
 
 

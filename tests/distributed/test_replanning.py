@@ -8,7 +8,7 @@ import pytest
 from moevement_ext.config import CAPACITY, FIXED, ORDERS
 from moevement_ext.events import Recovered, Replanned, WindowPersisted
 from tests.distributed.conftest import Make, Reference, differences, read_digest
-from tests.distributed.test_whole_job_recovery import BF16, PP_EP, UNTIED
+from tests.distributed.harness.setups import BF16, PP_EP, UNTIED
 
 pytestmark = pytest.mark.thorough
 
