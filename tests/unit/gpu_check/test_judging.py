@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the jobs of the GPU check accept, and what they name."""
+"""Jobs of the GPU check, without a GPU: what they accept and name, and the probe of copies."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from moevement_ext.events import ProtectionReduced, Recovered
 from tests.gpu.jobs import copies, four_rank, nccl
+from tests.gpu.jobs.copy_probe import Sizes, Stage, Window, busy
 from tests.gpu.jobs.nccl_rank import Measured
 from tests.gpu.jobs.training import compare, costs, reduced
 from tests.unit.tools.samples import event
@@ -103,3 +106,17 @@ def test_only_the_lost_stage_replays() -> None:
     ):
         (found,) = four_rank.not_localized(wrong)
         assert problem in found
+
+
+CPU = torch.device('cpu')
+SMALL = Sizes(2**20, 64, 32, 64, 0.01, windows=2, small_calls=7)
+
+
+def test_several_slots_hide_a_copy_and_hold_their_iterations(shm: Path) -> None:
+    stage = Stage(CPU, SMALL)
+    nbytes = sum(tensor.numel() * tensor.itemsize for tensor in stage.tensors)
+    window = Window(shm / 'w', stage.operators, stage.plan(0.75 * nbytes, 1.0, None))
+    assert window.slots > 1
+    assert busy(CPU, stage, window, 1)['identical']
+    assert window.contents_are(range(window.slots))
+    assert not window.contents_are([slot + 1 for slot in range(window.slots)])
