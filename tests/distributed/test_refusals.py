@@ -46,6 +46,7 @@ def test_newer_dense_checkpoint_is_preferred(
     assert 'iteration 10' in tier.tier and job.events_of(Recovered) == []
 
 
+@pytest.mark.thorough
 def test_windows_of_another_run_or_layout_are_refused(cluster: Make) -> None:
     job = cluster(*BASE, '--sparse-ckpt-window', '3', *SETTLED)
     job.run(fail_at='1:9:forward')

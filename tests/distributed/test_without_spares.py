@@ -110,6 +110,7 @@ def test_ranks_of_a_lost_node_are_guests_until_it_returns(
     assert nodes == ['node3', 'node1', 'node3']
 
 
+@pytest.mark.thorough
 def test_job_waits_for_a_lost_node(cluster: Make, reference: Reference) -> None:
     """All workers end meanwhile; an emulated node that a job waits for returns at once."""
     flags = f'{WIDE} --train-iters 14'

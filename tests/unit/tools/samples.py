@@ -56,10 +56,3 @@ def iteration_line(
         f'global batch size:    16 | lm loss: {loss:.6E} | loss scale: 1.0 | grad norm: 1.250 | '
         'number of skipped iterations:   0 | number of nan iterations:   0 |\n'
     )
-
-
-def slot_line(nbytes: int, window: int = 2) -> str:
-    return (
-        f'[rank1]:  sparse ckpt | window: {window} | slot bytes: {nbytes} | exposed (ms): 0.3 | '
-        'persisted: none | skipped windows: 0 | protection reduced: 0 | recoveries: 0 |\n'
-    )
