@@ -21,7 +21,6 @@ from typing import NamedTuple
 import psutil
 import pytest
 
-from moevement_ext.config import UNFLAGGED
 from moevement_ext.errors import EXIT_USER_ERROR
 from moevement_ext.events import Resharded, WindowPersisted, WorkerStarted
 from tests.distributed.conftest import Make, read_digest
@@ -326,7 +325,7 @@ def test_torchrun_continues_on_fewer_nodes_and_grows_again(cluster: Make, tmp_pa
         f'--rdzv-endpoint 127.0.0.1:{free_port()} --rdzv-conf last_call_timeout=2'
     ).split()
     env = {'MOEVEMENT_STALL_FILE': str(stall), 'TORCH_DISABLE_SHARE_RDZV_TCP_STORE': '1'}
-    env[UNFLAGGED] = job.settings
+    env |= job.site()
     with ExitStack() as stack:
         first, lost, back = (
             lambda log=log, node=node: stack.enter_context(

@@ -20,7 +20,6 @@ from tools.chaos.configuration import (
     parse_layout,
 )
 from tools.chaos.drawing import draw_faults
-from tools.chaos.elastic import draw_lives
 from tools.chaos.injecting import AT_COORDINATOR
 from tools.lab import precisions
 from tools.lab.job import Kind
@@ -131,13 +130,3 @@ def test_narrow_state_is_trained_on_stand_ins_if_on_a_cpu(monkeypatch: pytest.Mo
     real = one._replace(share_gpu=True)
     assert real.launch(Path('run'), []).program_file == PROGRAM
     assert 'transformer_engine' in real.training_flags(Path('text'), 50, Path('run'))
-
-
-def test_seed_draws_attempts_without_repeated_layouts() -> None:
-    lives = draw_lives(1, 20)
-    assert lives == draw_lives(1, 20) != draw_lives(2, 20)
-    assert len(lives) == 21 and lives[-1].nodes == 2
-    killed = lives[:-1]
-    assert all(a.layout != b.layout for a, b in zip(killed, killed[1:], strict=False))
-    assert {one.layout.ranks for one in killed} == {2, 3, 4}
-    assert all(one.layout.ranks % one.nodes == 0 for one in lives)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The comparison, and that with other projects: rows, trace, arithmetic, table."""
 
+import os
 from argparse import Namespace
 from contextlib import nullcontext
-import os
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -111,7 +111,9 @@ def test_picture_separates_strategies_that_lose_updates(monkeypatch: pytest.Monk
     assert [colors[place] for place in sorted(colors)][-lossy:] == 3 * [PALETTE[1]]
     assert {*[colors[place] for place in sorted(colors)][:-lossy]} == {OWN}
     assert axes.set_yticks.call_args.args[1][-1] == 'MoEtion v1'
-@@@@pytest.mark.parametrize('name', PEERS)
+
+
+@pytest.mark.parametrize('name', PEERS)
 def test_only_a_peer_sees_the_folder_of_peers(name: str, tmp_path: Path) -> None:
     row = PEERS[name]
     launch = row.launch(tmp_path, tmp_path, [])
