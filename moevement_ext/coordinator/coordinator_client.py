@@ -54,7 +54,8 @@ _TO_END_S = 5.0
 _TOLD_S = 60.0
 _OUT_OF_REACH = (
     'the coordinator at %s:%d has been out of reach for %g s, so no window counts as persisted '
-    '(%s): let all nodes reach that port, or end the process of rank 0, which starts it'
+    '(%s): let all nodes reach that port, or end the process that starts it: the launcher, the '
+    'torchrun agent of the first node, or rank 0'
 )
 
 type News = RoundMet | RoundOver | Settled | AllSaid | Fenced

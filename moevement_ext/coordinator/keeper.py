@@ -2,13 +2,19 @@
 """Serves the coordinator in a child process, and starts another one when it dies or is stopped.
 
 The keeper holds the listening socket, so clients find the next process where the last one was. A
-new process knows nothing, and all clients state what they know again.
+new process knows nothing, and all clients state what they know again. The first one is started for
+the first client: many programs have none.
+
+The keeper belongs to a process that outlives the workers: the launcher, or under `moevement
+torchrun` and torchrun's plug-in the agent of the first node. Otherwise the process of rank 0 keeps
+the coordinator, and its successor another one.
 """
 
 import asyncio
 import ctypes
 import os
 import resource
+import select
 import signal
 import socket
 import subprocess
@@ -19,12 +25,14 @@ from pathlib import Path
 
 from moevement_ext.coordinator.coordinator import Coordinator
 from moevement_ext.logger import logger_of
+from moevement_ext.replicate.connection import listen
 
 logger = logger_of(__name__)
 
+VARIABLE = 'MOEVEMENT_COORDINATOR'
+"""Environment variable of workers: `HOST:PORT` of the coordinator that their launcher keeps; only
+`:PORT` on the host of rank 0."""
 _PR_SET_PDEATHSIG = 1
-# Many ranks connect at the same time.
-_BACKLOG = 16384
 # Pause before the next process.
 _PAUSE_S = 0.2
 _PACKAGES = Path(__file__).parents[2]
@@ -41,13 +49,12 @@ os.register_at_fork(
 class Keeper:
     """Keeps a coordinator that begins and ends no rounds, until closed or this process ends.
 
-    `host` is an address of this host, `secret` that of the clients. Raises `OSError` if it cannot
-    listen there.
+    `host` is an address of this host, empty for all of them; `secret` is that of the clients (see
+    `secret.of_coordinator`). Raises `OSError` if it cannot listen there.
     """
 
     def __init__(self, host: str, secret: bytes) -> None:
-        family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
-        self._listening = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
+        self._listening = listen(host)
         self.address: tuple[str, int] = (host, self._listening.getsockname()[1])
         self._secret = secret
         self._closed = threading.Event()
@@ -66,7 +73,11 @@ class Keeper:
         self._listening.close()
 
     def _run(self) -> None:
+        client = select.poll()
+        client.register(self._listening, select.POLLIN)
         while not self._closed.is_set():
+            if not client.poll(_PAUSE_S * 1000):
+                continue
             try:
                 self._serve()
             except OSError as error:  # must not fail training (invariant I6)
@@ -96,6 +107,15 @@ class Keeper:
         self._pid, child.returncode = 0, os.waitstatus_to_exitcode(status)
         if not self._closed.is_set():
             logger.warning(_ENDED, child.pid, child.returncode)
+
+
+def kept_by_launcher(host: str) -> tuple[str, int] | None:
+    """Where the launcher keeps the coordinator; None if it keeps none.
+
+    Called by rank 0, whose own address is `host`.
+    """
+    name, _, port = os.environ.get(VARIABLE, '').rpartition(':')
+    return (name or host, int(port)) if port else None
 
 
 def main() -> None:

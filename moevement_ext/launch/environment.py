@@ -5,6 +5,7 @@ import argparse
 from collections.abc import Sequence
 
 from moevement_ext.config import GUEST, ConfigurationError
+from moevement_ext.coordinator import keeper
 from moevement_ext.launch import shared_gpu
 from moevement_ext.launch.launch_config import LaunchConfig
 from moevement_ext.membership import mailbox
@@ -48,14 +49,20 @@ def default_variables(config: LaunchConfig) -> dict[str, str]:
     return {**_DEFAULTS, **connections(config.flags)}
 
 
-def job_variables(config: LaunchConfig, ranks: int, host: str, port: int) -> dict[str, str]:
-    """Variables of all workers that the user cannot override; `host` and `port` are the store's."""
+def job_variables(
+    config: LaunchConfig, ranks: int, host: str, port: int, coordinator: int
+) -> dict[str, str]:
+    """Variables of all workers that the user cannot override.
+
+    `port` on `host` is that of the store, `coordinator` that of the coordinator.
+    """
     return {
         'WORLD_SIZE': str(ranks),
         'LOCAL_WORLD_SIZE': str(config.workers_per_node),
         'MASTER_ADDR': host,
         'MASTER_PORT': str(port),
         'TORCHELASTIC_USE_AGENT_STORE': 'True',
+        keeper.VARIABLE: f'{host}:{coordinator}',
         mailbox.VARIABLE: config.launch,
         SPARES: str(config.spares),
     }

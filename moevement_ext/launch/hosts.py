@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from moevement_ext.coordinator.keeper import Keeper
 from moevement_ext.errors import EXIT_WHOLE_JOB, LaunchError
 from moevement_ext.events import Event, decode
 from moevement_ext.launch import messages
@@ -43,7 +44,7 @@ from moevement_ext.launch.node import Node, StartStep
 from moevement_ext.launch.remote import Children, RemoteChild
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.reservation import sizes_in
-from moevement_ext.replicate.secret import new_secret
+from moevement_ext.replicate.secret import given_in, new_secret, of_coordinator, variables_of
 
 _GATHER_S = 60.0
 _CLOSING_S = 10.0
@@ -79,6 +80,7 @@ class SlurmStarter:
         self.moves_ranks = config.when_no_spare != REQUEUE or len(self._nodes) > config.nodes
         self._program = messages.program(config, default_variables(config))
         self._secret = new_secret()
+        self._keeper = Keeper('', of_coordinator(given_in(variables_of(self._secret))))
         self._listener: Listener | None = None
         self._address: Address | None = None
         self._beats: Beats | None = None
@@ -91,11 +93,12 @@ class SlurmStarter:
 
     def open(self, port: int, ranks: int) -> None:
         """Prepare for workers that use the store at `port`; the first call starts all agents."""
-        self._variables = job_variables(self._config, ranks, socket.gethostname(), port)
+        host, at = socket.gethostname(), self._keeper.address[1]
+        self._variables = job_variables(self._config, ranks, host, port, at)
         if self._listener is None:
             self._listener = Listener(self._secret)
             self._loop.watch(self._listener.fd, self._arrivals)
-            self._address = Address(socket.gethostname(), self._listener.port, self._secret)
+            self._address = Address(host, self._listener.port, self._secret)
             self._began = time.monotonic()
             self._beats = Beats(self._links)
             for node in self._nodes.values():
@@ -161,6 +164,7 @@ class SlurmStarter:
             self._ask_for_agent(host)
 
     def close(self) -> None:
+        self._keeper.close()
         if self._listener is not None:
             self._listener.close()
         if self._beats is not None:

@@ -18,7 +18,7 @@ import msgspec
 
 from moevement_ext.launch.messages import FROM_AGENT, Alive, FromAgent, Here
 from moevement_ext.logger import logger_of
-from moevement_ext.replicate.connection import Connection, Strangers
+from moevement_ext.replicate.connection import Connection, Strangers, listen
 from moevement_ext.replicate.secret import admit
 
 ADDRESS_VARIABLE = 'MOEVEMENT_SUPERVISOR'
@@ -156,9 +156,7 @@ class Listener:
 
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
-        both = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if both else socket.AF_INET
-        self._server = socket.create_server(('', 0), family=family, dualstack_ipv6=both)
+        self._server = listen()
         self.port: int = self._server.getsockname()[1]
         self.fd = os.eventfd(0)
         self._closed = threading.Event()

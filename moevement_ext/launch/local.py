@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+from moevement_ext.coordinator.keeper import Keeper
 from moevement_ext.errors import EXIT_WHOLE_JOB, LaunchError
 from moevement_ext.events import Event
 from moevement_ext.launch import messages
@@ -23,9 +24,10 @@ from moevement_ext.launch.launch_config import REQUEUE, LaunchConfig, StagedActi
 from moevement_ext.launch.machine import Machine
 from moevement_ext.launch.remote import Children, RemoteChild
 from moevement_ext.memory.node_store import NodeStore
-from moevement_ext.replicate import secret
+from moevement_ext.replicate.secret import given_in, of_coordinator, variables
 
 _TURN_S = 1.0
+_HERE = '127.0.0.1'
 
 
 class LocalStarter:
@@ -50,6 +52,8 @@ class LocalStarter:
             self._seating.take(node, name)
         self.guests.usable = self._names
         self._machine: Machine | None = None
+        self._secret = variables()
+        self._keeper = Keeper(_HERE, of_coordinator(given_in(self._secret)))
         self._variables: dict[str, str] = {}
         self._own = FdLoop()
         loop.watch(self._own.fd, partial(self._own.turn, 0.0))
@@ -58,11 +62,11 @@ class LocalStarter:
         self._own.watch(self._has_messages, self._act)
 
     def open(self, port: int, ranks: int) -> None:
-        self._variables = job_variables(self._config, ranks, '127.0.0.1', port)
+        at = self._keeper.address[1]
+        self._variables = job_variables(self._config, ranks, _HERE, port, at)
         if self._machine is None:
             job = messages.program(self._config, default_variables_here(self._config))
-            own = secret.variables()
-            self._machine = Machine(job, own, self._own, self._send, self._report)
+            self._machine = Machine(job, self._secret, self._own, self._send, self._report)
             self.send(messages.KeepSpares(self._config.spares))
 
     def start(
@@ -122,6 +126,7 @@ class LocalStarter:
     def close(self) -> None:
         if self._machine is not None:
             self._machine.close()
+        self._keeper.close()
         self._own.close()
         os.close(self._has_messages)
 

@@ -35,10 +35,12 @@ from torch.distributed.launcher import api
 from torch.distributed.run import run
 
 from moevement_ext.config import ConfigurationError, node_name
+from moevement_ext.coordinator.keeper import VARIABLE, Keeper
 from moevement_ext.errors import EXIT_OTHER_BITS, EXIT_USER_ERROR, UserError
 from moevement_ext.launch.launch_config import STORE_BACKEND, split_address
 from moevement_ext.launch.torchrun_workers import a_death, fork_workers
 from moevement_ext.memory.window.settings import digest_of
+from moevement_ext.replicate import secret
 from moevement_ext.store import connect, listen
 from moevement_ext.system import leaving
 from moevement_ext.system.process_setup import ask_again_soon
@@ -227,12 +229,20 @@ class _RestartingAgent(LocalElasticAgent):
     """Torch's agent, except that a user error, or other bits, end the job without a restart.
 
     On any signal to end, the agent sends its workers their exit signal. It sees at once that a
-    signal has killed a fork.
+    signal has killed a fork. That of the first node keeps the coordinator.
     """
 
     def __init__(self, spec: WorkerSpec, *args: Any, **kwargs: Any) -> None:
         super().__init__(spec, *args, **kwargs)
         self._interval_s, spec.monitor_interval = spec.monitor_interval, 0.0  # waits below
+        self._keeper: Keeper | None = None
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        if worker_group.group_rank == 0 and self._keeper is None:
+            with leaving.in_one_line():
+                self._keeper = _keep_coordinator(nodes=worker_group.group_world_size or 1)
+        started: dict[int, Any] = super()._start_workers(worker_group)
+        return started
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         if isinstance(sys.exception(), SignalException):  # otherwise the workers restart
@@ -260,6 +270,15 @@ class _RestartingAgent(LocalElasticAgent):
                             f'{EXIT_USER_ERROR}: it refuses what it was started with.'
                         )
         return result
+
+
+def _keep_coordinator(nodes: int) -> Keeper:
+    """Keep the coordinator for the workers of all nodes, and tell rank 0, which is on this node."""
+    if nodes == 1 and secret.given_in(os.environ) is None:
+        os.environ |= secret.variables()
+    keeper = Keeper('', secret.of_coordinator(secret.given_in(os.environ)))
+    os.environ[VARIABLE] = f':{keeper.address[1]}'
+    return keeper
 
 
 @record

@@ -11,7 +11,8 @@ has taken back what the recovery takes from it. In between it states and hears n
 relies on a window that another one has taken back. A window that any rank gave up is given up by
 all ranks, also in later rounds: they do not keep it any more.
 
-The process of rank 0 keeps the coordinator, and its successor another one.
+The launcher keeps the coordinator, or the process of rank 0, and its successor another one (see
+`coordinator.keeper`).
 """
 
 import threading
@@ -21,7 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 
 from moevement_ext.coordinator.coordinator_client import CoordinatorClient, News
-from moevement_ext.coordinator.keeper import Keeper
+from moevement_ext.coordinator.keeper import Keeper, kept_by_launcher
 from moevement_ext.coordinator.statements import (
     Hello,
     JobStart,
@@ -41,6 +42,8 @@ _Address = tuple[str, int]
 class _AtStart(msgspec.Struct, frozen=True):
     process: int
     coordinator: _Address | None
+    began: int
+    """By the clock of this process, in nanoseconds."""
 
 
 _AT_START = msgspec.msgpack.Decoder(_AtStart)
@@ -53,19 +56,21 @@ class Persistence:
     rank's address; `secret` authenticates ranks and coordinator.
 
     Attributes:
-        coordinator: where the coordinator listens that this process keeps, on rank 0.
-        at_start: the processes of all ranks at the start of a job.
+        coordinator: where the coordinator listens, on rank 0.
+        at_start: the processes of all ranks at the start of the job.
     """
 
     def __init__(self, rank: Rank, host: str, secret: bytes) -> None:
-        own, job = own_process(), JobStart(0, rank.world_size, '')
-        self._hello, self._secret = Hello(rank.number, own, job, born=time.time_ns()), secret
-        self._keeper = Keeper(host, secret) if rank.number == 0 else None
-        self.coordinator = None if self._keeper is None else self._keeper.address
-        self.at_start: list[_AtStart] = []
-        if not rank.exchange.joining:
-            told = msgspec.msgpack.encode(_AtStart(own, self.coordinator))
-            self.at_start = [_AT_START.decode(one) for one in rank.exchange('coordinator', told)]
+        given = kept_by_launcher(host) if rank.number == 0 else None
+        keeps = rank.number == 0 and given is None
+        self._keeper = Keeper(host, secret) if keeps else None
+        self.coordinator = given if self._keeper is None else self._keeper.address
+        own, now = own_process(), time.time_ns()
+        told = msgspec.msgpack.encode(_AtStart(own, self.coordinator, now))
+        self.at_start = [_AT_START.decode(one) for one in rank.exchange('coordinator', told)]
+        # The coordinator may outlive all workers: it ignores those of an earlier start.
+        job = JobStart(self.at_start[0].began, rank.world_size, '')
+        self._hello, self._secret = Hello(rank.number, own, job, born=now), secret
         self._client: CoordinatorClient | None = None
         self.trackers: dict[str, WindowTracker] = {}
         self._address: _Address = ('', 0)

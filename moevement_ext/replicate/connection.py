@@ -21,6 +21,18 @@ _LENGTH = struct.Struct('<I')
 _ENCODER = msgspec.msgpack.Encoder()
 _REQUESTS: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _REPLIES: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+_BACKLOG = 16384  # all ranks may connect at the same time
+
+
+def listen(host: str = '') -> socket.socket:
+    """Listen on a free port of one address of this host; empty: of all its addresses.
+
+    Raises `OSError`.
+    """
+    both = not host and socket.has_dualstack_ipv6()
+    host = host or ('::' if both else '0.0.0.0')
+    family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+    return socket.create_server((host, 0), family=family, backlog=_BACKLOG, dualstack_ipv6=both)
 
 
 class Connection:

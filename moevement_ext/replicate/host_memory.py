@@ -39,7 +39,12 @@ from moevement_ext.replicate.client import PeerLost, PeerRefused, ReplicaClient,
 from moevement_ext.replicate.inbox import Inbox
 from moevement_ext.replicate.own_address import local_host
 from moevement_ext.replicate.replica_server import ReplicaServer
-from moevement_ext.replicate.secret import closed_between_nodes, mark, of_attempt
+from moevement_ext.replicate.secret import (
+    closed_between_nodes,
+    mark,
+    of_attempt,
+    of_coordinator,
+)
 
 logger = logger_of(__name__)
 
@@ -102,10 +107,7 @@ class HostMemory:
         # A process that replaces this one later receives the same salt from the other ranks.
         self._secret = of_attempt(secret, self.members[0].salt)
         self.mark = mark(secret)
-        # Nodes without a secret in common agree about windows, which they do not serve each other,
-        # as about all else: every process that reaches their store can disturb it.
-        known = b'' if closed_between_nodes() else secret
-        self.coordinator_secret = of_attempt(known, b'coordinator' + self.members[0].salt)
+        self.coordinator_secret = of_coordinator(None if closed_between_nodes() else secret)
         self.copies = node_plan.copies_of(self.members, config.topology, config.replicas)
         if self.rank == 0:
             node_plan.warn_of_same_names(self.members)

@@ -248,6 +248,15 @@ def of_attempt(secret: bytes, salt: bytes) -> bytes:
     return hmac.digest(secret, b'attempt' + salt, 'sha256')
 
 
+def of_coordinator(secret: bytes | None) -> bytes:
+    """Derive the secret of the clients of the coordinator.
+
+    Nodes without a secret in common (None) agree about windows, which they do not serve each other,
+    as about all else: every process that reaches their store can disturb it.
+    """
+    return of_attempt(secret or b'', b'coordinator')
+
+
 def _kept(node: NodeStore) -> bytes | None:
     found = b''
     with suppress(HostMemoryError, OSError):

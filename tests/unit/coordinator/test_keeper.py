@@ -23,8 +23,10 @@ pytestmark = pytest.mark.timed
 SECRET = b's' * 32
 ALONE = """
 import time
+import socket
 from moevement_ext.coordinator.keeper import Keeper
 keeper = Keeper('127.0.0.1', b's' * 32)
+client = socket.create_connection(keeper.address)
 while not keeper._pid:
     time.sleep(0.01)
 print(keeper._pid, keeper.address[1], flush=True)

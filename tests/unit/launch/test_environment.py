@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from moevement_ext.config import ConfigurationError
 from moevement_ext.launch.environment import check_devices, default_variables_here, variables_here
 from moevement_ext.launch.launch_config import LaunchConfig
 from moevement_ext.launch.shared_gpu import DEFAULTS
+from moevement_ext.replicate.secret import given_in, of_coordinator
 from tests.unit.launch.conftest import Job
 from tools.lab.launch import Launch
 
@@ -26,6 +28,8 @@ def test_workers_have_the_environment_of_torchrun(
         monkeypatch.delenv(name, raising=False)
     job.finish_when = lambda: len(job.started()) == 5
     assert job.run('--flag', 'a value', '3.0=kill', nodes=2, workers_per_node=2) == 0
+    starter: Any = job.running._starter
+    keeper = starter._keeper
     for rank, restarts, place, node in ((0, 0, 0, 0), (1, 0, 1, 0), (2, 0, 0, 1), (3, 1, 1, 1)):
         attempt = job.attempt(rank, restarts)
         expected = {
@@ -37,6 +41,7 @@ def test_workers_have_the_environment_of_torchrun(
             'MASTER_ADDR': '127.0.0.1',
             'MASTER_PORT': str(job.running.store.port),
             'TORCHELASTIC_USE_AGENT_STORE': 'True',
+            'MOEVEMENT_COORDINATOR': f'127.0.0.1:{keeper.address[1]}',
             'TORCHELASTIC_RESTART_COUNT': str(restarts),
             'MOEVEMENT_NODE': f'node{node}',
             'CUDA_DEVICE_MAX_CONNECTIONS': None,
@@ -44,6 +49,7 @@ def test_workers_have_the_environment_of_torchrun(
             'TORCHDYNAMO_DISABLE': None,  # the program sets it, under any launcher
         }
         assert {name: attempt['env'].get(name) for name in expected} == expected
+        assert keeper._secret == of_coordinator(given_in(attempt['env']))
         assert attempt['argv'] == [str(job.program), '--flag', 'a value', '3.0=kill']
 
 

@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -25,6 +26,7 @@ from moevement_ext.membership.mailbox import evict
 from moevement_ext.memory import reservation
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.reservation import ReservedPages
+from moevement_ext.replicate.secret import given_in, of_coordinator
 from moevement_ext.system import leaving
 from tests.support.readable import dies
 from tests.unit.launch.conftest import ended, failure, starts_a_thread, unkillable
@@ -45,6 +47,8 @@ def test_workers_run_on_their_hosts(
     flags = ('3.0=print:hello', '--tensor-model-parallel-size', '2')
     assert job.on_hosts('ab', *flags, nodes=2, workers_per_node=2).run() == 0
     assert job.seated() == [('a', 0), ('b', 1)]
+    starter: Any = job.running._starter
+    keeper = starter._keeper
     for rank in range(4):
         seen = job.attempt(rank)['env']
         expected = {
@@ -55,6 +59,7 @@ def test_workers_run_on_their_hosts(
             'LOCAL_WORLD_SIZE': '2',
             'MASTER_ADDR': socket.gethostname(),
             'MASTER_PORT': str(job.running.store.port),
+            'MOEVEMENT_COORDINATOR': f'{socket.gethostname()}:{keeper.address[1]}',
             'MOEVEMENT_NODE': 'ab'[rank // 2],
             'OMP_NUM_THREADS': '3',
             'CUDA_DEVICE_MAX_CONNECTIONS': '1',  # because of tensor parallelism
@@ -62,6 +67,7 @@ def test_workers_run_on_their_hosts(
             'TORCHDYNAMO_DISABLE': None,  # the launcher's lack of a GPU is not passed on
         }
         assert {name: seen.get(name) for name in expected} == expected
+        assert keeper._secret == of_coordinator(given_in(seen))
         assert 'MOEVEMENT_SUPERVISOR' not in seen
     assert '[rank 3] hello\n' in capfd.readouterr().out
 

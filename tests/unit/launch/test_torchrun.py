@@ -70,6 +70,33 @@ def test_user_error_or_other_bits_end_the_agent_without_a_restart(
     assert 'Traceback' not in ended.stderr
 
 
+MEETS = """
+import os, socket, sys
+from moevement_ext.coordinator.keeper import VARIABLE, kept_by_launcher
+from moevement_ext.replicate.connection import Connection
+from moevement_ext.replicate.secret import given_in, introduce, of_coordinator
+connection = Connection(socket.create_connection(kept_by_launcher('127.0.0.1'), 60))
+assert introduce(connection, of_coordinator(given_in(os.environ))) is None
+print('met at', os.environ[VARIABLE], flush=True)
+sys.exit(os.environ['TORCHELASTIC_RESTART_COUNT'] == '0')
+"""
+
+
+@pytest.mark.parametrize('given', ['', 's' * 32])
+def test_coordinator_of_the_agent_outlives_the_workers(given: str, tmp_path: Path) -> None:
+    program = tmp_path / 'program.py'
+    program.write_text(MEETS)
+    command = [sys.executable, '-m', 'moevement_ext.launch.torchrun', '--standalone']
+    command += ['--max-restarts', '1', str(program)]
+    environment = {**os.environ, 'MOEVEMENT_SECRET': given}
+    ended = subprocess.run(
+        command, capture_output=True, text=True, timeout=5 * WAIT_S, check=False, env=environment
+    )
+    assert ended.returncode == 0, ended.stderr
+    met = [line for line in ended.stdout.splitlines() if 'met at' in line]
+    assert len(met) == 2 and len(set(met)) == 1, 'by both processes of rank 0, at one address'
+
+
 def test_two_agents_of_one_node_do_not_take_turns(store: Server) -> None:
     """The workers of each would fence out those of the other, each time they are started."""
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from moevement_ext.coordinator import coordinator_client
+from moevement_ext.coordinator.keeper import VARIABLE
 from moevement_ext.memory.window.name import Agreed
 from moevement_ext.protect import persistence
 from moevement_ext.protect.persistence import Persistence, WindowTracker
@@ -18,26 +19,36 @@ SECRET = b's' * 32
 
 
 class Promising:
-    """All ranks in one round, each with one process; the first one keeps the coordinator."""
+    """All ranks in one round, each with one process.
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    The process of rank 0 keeps the coordinator, unless the launcher has `kept` it.
+    """
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, size: int, kept: KeptHere | None = None
+    ) -> None:
         numbers = itertools.count(1)
         monkeypatch.setattr(persistence, 'Keeper', KeptHere)
         monkeypatch.setattr(persistence, 'own_process', lambda: 2 ** next(numbers))
         monkeypatch.setattr(coordinator_client, '_PAUSES_S', (0.01, 0.05))
         self.size, self.round = size, 0
+        self._kept, self._at_start = kept, list[bytes]()
+        if kept is not None:
+            monkeypatch.setenv(VARIABLE, f':{kept.address[1]}')
         self.ranks = [self._process(rank) for rank in range(size)]
         self.former: list[Persistence] = []
 
     def _process(self, rank: int) -> Persistence:
-        known: Any = SimpleNamespace(
-            number=rank, world_size=self.size, exchange=SimpleNamespace(joining=True)
-        )
+        known: Any = SimpleNamespace(number=rank, world_size=self.size, exchange=self._exchange)
         return Persistence(known, '127.0.0.1', SECRET)
+
+    def _exchange(self, name: str, own: bytes) -> list[bytes]:
+        self._at_start.append(own)
+        return self._at_start[:1] * self.size
 
     @property
     def keeper(self) -> KeptHere:
-        keeper: Any = self.ranks[0]._keeper
+        keeper: Any = self._kept or self.ranks[0]._keeper
         return keeper
 
     @property

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from moevement_ext.coordinator.statements import Promises, Settled
 from moevement_ext.memory.window.name import MAX_GIVEN_UP, Agreed, WindowName
 from moevement_ext.protect.persistence import Persistence, WindowTracker
-from tests.unit.protect.ranks import Promising
+from tests.unit.coordinator.served import KeptHere
+from tests.unit.protect.ranks import SECRET, Promising
 from tests.unit.replicate.peers import wait_for
 
 pytestmark = pytest.mark.timed
@@ -24,8 +25,8 @@ WORLD = 3
 class Job(Promising):
     """All ranks with one kind of windows, and what each was told last."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        super().__init__(monkeypatch, WORLD)
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, kept: KeptHere | None = None) -> None:
+        super().__init__(monkeypatch, WORLD, kept)
         self.told = [Agreed()] * WORLD
         self.trackers = [self._track(rank) for rank in range(WORLD)]
         self.enter()
@@ -251,6 +252,31 @@ def test_new_process_of_rank_0_keeps_another_coordinator(job: Job) -> None:
     job.report(window(0), 0)
     job.report(window(4), 0, 1, 2)
     assert job.persisted() == [window(4)] * WORLD
+
+
+def test_coordinator_of_the_launcher_outlives_all_processes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Some of an earlier start are still connected, as from a node that is cut off."""
+    kept = KeptHere('127.0.0.1', SECRET)
+    first = Job(monkeypatch, kept)
+    first.report(window(0), 0, 1, 2)
+    assert first.persisted() == [window(0)] * WORLD
+    first.leave()
+    first.replace(0)
+    first.former[0].close()
+    first.enter()
+    first.report(window(0), 0)
+    assert first.persisted() == [window(0)] * WORLD
+    later = Job(monkeypatch, kept)
+    later.report(window(4), 0, 1, 2)
+    assert later.persisted() == [window(4)] * WORLD
+    first.report(window(8), 0, 1, 2)
+    time.sleep(0.3)
+    assert first.told == [Agreed(window(0))] * WORLD
+    assert later.persisted() == [window(4)] * WORLD
+    for one in (first, later, kept):
+        one.close()
 
 
 def test_a_list_of_given_up_windows_replaces_the_one_before() -> None:

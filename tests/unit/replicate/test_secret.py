@@ -2,7 +2,8 @@
 """Where the secret of a job comes from, and which processes never learn it."""
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from moevement_ext.errors import HostMemoryError
 from moevement_ext.membership import exchange
 from moevement_ext.membership.exchange import Exchange
 from moevement_ext.memory.node_store import NodeStore
-from moevement_ext.replicate import secret
+from moevement_ext.replicate import host_memory, secret
 from moevement_ext.replicate.secret import VARIABLE, agree, mark, marks_here
 from tests.unit.recover import threaded_job
 
@@ -170,13 +171,13 @@ def test_nothing_in_the_store_of_a_job_opens_its_memory(
 ) -> None:
     threaded_job.install(monkeypatch)
     keys: list[bytes] = []
-    of_attempt = secret.of_attempt
 
-    def noted(own: bytes, salt: bytes) -> bytes:
-        keys.extend([own, of_attempt(own, salt)])
+    def noted(derive: Callable, own: bytes, *salt: bytes) -> bytes:
+        keys.extend([own, derive(own, *salt)])
         return keys[-1]
 
-    monkeypatch.setattr('moevement_ext.replicate.host_memory.of_attempt', noted)
+    for derive in (secret.of_attempt, secret.of_coordinator):
+        monkeypatch.setattr(host_memory, derive.__name__, partial(noted, derive))
     job = threaded_job.ThreadedJob(shm, 8)
     job.run()
     found = contents(job._store)
