@@ -69,10 +69,16 @@ class Board:
     Args:
         decide: the verdict of a round from all reports.
         rules: what follows once all ranks have said a name.
+        leads: the ranks meet here. Otherwise they meet by themselves, and a process that is not
+            here may have no way to here: it is missed only in the round that it was here in.
     """
 
     def __init__(
-        self, job: JobStart, decide: Rule, rules: Mapping[str, Rule] | None = None
+        self,
+        job: JobStart,
+        decide: Rule,
+        rules: Mapping[str, Rule] | None = None,
+        leads: bool = True,
     ) -> None:
         self.job = job
         self.members: dict[int, Hello] = {}
@@ -82,6 +88,8 @@ class Board:
         self.learning = True
         self._decide = decide
         self._rules = rules or {}
+        self._leads = leads
+        self._was_in: dict[int, int] = {}  # number of its round, when a process went
         self._decided = RoundMet(0, 0, b'')  # the last verdict, as it is expensive
 
     # Statements
@@ -116,9 +124,10 @@ class Board:
         else:
             self.members[rank] = self.members[rank].with_statement(message)
 
-    def gone(self, rank: int) -> None:
+    def gone(self, rank: int, is_missed: bool = True) -> None:
         """Take down the statements of a process that is not connected any more."""
-        self.members.pop(rank, None)
+        one = self.members.pop(rank, None)
+        self._was_in[rank] = one.place.number if one is not None and is_missed else 0
         self.beats.pop(rank, None)
 
     def miss(self, ranks: Collection[int]) -> None:
@@ -179,8 +188,9 @@ class Board:
                 over = RoundOver(number, one.place.why)
         if newest <= over.number:
             return over
-        if self.absent and not self.learning:
-            return RoundOver(newest, f'{_named(self.absent)} is lost')
+        lost = [rank for rank in self.absent if self._leads or self._was_in.get(rank, 0) >= newest]
+        if lost and not self.learning:
+            return RoundOver(newest, f'{_named(lost)} is lost')
         rosters = {one.place.roster for one in here.values() if _is_in(one, newest)}
         if len(here) == self.job.size:
             rosters.add(roster_of(one.token for one in here.values()))

@@ -96,7 +96,8 @@ class Coordinator:
 
     Used on the loop that runs `serve` only. `decide` and `rules` are those of `Board`; `silent_s`
     is the time without a message after which a process counts as lost. Unless it `leads`, others
-    begin and end the rounds and processes, and it tells only what follows in a round.
+    begin and end the rounds and processes, and it tells only what follows in a round, and its end.
+    Then a process that was never connected is not missed: it may have no way to here.
     """
 
     def __init__(
@@ -141,7 +142,7 @@ class Coordinator:
             if peer is not None:
                 peer.cut()
                 self._leave(peer)
-            self._miss(rank)
+            self._miss(self.board, rank)
 
     # Connections
 
@@ -183,7 +184,7 @@ class Coordinator:
             for old in self._peers.values():
                 old.fence(Fenced('a later attempt of the job has started'))
             self._peers.clear()
-            board = self.board = Board(hello.job, self._decide, self._rules)
+            board = self.board = Board(hello.job, self._decide, self._rules, self._leads)
             self._learned_s = 0.0
         if refused := board.greet(hello):
             peer.fence(refused)
@@ -218,12 +219,13 @@ class Coordinator:
         if self._peers.get(rank) is not peer or self.board is None:
             return
         del self._peers[rank]
-        self.board.gone(rank)
+        self.board.gone(rank, is_missed)
         if not self._peers:
             self.board = None  # the next process may be of another job
             return
         if is_missed:
-            asyncio.get_running_loop().call_later(TO_RECONNECT_S, partial(self._miss, rank))
+            miss = partial(self._miss, self.board, rank)
+            asyncio.get_running_loop().call_later(TO_RECONNECT_S, miss)
         self._conclude_soon()
 
     # Time
@@ -243,9 +245,9 @@ class Coordinator:
             if peer.silent_s >= self._silent_s and not self.board.learning:
                 peer.cut()
 
-    def _miss(self, rank: int) -> None:
-        if self.board is not None:
-            self.board.miss([rank])
+    def _miss(self, board: Board | None, rank: int) -> None:
+        if board is not None and self.board is board:  # else a later start of the job
+            board.miss([rank])
             self._conclude_soon()
 
     def _conclude_soon(self) -> None:
@@ -260,10 +262,10 @@ class Coordinator:
         began = time.thread_time()
         found = self.board.conclude()
         for rank, peer in [*self._peers.items()]:
-            for message in self.board.for_rank(rank, found) if self._leads else found.in_round:
-                if isinstance(message, Fenced):
+            for message in self.board.for_rank(rank, found):
+                if not isinstance(message, Fenced):
+                    peer.conclude(message)
+                elif self._leads:
                     peer.fence(message)
                     self._leave(peer)
-                else:
-                    peer.conclude(message)
         self._took_s = time.thread_time() - began

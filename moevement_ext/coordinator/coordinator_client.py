@@ -52,6 +52,9 @@ _UNANSWERED_MS = 30_000
 _UNREAD_BYTES = 64 * 2**20
 _TO_END_S = 5.0
 _TOLD_S = 60.0
+# A coordinator that is started again refuses no client, as its keeper holds the socket.
+_GONE_S = 0.5
+_GONE = 'the process that keeps the coordinator is lost'
 _OUT_OF_REACH = (
     'the coordinator at %s:%d has been out of reach for %g s, so no window counts as persisted '
     '(%s): let all nodes reach that port, or end the process that starts it: the launcher, the '
@@ -87,6 +90,7 @@ class CoordinatorClient:
         self._asking = 0
         self._writer: asyncio.StreamWriter | None = None
         self._fenced = False
+        self._follows = False
         self._loop = asyncio.new_event_loop()
         self._task = self._loop.create_task(self._run())
         self._thread = threading.Thread(target=self._serve, name='sparse-ckpt-client', daemon=True)
@@ -103,9 +107,13 @@ class CoordinatorClient:
         self._post(lambda: self._move(self._own.place.over(number, why)))
 
     def enter(self, about: Round, address: tuple[str, int]) -> None:
-        """Enter a round that the ranks have met by themselves; the coordinator is at `address`."""
+        """Enter a round that the ranks have met by themselves; the coordinator is at `address`.
+
+        Then they also leave it by themselves, after its end was heard.
+        """
 
         def act() -> None:
+            self._follows = True
             if address != self._address:
                 self._address = address
                 if self._writer is not None:
@@ -174,14 +182,18 @@ class CoordinatorClient:
         self._loop.close()
 
     async def _run(self) -> None:
-        failures, lost_at, told = 0, self._loop.time(), False
+        failures, lost_at, told, left = 0, self._loop.time(), False, 0
         while not self._fenced:
             try:
                 await self._connected()
             except (OSError, EOFError) as error:
                 if self._writer is not None:
                     failures, lost_at, told = 0, self._loop.time(), False
+                    left = self._own.place.number
                 failures += 1
+                refused = isinstance(error, ConnectionRefusedError)
+                if refused and self._follows and self._loop.time() - lost_at > _GONE_S:
+                    self._hear(RoundOver(left, _GONE))
                 if not told and self._loop.time() - lost_at > _TOLD_S:
                     told = True
                     logger.warning(_OUT_OF_REACH, *self._address, _TOLD_S, error)
@@ -228,7 +240,8 @@ class CoordinatorClient:
             case RoundMet(number, roster) if place := own.place.met(number, roster):
                 self._move(place)
             case RoundOver(number, why) if place := own.place.over(number, why):
-                self._move(place)
+                if not self._follows:
+                    self._move(place)
             case Settled(about) | AllSaid(about) if about == own.round:
                 pass
             case Fenced():

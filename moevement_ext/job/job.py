@@ -433,6 +433,8 @@ class Job:
         return self._protected(protection)
 
     def _protected(self, protection: Protection) -> modes.WholeJobMode:
+        if self.membership is not None:
+            protection.persistence.on_over = self.membership.end_soon
         if not self.joining:
             number = 0 if self.membership is None else self.membership.taken.round
             protection.persistence.enter(number, protection.persistence.at_start)

@@ -217,6 +217,12 @@ class Membership:
         except (DistError, StoreLost):
             return False
 
+    def end_soon(self, round_id: int, reason: str) -> None:
+        """End a round that the coordinator has found over, if this process is in it. Any thread."""
+        joined = self._joined
+        if joined.result.round == round_id:
+            joined.watch.end_soon(reason)
+
     def wait_for_first_rendezvous(self) -> None:
         """Wait for the rendezvous that another thread joins in the set-up. Training thread."""
         if self._first is not None:

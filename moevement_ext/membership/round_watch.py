@@ -98,6 +98,8 @@ class RoundWatch:
         self._watched = (self._rank + 1) % len(self._processes)
         self._period_s = heartbeat_period_s(self._hang_timeout_s)
         self._stopping = threading.Event()
+        self._to_end: str | None = None
+        self._stirred = threading.Event()
         self._judging = threading.Event()
         self._concluding = threading.Lock()
         self._loss_logged = False
@@ -142,9 +144,15 @@ class RoundWatch:
         with self._concluding:
             pass
 
+    def end_soon(self, reason: str) -> None:
+        """Let the heartbeat thread end the round. Any thread; does not block."""
+        self._to_end = reason
+        self._stirred.set()
+
     def stop(self) -> None:
         """Stop watching. The threads end by themselves when the round ends."""
         self._stopping.set()
+        self._stirred.set()
         self.wait_until_woken()
 
     def join(self) -> None:
@@ -185,7 +193,10 @@ class RoundWatch:
         """Send heartbeats; detect the end of the round if the other connection is silently lost."""
         own, sent_in = Heartbeats(store, self.round, self._rank), None
         pause_s = HEARTBEAT_S
-        while not self._stopping.wait(pause_s):
+        while not self._is_stopped_within(pause_s):
+            if self._to_end is not None and not self.broken.is_set():
+                end_round(store, self.round, self._to_end)
+                self._conclude_by(store)
             self._on_check(store)
             turn, left_s = turn_of(self._rank, self._period_s)
             pause_s = min(left_s, HEARTBEAT_S)
@@ -199,6 +210,11 @@ class RoundWatch:
                 self._conclude_by(store)
             else:
                 self._check_neighbour(store, own.read(self._watched))
+
+    def _is_stopped_within(self, seconds: float) -> bool:
+        self._stirred.wait(seconds)
+        self._stirred.clear()
+        return self._stopping.is_set()
 
     def _check_neighbour(self, store: Store, heartbeats: int) -> None:
         now = time.monotonic()

@@ -28,6 +28,7 @@ from moevement_ext.coordinator.statements import (
     JobStart,
     Promises,
     Round,
+    RoundOver,
     Settled,
     roster_of,
 )
@@ -57,6 +58,8 @@ class Persistence:
 
     Attributes:
         coordinator: where the coordinator listens, on rank 0.
+        on_over: called on the client's thread if a round is over that this rank is in, with its
+            number and the reason; it may be called again.
         at_start: the processes of all ranks at the start of the job.
     """
 
@@ -73,6 +76,7 @@ class Persistence:
         self._hello, self._secret = Hello(rank.number, own, job, born=now), secret
         self._client: CoordinatorClient | None = None
         self.trackers: dict[str, WindowTracker] = {}
+        self.on_over: Callable[[int, str], None] = lambda number, why: None
         self._address: _Address = ('', 0)
         self._round: Round | None = None
         self._over = 0  # number of the last round that was left
@@ -99,13 +103,13 @@ class Persistence:
             for tracker in self.trackers.values():
                 self.state(tracker)
 
-    def leave(self) -> None:
+    def leave(self, why: str = 'another rank has left') -> None:
         """Leave the round. From now on no agreement of it is applied on this rank."""
         with self.lock:
             left, self._round = self._round, None
             if left is not None and self._client is not None:
                 self._over = left[0]
-                self._client.leave(self._over, '')
+                self._client.leave(self._over, why)
         with self._telling:
             pass  # one that was heard before is applied by now
 
@@ -122,6 +126,11 @@ class Persistence:
 
     def _heard(self, news: News) -> None:
         """Called on the client's thread."""
+        if isinstance(news, RoundOver):
+            left = self._round
+            if left is not None and left[0] <= news.number:
+                self.on_over(left[0] - 1, news.why)
+            return
         assert isinstance(news, Settled)  # it leads no rounds
         tracker = self.trackers.get(news.name)
         if tracker is None:

@@ -270,7 +270,7 @@ class LocalizedRecovery:
             if not self._membership.joining:  # while the new process is starting
                 self._trainer.loop.leave()
             self._membership.silence()
-            self._protection.persistence.leave()
+            self._protection.persistence.leave(self._membership.reason)
             try:
                 self._membership.meet(lambda: self._report.now(self._refused, self._other_bits))
             except StoreLost as lost:

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from moevement_ext.events import Recovered, WindowPersisted, WorkerStarted
+from moevement_ext.events import FailureDetected, Recovered, WindowPersisted, WorkerStarted
 from tests.distributed.conftest import Make, Reference, differences, read_digest
-from tests.distributed.harness.cluster import Cluster, free_port, tails
+from tests.distributed.harness.cluster import NCCL_LIKE, ROOT, Cluster, free_port, tails
 from tests.distributed.harness.faults import SETTLED
 from tests.distributed.harness.torchrun import agent
 from tests.distributed.test_whole_job_recovery import BASE
@@ -41,22 +41,29 @@ def test_one_agent_restarts_all_workers(cluster: Make, reference: Reference) -> 
     assert 'recovery restarts the whole job: the one agent of torchrun' in log.read_text()
 
 
+def started(
+    stack: ExitStack, job: Cluster, logs: list[Path], **more: str
+) -> list[subprocess.Popen[bytes]]:
+    """Two agents with one worker each."""
+    launch = (
+        f'--nnodes 2 --nproc-per-node 1 --max-restarts 2 --rdzv-backend static '
+        f'--master-addr 127.0.0.1 --master-port {free_port()} --node-rank'
+    ).split()
+    return [
+        stack.enter_context(
+            agent([*launch, str(n)], job.flags, logs[n], MOEVEMENT_NODE=f'node{n}', **more)
+        )
+        for n in range(2)
+    ]
+
+
 @pytest.mark.thorough
 def test_stopped_worker_is_killed_and_replaced(cluster: Make, reference: Reference) -> None:
     """Its agent sees nothing of it; there is no other worker on its node."""
     job = prepared(cluster, [*TWO_STAGES, '--sparse-ckpt-hang-timeout', '8'], ranks=2)
     logs = [job.directory / f'agent{node}.log' for node in range(2)]
-    launch = (
-        f'--nnodes 2 --nproc-per-node 1 --max-restarts 2 --rdzv-backend static '
-        f'--master-addr 127.0.0.1 --master-port {free_port()} --node-rank'
-    ).split()
     with ExitStack() as stack:
-        agents = [
-            stack.enter_context(
-                agent([*launch, str(n)], job.flags, logs[n], MOEVEMENT_NODE=f'node{n}')
-            )
-            for n in range(2)
-        ]
+        agents = started(stack, job, logs)
         wait_until(lambda: all(job.events_of(WindowPersisted, rank) for rank in range(2)), logs)
         stopped = job.events_of(WorkerStarted, 1)[0].pid
         os.kill(stopped, signal.SIGSTOP)
@@ -69,6 +76,40 @@ def test_stopped_worker_is_killed_and_replaced(cluster: Make, reference: Referen
     for rank in range(2):
         (recovered,) = job.events_of(Recovered, rank)
         assert recovered.localized and recovered.stages == [1]
+
+
+NCCL_LIKE_PROGRAM = """
+import pretrain_gpt
+from tests.distributed.harness import nccl_like
+nccl_like.install()
+pretrain_gpt.main()
+"""
+
+
+@pytest.mark.thorough
+@pytest.mark.timed
+@pytest.mark.parametrize('victim', [0, 1])
+def test_death_is_known_within_two_seconds_where_no_collective_fails(
+    victim: int, cluster: Make, reference: Reference, tmp_path: Path
+) -> None:
+    """As with NCCL. Rank 0 keeps the coordinator, as the agents are torchrun's own."""
+    job = prepared(cluster, TWO_STAGES, ranks=2, backend=NCCL_LIKE)
+    program = tmp_path / 'program.py'
+    program.write_text(NCCL_LIKE_PROGRAM)
+    logs = [job.directory / f'agent{node}.log' for node in range(2)]
+    path = os.pathsep.join([str(ROOT), os.environ.get('PYTHONPATH', '')])
+    with ExitStack() as stack:
+        agents = started(stack, job, logs, program=str(program), PYTHONPATH=path)
+        wait_until(lambda: all(job.events_of(WindowPersisted, rank) for rank in range(2)), logs)
+        struck_at = time.time()
+        os.kill(job.events_of(WorkerStarted, victim)[0].pid, signal.SIGKILL)
+        for process in agents:
+            assert process.wait(START_S) == 0, tails(logs)
+    assert differences(reference(*TWO_STAGES, ranks=2), read_digest(job)) == []
+    (failure,) = job.events_of(FailureDetected, 1 - victim)
+    assert failure.time - struck_at < 2.0, failure
+    (recovered,) = job.events_of(Recovered, 1 - victim)
+    assert recovered.localized and recovered.stages == [victim]
 
 
 TWO_REPLICAS = '--bf16 --clip-grad 0.5 --train-iters 40'.split()
@@ -127,8 +168,8 @@ def test_nodes_without_a_secret_recover_the_whole_job_from_their_own_memory(
     assert not job.memory.exists(), 'host memory is given back at a clean exit'
 
 
-def prepared(cluster: Make, flags: list[str], ranks: int) -> Cluster:
-    job = cluster(*flags, '--sparse-ckpt-window', '2', ranks=ranks)
+def prepared(cluster: Make, flags: list[str], ranks: int, **more: str) -> Cluster:
+    job = cluster(*flags, '--sparse-ckpt-window', '2', ranks=ranks, **more)
     job.directory.mkdir(parents=True)
     return job
 

@@ -19,18 +19,20 @@ def agent(
     flags: Sequence[str],
     log: Path,
     module: str = 'torch.distributed.run',
+    program: str = 'pretrain_gpt.py',
     **env: str,
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Run one agent with its workers; kill all of them at the end of the context.
 
     Args:
         launch: flags of torchrun.
-        flags: flags of `pretrain_gpt.py`.
+        flags: flags of the program.
         log: file for the output of agent and workers.
         module: module that implements torchrun.
+        program: file that takes these flags.
         env: additional environment variables.
     """
-    command = [sys.executable, '-m', module, *launch, 'pretrain_gpt.py', *flags]
+    command = [sys.executable, '-m', module, *launch, program, *flags]
     given = {'CUDA_DEVICE_MAX_CONNECTIONS': '1', 'MOEVEMENT_SECRET': 'that of all tests'}
     environment = {**os.environ, **given, **env}
     with log.open('wb') as output:

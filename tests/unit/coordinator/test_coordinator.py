@@ -488,3 +488,66 @@ def test_nothing_on_the_threads_takes_long(serve: Callable, rank: Callable, capl
             promise(one, about, WindowName(start, 'h_p'))
     assert ranks[0].hears(Settled)
     assert not [record for record in caplog.records if record.name == 'asyncio']
+
+
+# ---- ranks that meet by themselves
+
+
+def cut_off(one: Rank) -> None:
+    """As a process that dies."""
+    one.client._post(one.client._task.cancel)
+
+
+def test_a_process_that_is_lost_ends_the_round_that_it_was_in(
+    serve: Callable, rank: Callable, listening: socket.socket
+) -> None:
+    """Rank 2 has no way to the coordinator, and is not missed."""
+    served, at = serve(leads=False), listening.getsockname()[:2]
+    ranks = [rank(0, size=3), rank(1, size=3)]
+    for one in ranks:
+        one.client.enter((1, 7), at)
+    wait_until(lambda: served.coordinator.board and not served.coordinator.board.learning)
+    assert ranks[0].silent
+    cut_off(ranks[1])
+    assert ranks[0].hears(RoundOver) == RoundOver(1, 'rank 1 is lost')
+    assert ranks[0].client._own.round == (1, 7), 'until it leaves by itself'
+    ranks[0].client.leave(1, '')
+    ranks[0].client.enter((2, 13), at)
+    time.sleep(0.5)
+    assert ranks[0].silent, 'the next process of rank 1 may not be connected yet'
+
+
+def test_a_process_that_ends_as_planned_ends_no_round(
+    serve: Callable, rank: Callable, listening: socket.socket
+) -> None:
+    serve(leads=False)
+    ranks = [rank(0), rank(1)]
+    for one in ranks:
+        one.client.enter((1, 3), listening.getsockname()[:2])
+        promise(one, (1, 3))
+    assert ranks[0].hears(Settled)
+    ranks[1].client.close()
+    time.sleep(0.5)
+    assert ranks[0].silent
+
+
+def test_a_keeper_that_is_gone_ends_the_round(
+    serve: Callable, rank: Callable, listening: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is the process of a rank. The next round may be kept by another one."""
+    monkeypatch.setattr(clients, '_GONE_S', 0.2)
+    served, at = serve(leads=False), listening.getsockname()[:2]
+    one = rank(0, size=1)
+    one.client.enter((1, 1), at)
+    promise(one, (1, 1))
+    assert one.hears(Settled)
+    listening.close()
+    served.stop()
+    assert one.hears(RoundOver) == RoundOver(1, clients._GONE)
+    one.client.leave(1, '')
+    one.client.enter((2, 1), at)
+    wait_until(lambda: one.client._own.round == (2, 1))
+    while not one.silent:
+        one.news.get()
+    time.sleep(1.5)
+    assert one.silent

@@ -131,6 +131,21 @@ def test_all_ranks_are_woken_when_the_round_is_broken(
         thread.name = 'sleeps'  # until its next heartbeat is due
 
 
+def test_the_heartbeat_thread_ends_a_round_at_once(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(detect, 'HEARTBEAT_S', 2 * DEADLINE_S)
+    watches = [job.watch(rank, [1, 2]) for rank in range(2)]
+    watches[1].end_soon('rank 2 is lost')
+    assert sorted(job.next_woken() for _ in watches) == [
+        (0, 'rank 2 is lost'),
+        (1, 'rank 2 is lost'),
+    ]
+    wait_for_the_next_round(job)
+    watches[1].end_soon('again')
+    assert job.woken.empty()
+
+
 def test_watch_completes_the_break_of_a_dead_announcer(job: Job) -> None:
     """The reason is set, but not the number of the next round."""
     job.watch(0, [1])

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from moevement_ext.coordinator.statements import Promises, Settled
+from moevement_ext.coordinator import coordinator
+from moevement_ext.coordinator.statements import Promises, RoundOver, Settled
 from moevement_ext.memory.window.name import MAX_GIVEN_UP, Agreed, WindowName
 from moevement_ext.protect.persistence import Persistence, WindowTracker
 from tests.unit.coordinator.served import KeptHere
@@ -277,6 +278,23 @@ def test_coordinator_of_the_launcher_outlives_all_processes(
     assert later.persisted() == [window(4)] * WORLD
     for one in (first, later, kept):
         one.close()
+
+
+def test_lost_process_ends_the_round_of_the_others(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coordinator, 'TO_RECONNECT_S', 0.2)
+    told: list[tuple[int, str]] = []
+    job.ranks[0].on_over = lambda number, why: told.append((number, why))
+    job.report(window(0), 0, 1, 2)
+    job.await_statements()
+    lost: Any = job.ranks[2]._client
+    lost._post(lost._task.cancel)
+    wait_for(lambda: told)
+    assert told == [(job.round, 'rank 2 is lost')]
+    job.ranks[0].leave()
+    job.ranks[0]._heard(RoundOver(job.round + 1, 'too late'))
+    assert len(told) == 1
 
 
 def test_a_list_of_given_up_windows_replaces_the_one_before() -> None:
