@@ -42,7 +42,7 @@ def pulses(pid: int) -> Iterator[None]:
 
 
 def test_rank_that_is_stopped_again_and_again_is_named(cluster: Make) -> None:
-    check_named(cluster(*FLAGS, '--num-layers', '1', '--train-iters', '130', ranks=2))
+    check_named(cluster(*FLAGS, '--num-layers', '1', '--train-iters', '200', ranks=2))
 
 
 @pytest.mark.thorough
