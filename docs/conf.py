@@ -9,7 +9,10 @@ A link that leads nowhere, to a page, a heading or a file, is an error.
 import re
 
 project = 'MoEvement on Megatron-Core'
-extensions = ['myst_parser']
+extensions = ['myst_parser', 'sphinx.ext.autodoc', 'sphinx.ext.napoleon']
+default_role = 'code'
+"""Docstrings have their names in single backquotes."""
+autodoc_typehints = 'description'
 html_theme = 'furo'
 root_doc = 'index'
 exclude_patterns = ['measurements']

@@ -6,6 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import moevement_ext
+
+_TOLD_IN_API = 'moevement_ext.SparseCheckpointConfig'
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(path.stem for path in (ROOT / 'docs').glob('*.md'))
 
@@ -27,3 +30,8 @@ def test_site_of_all_pages_builds_without_broken_links(tmp_path: Path) -> None:
     for page in set(PAGES) - {'index'}:
         assert (tmp_path / f'{page}.html').is_file()
         assert f'href="{page}.html"' in navigation, f'index.md does not name {page}'
+    reference = (tmp_path / 'reference.html').read_text('utf-8')
+    of_engine = [f'moevement_ext.{one}' for one in moevement_ext.__all__ if one[0].isupper()]
+    shown = {*re.findall(r'<dt [^>]*id="([\w.]+)"', reference)}
+    missing = {'megatron.moevement.attach', *of_engine} - shown - {_TOLD_IN_API}
+    assert not {one for one in missing if 'EXIT_' not in one}, 'they have no docstring'
