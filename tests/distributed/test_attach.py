@@ -54,6 +54,18 @@ def test_evaluation_that_a_failure_cuts_off_is_completed(
     assert sorted({int(one) for one in found}) == [*range(2, ITERATIONS + 1, 2)]
 
 
+def test_loop_around_parts_of_bridge_recovers(
+    own_loop: Callable[[], Cluster], expected: dict
+) -> None:
+    """`examples/bridge_loop.py` on stand-ins: the bits of the own loop, which trains the same."""
+    job = own_loop()
+    job.program = 'tests.distributed.harness.bridge_program'
+    assert job.survive(fail_at='1:7:optimizer,2:11:p2p') == {1: 1, 2: 1}
+    assert differences(expected, read_digest(job)) == []
+    saved = {int(one) for one in re.findall(r'saved iteration (\d+), samples', job.output(0))}
+    assert saved == {4, 8, 12}
+
+
 @pytest.mark.mutation
 @pytest.mark.thorough
 def test_data_not_moved_back_changes_the_bits(
