@@ -234,7 +234,7 @@ def test_forked_worker_has_the_environment_of_a_spawned_one(job: Job) -> None:
     assert job.run(spares=1) == 0
     of_this_job = {
         SPARES,
-        *('MASTER_PORT', 'MOEVEMENT_RUN', 'TORCHELASTIC_RUN_ID'),
+        *('MASTER_PORT', 'MOEVEMENT_RUN', 'MOEVEMENT_COORDINATOR', 'TORCHELASTIC_RUN_ID'),
         *('MOEVEMENT_LAUNCH', 'MOEVEMENT_PROCESS', 'MOEVEMENT_SECRET', 'MOEVEMENT_DEATH_NOTICE'),
     }
     forked = job.attempt(0)['env']
