@@ -180,8 +180,8 @@ class CompareBench(Bench):
             return
         with picture(args.plot / PICTURE, figsize=(9, 1.2 + 0.42 * len(report.ways))) as axes:
             axes.set_title('Goodput over the trace of failures')
-            subtitle(axes, f'share of each {_BIN_S:g} s in iterations that were kept; violet: of a '
-                     'strategy that loses updates; red: a failure')  # fmt: skip
+            subtitle(axes, f'share of each {_BIN_S:g} s in iterations that were kept; violet: '
+                     'loses updates; red: a failure')  # fmt: skip
             ways = dict(sorted(report.ways.items(), key=lambda one: ROWS[one[0]].lossy))
             for place, (name, way) in enumerate(ways.items()):
                 color = PALETTE[1] if ROWS[name].lossy else OWN
