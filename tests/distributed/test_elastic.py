@@ -322,14 +322,16 @@ def test_torchrun_continues_on_fewer_nodes_and_grows_again(cluster: Make, tmp_pa
     stall, logs = tmp_path / 'stall', [job.directory / f'agent{number}.log' for number in range(3)]
     launch = (
         '--nnodes 1:2 --nproc-per-node 2 --max-restarts 3 --rdzv-backend c10d '
-        f'--rdzv-endpoint 127.0.0.1:{free_port()} --rdzv-conf last_call_timeout=2'
-    ).split()
+        f'--rdzv-endpoint 127.0.0.1:{free_port()} --rdzv-conf last_call_timeout=2,is_host='
+    )
     env = {'MOEVEMENT_STALL_FILE': str(stall), 'TORCH_DISABLE_SHARE_RDZV_TCP_STORE': '1'}
     env |= job.site()
     with ExitStack() as stack:
         first, lost, back = (
             lambda log=log, node=node: stack.enter_context(
-                agent(launch, job.flags, log, MOEVEMENT_NODE=node, **env)
+                agent(
+                    f'{launch}{node == "node0"}'.split(), job.flags, log, MOEVEMENT_NODE=node, **env
+                )
             )
             for log, node in zip(logs, ('node0', 'node1', 'node1'), strict=True)
         )
