@@ -151,6 +151,8 @@ def told_by_field[C: type](settings: C) -> C:
 
 
 GUEST = 'MOEVEMENT_GUEST'
+# Of workers: HOST:PORT of the coordinator that their launcher keeps, only :PORT on rank 0's host.
+COORDINATOR = 'MOEVEMENT_COORDINATOR'
 
 
 def flagged() -> list[Field[Any]]:

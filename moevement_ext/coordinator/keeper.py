@@ -23,15 +23,13 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
+from moevement_ext.config import COORDINATOR
 from moevement_ext.coordinator.coordinator import Coordinator
 from moevement_ext.logger import logger_of
 from moevement_ext.replicate.connection import listen
 
 logger = logger_of(__name__)
 
-VARIABLE = 'MOEVEMENT_COORDINATOR'
-"""Environment variable of workers: `HOST:PORT` of the coordinator that their launcher keeps; only
-`:PORT` on the host of rank 0."""
 _PR_SET_PDEATHSIG = 1
 # Pause before the next process.
 _PAUSE_S = 0.2
@@ -114,7 +112,7 @@ def kept_by_launcher(host: str) -> tuple[str, int] | None:
 
     Called by rank 0, whose own address is `host`.
     """
-    name, _, port = os.environ.get(VARIABLE, '').rpartition(':')
+    name, _, port = os.environ.get(COORDINATOR, '').rpartition(':')
     return (name or host, int(port)) if port else None
 
 

@@ -4,8 +4,7 @@
 import argparse
 from collections.abc import Sequence
 
-from moevement_ext.config import GUEST, ConfigurationError
-from moevement_ext.coordinator import keeper
+from moevement_ext.config import COORDINATOR, GUEST, ConfigurationError
 from moevement_ext.launch import shared_gpu
 from moevement_ext.launch.launch_config import LaunchConfig
 from moevement_ext.membership import mailbox
@@ -62,7 +61,7 @@ def job_variables(
         'MASTER_ADDR': host,
         'MASTER_PORT': str(port),
         'TORCHELASTIC_USE_AGENT_STORE': 'True',
-        keeper.VARIABLE: f'{host}:{coordinator}',
+        COORDINATOR: f'{host}:{coordinator}',
         mailbox.VARIABLE: config.launch,
         SPARES: str(config.spares),
     }

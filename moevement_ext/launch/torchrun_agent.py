@@ -34,8 +34,8 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.launcher import api
 from torch.distributed.run import run
 
-from moevement_ext.config import ConfigurationError, node_name
-from moevement_ext.coordinator.keeper import VARIABLE, Keeper
+from moevement_ext.config import COORDINATOR, ConfigurationError, node_name
+from moevement_ext.coordinator.keeper import Keeper
 from moevement_ext.errors import EXIT_OTHER_BITS, EXIT_USER_ERROR, UserError
 from moevement_ext.launch.launch_config import STORE_BACKEND, split_address
 from moevement_ext.launch.torchrun_workers import a_death, fork_workers
@@ -277,7 +277,7 @@ def _keep_coordinator(nodes: int) -> Keeper:
     if nodes == 1 and secret.given_in(os.environ) is None:
         os.environ |= secret.variables()
     keeper = Keeper('', secret.of_coordinator(secret.given_in(os.environ)))
-    os.environ[VARIABLE] = f':{keeper.address[1]}'
+    os.environ[COORDINATOR] = f':{keeper.address[1]}'
     return keeper
 
 

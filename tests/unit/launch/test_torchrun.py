@@ -72,12 +72,13 @@ def test_user_error_or_other_bits_end_the_agent_without_a_restart(
 
 MEETS = """
 import os, socket, sys
-from moevement_ext.coordinator.keeper import VARIABLE, kept_by_launcher
+from moevement_ext.config import COORDINATOR
+from moevement_ext.coordinator.keeper import kept_by_launcher
 from moevement_ext.replicate.connection import Connection
 from moevement_ext.replicate.secret import given_in, introduce, of_coordinator
 connection = Connection(socket.create_connection(kept_by_launcher('127.0.0.1'), 60))
 assert introduce(connection, of_coordinator(given_in(os.environ))) is None
-print('met at', os.environ[VARIABLE], flush=True)
+print('met at', os.environ[COORDINATOR], flush=True)
 sys.exit(os.environ['TORCHELASTIC_RESTART_COUNT'] == '0')
 """
 

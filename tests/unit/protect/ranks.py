@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from moevement_ext.config import COORDINATOR
 from moevement_ext.coordinator import coordinator_client
-from moevement_ext.coordinator.keeper import VARIABLE
 from moevement_ext.memory.window.name import Agreed
 from moevement_ext.protect import persistence
 from moevement_ext.protect.persistence import Persistence, WindowTracker
@@ -34,7 +34,7 @@ class Promising:
         self.size, self.round = size, 0
         self._kept, self._at_start = kept, list[bytes]()
         if kept is not None:
-            monkeypatch.setenv(VARIABLE, f':{kept.address[1]}')
+            monkeypatch.setenv(COORDINATOR, f':{kept.address[1]}')
         self.ranks = [self._process(rank) for rank in range(size)]
         self.former: list[Persistence] = []
 
