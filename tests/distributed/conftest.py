@@ -100,7 +100,7 @@ def cluster(
         settings = [one for one in given if one.partition('=')[0] in _UNFLAGGED]
         flags = [flag for flag in given if flag not in settings]
         new = Cluster([], directory, ranks, nodes, backend=chosen, exact_memory=exact)
-        new.settings = '\n'.join(settings)
+        new.settings = '\n'.join({one.partition('=')[0]: one for one in settings}.values())
         digest = ['--sparse-ckpt-digest', str(directory / 'digest.json')]
         batch = [] if '--step-batch-size-schedule' in flags else ['--global-batch-size', '4']
         new.flags = [*MODEL, *TRAINING, *batch, *text, *flags, *digest]

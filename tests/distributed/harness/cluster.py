@@ -119,7 +119,8 @@ class Cluster:
         if not self.settings:
             return {}
         file = self.directory.with_suffix('.toml')
-        file.write_text(self.settings)
+        if not file.exists() or file.read_text() != self.settings:  # a worker may be reading it
+            file.write_text(self.settings)
         return {SITE: str(file)}
 
     def sparse_flags(self) -> list[str]:
