@@ -42,28 +42,20 @@ ADAPTER_FLOORS = (
 """As `ENGINE_FLOORS`."""
 
 NEEDED_BY_NO_PRODUCT_CODE = {
-    **dict.fromkeys(
-        (
-            'Coordinator',
-            'CoordinatorClient',
-            'CoordinatorClient.ask',
-            'CoordinatorClient.promise',
-            'Promises.with_window',
-        ),
-        'no job uses the coordinator yet',
-    ),
+    'CoordinatorClient.ask': 'no job asks the coordinator yet',
     'Figures.replication_lag': 'read by its name for the metrics',
     'Figures.window_age': 'read by its name for the metrics',
     'LossLogged.finite': 'read by its name for the metrics',
     'Recovered.by_scope': 'read by its name for the metrics',
     'ForkingLogsSpecs': 'torchrun loads it by its entry point in setup.py',
+    'plug_in': 'torchrun loads it by its entry point in setup.py',
+    'Seats.next_rendezvous': 'torch calls it: part of its RendezvousHandler interface',
     'InterruptibleStore.deleteKey': 'torch calls it: part of its Store interface',
     'InterruptibleStore.has_extended_api': 'torch calls it: part of its Store interface',
     'InterruptibleStore.multi_set': 'torch calls it: part of its Store interface',
     **{
         f'OutsideStore.{name}': 'torch calls it: part of its RendezvousHandler interface'
         for name in (
-            'get_backend',
             'get_run_id',
             'is_closed',
             'next_rendezvous',
