@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parts of torch that are missing are refused by name; waits for other ranks are told apart."""
 
+import itertools
 import threading
-import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.distributed import Backend, HashStore, ProcessGroup
 
-from moevement_ext.regroup import internals
+from moevement_ext.regroup import internals, waits
 from moevement_ext.regroup.process_groups import stand_in_for
 from moevement_ext.regroup.waits import Waited
 
@@ -55,20 +56,22 @@ def test_fake_groups_stand_in_for_a_backend(monkeypatch: pytest.MonkeyPatch) -> 
     }
 
 
-def test_waits_of_the_training_thread_count_for_the_rank_waited_for() -> None:
+def test_waits_of_the_training_thread_count_for_the_rank_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seconds = itertools.count(0.0)  # one passes between two looks at the clock
+    monkeypatch.setattr(waits, 'time', SimpleNamespace(perf_counter=seconds.__next__))
     waited = Waited()
     waited.begin(on_gpu=False)
     with waited.waiting_for(3):
-        waited.timed(lambda: time.sleep(0.05))
-    waited.timed(lambda: time.sleep(0.02))
-    other = threading.Thread(target=lambda: waited.timed(lambda: time.sleep(0.02)))
+        waited.timed(int)
+    waited.timed(int)
+    other = threading.Thread(target=waited.timed, args=(int,))
     other.start()
     other.join()
     with pytest.raises(ZeroDivisionError), waited.waiting_for(3):
         waited.timed(lambda: 1 / 0)
-    taken = waited.take()
-    assert taken.keys() == {'3', 'group'}
-    assert taken['3'] >= 0.05 and 0.02 <= taken['group'] < 0.04
+    assert waited.take() == {'3': 2.0, 'group': 1.0}
     assert waited.take() == {}
 
 
@@ -103,7 +106,7 @@ def test_waits_of_a_stream_count_once_the_device_has_passed_them(
     waited = Waited()
     waited.begin(on_gpu=True)
     with waited.waiting_for(2):
-        waited.timed(lambda: time.sleep(0.01))
+        waited.timed(int)
     with waited.waiting_for(None):
         pass
     capturing = True

@@ -41,7 +41,8 @@ def wait():
 
 
 threading.Thread(target=wait, daemon=True).start()
-threading.Thread(target=lambda: (time.sleep(0.3), print('worker is done'))).start()
+last = threading.Event()
+threading.Thread(target=lambda: (last.wait(), time.sleep(0.1), print('worker is done'))).start()
 atexit.register(print, 'written at exit')
 sys.late = Late()
 time.sleep(0.2)
@@ -49,6 +50,7 @@ time.sleep(0.2)
 
 def end(how):
     if how == 'leave':
+        last.set()
         leave(16)
     if how == 'exit':
         sys.exit(7)
@@ -66,6 +68,7 @@ try:
     end(sys.argv[2])
 finally:
     print('last')
+    last.set()
 """
 
 
