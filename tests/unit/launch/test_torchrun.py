@@ -15,6 +15,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from moevement_ext.config import ConfigurationError
+from moevement_ext.launch import child, torchrun_workers
 from moevement_ext.launch.torchrun_agent import OutsideStore
 from moevement_ext.launch.torchrun_workers import _Handler, _Source, a_death
 from moevement_ext.membership import counters
@@ -83,7 +84,7 @@ sys.exit(os.environ['TORCHELASTIC_RESTART_COUNT'] == '0')
 """
 
 
-@pytest.mark.parametrize('given', ['', 's' * 32])
+@pytest.mark.parametrize('given', ['', pytest.param('s' * 32, marks=pytest.mark.thorough)])
 def test_coordinator_of_the_agent_outlives_the_workers(given: str, tmp_path: Path) -> None:
     program = tmp_path / 'program.py'
     program.write_text(MEETS)
@@ -192,8 +193,13 @@ NEEDS_RANK = "assert 'RANK' in os.environ"
 TORCH = ['torch.distributed.run', '--logs-specs', 'moevement']
 OURS = ['moevement_ext.launch.torchrun']
 TO_END_S = 120
-STUCK_S = 3.0
+STUCK_S = 0.75
 ROOT = Path(__file__).resolve().parents[3]
+
+
+def _thorough(*case: object) -> Any:
+    """Of spares, which are started in the same way: `test_spare_pool.py`."""
+    return pytest.param(OURS, *case, marks=pytest.mark.thorough)
 
 
 @pytest.mark.parametrize(
@@ -203,9 +209,9 @@ ROOT = Path(__file__).resolve().parents[3]
         (OURS, {}, 't', None),
         (OURS, {'kills_template': True}, 't.', None),
         (OURS, {'at_import': THREAD}, 't...', 'starts threads or uses a GPU'),
-        (OURS, {'declaration': ''}, '....', 'does not declare'),
-        (OURS, {'at_end': 'main'}, '....', 'as the last statement'),
-        (OURS, {'at_import': NEEDS_RANK}, 't....', 'in advance fails'),
+        _thorough({'declaration': ''}, '....', 'does not declare'),
+        _thorough({'at_end': 'main'}, '....', 'as the last statement'),
+        _thorough({'at_import': NEEDS_RANK}, 't....', 'in advance fails'),
     ],
     ids=[
         *('torchrun', 'ours', 'template killed', 'not to be forked', 'not declared'),
@@ -330,20 +336,25 @@ def test_death_of_a_fork_is_known_before_its_memory_is_freed(
     os.close(death)
 
 
-def test_fork_that_blocks_in_the_kernel_has_heartbeats_until_it_is_stuck(tmp_path: Path) -> None:
+def test_fork_that_blocks_in_the_kernel_has_heartbeats_until_it_is_stuck(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[int] = []
+
+    def look(pid: int) -> bool:
+        looks.append(pid)
+        return child.waits_in_kernel(pid)
+
+    monkeypatch.setattr(torchrun_workers, 'BETWEEN_LOOKS_S', STUCK_S / 6)
+    monkeypatch.setattr(torchrun_workers, 'waits_in_kernel', look)
     store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
     write_stuck_timeout(store, STUCK_S)
     worker = forked(tmp_path, store, str(tmp_path / 'thread'), str(ROOT))
     until((tmp_path / 'thread.pipe').exists)
-    began = time.monotonic()
-    beats = [(0, began)]
-    while time.monotonic() < min(beats[-1][1] + STUCK_S, began + 3 * STUCK_S):
-        count = counters.read_heartbeats(store, 0, 1)
-        if count != beats[-1][0]:
-            beats.append((count, time.monotonic()))
-        time.sleep(0.02)
-    assert len(beats) > 2
-    assert STUCK_S / 4 < beats[-1][1] - beats[1][1] < STUCK_S, 'none once it counts as stuck'
+    until(lambda: counters.read_heartbeats(store, 0, 1) == 5)
+    looks.clear()
+    until(lambda: len(looks) > 5)
+    assert counters.read_heartbeats(store, 0, 1) == 5, 'none once it counts as stuck'
     os.close(os.open(tmp_path / 'thread.pipe', os.O_WRONLY))
     os.kill(worker.pid, signal.SIGKILL)
     assert worker.wait() == -signal.SIGKILL
