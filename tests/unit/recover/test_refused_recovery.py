@@ -33,6 +33,7 @@ START = 3 * WINDOW
 """Of the newest window that all have; of the one after it the victim's last slot is missing."""
 STRUCK = START + 2 * WINDOW + 1
 ALL_STRUCK = START + 4 * WINDOW - 1
+LAST = STRUCK + 2 * WINDOW
 ITERATIONS = STRUCK + 8 * WINDOW
 NO_WAITING = 10**6
 STOP = {'verify': 'stop'}
@@ -121,7 +122,7 @@ def named(windows: set[Path]) -> set[tuple[str, str]]:
 
 def is_as_without_failure(directory: Path, expected: Expected) -> None:
     """The next start: the chip is replaced, and what was recorded first judges again."""
-    job = Launched(directory, ITERATIONS, [], expected, **STOP)
+    job = Launched(directory, LAST, [], expected, **STOP)
     job.run()
     assert len(job.recovered) == STAGES, 'all have gone on from windows'
     assert not any(event.differing for event in job.recovered)
@@ -140,7 +141,7 @@ def test_refused_replay_is_not_continued(
     chip = WrongChip(monkeypatch, rank=1, at=START + WINDOW - 1)
     with tmpfs_directory() as directory:
         schedule = [Fault(1, Phase.P2P, STRUCK, node_lost=True)]
-        job = WithEvidence(monkeypatch, directory, ITERATIONS, schedule, **STOP)
+        job = WithEvidence(monkeypatch, directory, LAST, schedule, **STOP)
         replay, before, kept = StageReplay.run, set[Path](), set[Path]()
 
         def judged(self: StageReplay, *args: Any) -> None:
@@ -179,7 +180,7 @@ def test_refused_start_of_the_whole_job_is_not_continued(
     with tmpfs_directory() as directory:
         # All have recorded the iteration before, and none has this one.
         fault = Fault(int(forgets), Phase.OPTIMIZER, ALL_STRUCK, node_lost=forgets, all_die=True)
-        job = Launched(directory, ITERATIONS, [fault], **STOP)
+        job = Launched(directory, LAST, [fault], **STOP)
         with pytest.raises(Ended):
             job.run()
         assert job.restarts == 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The suite: what is selected, how it is divided and recorded, which results are tried again."""
+"""The suite: how it is divided, what is recorded, which results are tried again."""
 
 import json
 from collections.abc import Sequence
@@ -8,49 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.suite import phases, sessions, shards
-from tests.suite.selection import UnknownName, with_paths
 from tests.suite.sessions import Outcomes, Result, tried_again
 from tests.suite.shards import Recorded, Shard
 
 pytest_plugins = ['pytester']
-
-
-def test_all_that_fail_are_named(pytester: pytest.Pytester) -> None:
-    pytester.makepyfile("""
-        from tests.support.each import each
-
-        @each('value', [1, 2, 3, 4])
-        def test_odd(value):
-            assert value % 2
-    """)
-    failed = pytester.runpytest().stdout.str()
-    assert '[(2,)]' in failed and '[(4,)]' in failed and '[(3,)]' not in failed
-
-
-def test_folder_or_file_is_found_by_its_name() -> None:
-    assert with_paths(['recover']) == ['tests/unit/recover']
-    assert with_paths(['answers']) == [
-        'tests/unit/replicate/test_answers.py',
-        'tests/unit/store/test_answers.py',
-    ]
-    assert with_paths(['rank_state', '-k', 'recover']) == [
-        'tests/unit/recover/test_rank_state.py',
-        '-k',
-        'recover',
-    ]
-
-
-def test_paths_and_cases_are_unchanged() -> None:
-    path = 'tests/unit/recover/test_verdict.py'
-    assert with_paths([path, f'{path}::test_x']) == [path, f'{path}::test_x']
-    assert with_paths(['test_rank_state.py::test_x']) == [
-        'tests/unit/recover/test_rank_state.py::test_x'
-    ]
-
-
-def test_unknown_name_is_refused() -> None:
-    with pytest.raises(UnknownName, match='recovery_of_nothing'):
-        with_paths(['recovery_of_nothing'])
 
 
 def test_outcomes_of_all_cases_are_recorded(pytester: pytest.Pytester, tmp_path: Path) -> None:
@@ -134,28 +95,3 @@ def test_shards_are_balanced_and_complete() -> None:
     unknown = Recorded(shards.UNKNOWN_S, 1)
     loads = [sum(known.get(file, unknown).seconds for file in part) for part in parts]
     assert max(loads) - min(loads) <= shards.UNKNOWN_S
-
-
-def passed(seconds: dict[str, float]) -> dict[str, dict[str, object]]:
-    return {case: {'outcome': 'passed', 'seconds': each} for case, each in seconds.items()}
-
-
-def test_durations_of_executed_files_are_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shards, 'DURATIONS', tmp_path / 'durations.json')
-    monkeypatch.setattr(shards, 'ROOT', tmp_path)
-    for file in 'abc':
-        (tmp_path / f'{file}.py').touch()
-    shards.record(
-        passed({'a.py::x': 2.0, 'a.py::y[1::2]': 1.04, 'b.py::x': 5.0, 'gone.py::x': 0.2})
-    )
-    assert shards.recorded() == {'a.py': (3.0, 2), 'b.py': (5.0, 1)}
-    # The default suite runs fewer cases of `a.py` than the thorough suite.
-    shards.record(passed({'a.py::x': 9.0, 'b.py::x': 0.1, 'c.py::x': 1.0}))
-    assert shards.recorded() == {'a.py': (3.0, 2), 'b.py': (0.1, 1), 'c.py': (1.0, 1)}
-    (tmp_path / 'a.py').unlink()
-    shards.record(passed({'c.py::x': 1.0, 'c.py::y': 1.0}))
-    assert shards.recorded() == {'b.py': (0.1, 1), 'c.py': (2.0, 2)}
-    shards.record({'b.py::x': {'outcome': 'failed', 'seconds': 60.0}})
-    assert shards.recorded()['b.py'] == (0.1, 1)

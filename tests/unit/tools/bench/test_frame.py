@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from tests.unit.tools.samples import HARDWARE
-from tools.bench.frame import Bench, Figure, Report, markdown, print_report
+from tools.bench.frame import Bench, Figure, Report, markdown
 from tools.compare.__main__ import CompareBench
 from tools.compare.peers import PeersBench
 from tools.lab.figures import Spread
@@ -73,14 +73,6 @@ def test_others_go_on_where_a_way_fails() -> None:
         report_of([-1], [2])
 
 
-def test_table_has_medians_ranges_and_words(capsys: pytest.CaptureFixture[str]) -> None:
-    found = report_of([2, 4], [2, 7])
-    cells = '| the *other | 1.38  (1.00 to 1.75) | 2.2 | even, odd |'
-    assert markdown(found, Turns.FIGURES).splitlines()[-1] == cells.replace('*', '\\*')
-    print_report(found, Turns.FIGURES, Console(width=40))
-    assert '1.38  (1.00 to 1.75)' in capsys.readouterr().out, 'no column is cut'
-
-
 def test_exit_status_shows_whether_runs_are_identical(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,17 +95,6 @@ def test_nothing_is_measured_for_a_file_that_cannot_be_written(
     for target in (tmp_path / 'file' / 'report', tmp_path):
         assert Turns.main([f'--{flag}', str(target)]) == 2
         assert f'bench turns: --{flag} {target}: ' in capsys.readouterr().err.replace('\n', '')
-
-
-def test_failed_benchmark_prints_the_reason(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails(args: Namespace, console: Console) -> None:
-        raise LabError('the job failed', 'its last words')
-
-    monkeypatch.setattr(Turns, 'measure', fails)
-    assert Turns.main([]) == 2
-    assert capsys.readouterr().err == 'its last words\nbench turns: the job failed\n'
 
 
 @pytest.mark.parametrize(

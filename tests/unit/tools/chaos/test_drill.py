@@ -10,7 +10,7 @@ import pytest
 from moevement_ext.config_file import last_value
 from moevement_ext.events import Event, NextTier, Recovered
 from tools import drill
-from tools.drill import drill_flags, main
+from tools.drill import drill_flags
 from tools.lab.evidence import problems
 from tools.lab.programs import LabError, program
 
@@ -42,21 +42,6 @@ def test_only_complete_recoveries_pass_the_drill(
     events: list[Event], kinds: list[str], expected: list[str]
 ) -> None:
     assert problems(events, 2, 2, kinds) == expected
-
-
-@pytest.mark.parametrize(
-    ('argv', 'message'),
-    [
-        ([], 'no flags of pretrain_gpt.py: put -- and them'),
-        (['--first', '5', '--second', '5', '--', '--bf16'], 'each must be above the one before'),
-        (['--output', '/', '--', '--bf16'], '--output / exists already'),
-    ],
-)
-def test_mistakes_of_the_user_are_named(
-    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(argv) == 2
-    assert message in capsys.readouterr().err
 
 
 def test_the_job_runs_in_the_image_of_the_site(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -15,7 +14,6 @@ from tools.lab.cpu_clock import CpuClock, Spent, spent
 from tools.lab.figures import replacing, write_json
 from tools.lab.launch import family, kill_all
 from tools.lab.run_log import Captured, parse_log
-from tools.lab.tables import duration, size
 
 
 def test_cpu_clock_interpolates_between_samples() -> None:
@@ -68,17 +66,3 @@ def test_a_checkpoint_every_few_iterations_counts_by_the_iteration() -> None:
     line = ' sparse ckpt | window: 1 | interval: 4 | slot bytes: 800 | exposed (ms): 1.5 |\n'
     log = parse_log(iteration_line(3, 1, 3.0) + line)
     assert log.captured == [Captured(3, 1, 200, 1.5, 4)]
-
-
-@pytest.mark.parametrize(
-    ('form', 'value', 'text'),
-    [
-        (duration, 0, '0 s'), (duration, 0.0042, '4.2 ms'), (duration, 0.999, '999 ms'),
-        (duration, 59.94, '59.9 s'), (duration, 185, '3 min 05 s'), (duration, 3600, '1 h 00 min'),
-        (duration, 86399, '23 h 59 min'), (duration, 86400 * 5 + 3600 * 4, '5 d 04 h'),
-        (size, 1023, '1023 bytes'), (size, 1536, '1.5 KiB'), (size, 1023 * 2**20, '1023 MiB'),
-        (size, 2**30, '1 GiB'), (size, 2**55, '32768 TiB'),
-    ],
-)  # fmt: skip
-def test_figures_are_formatted(form: Callable[[float], str], value: float, text: str) -> None:
-    assert form(value) == text

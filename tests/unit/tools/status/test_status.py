@@ -157,21 +157,6 @@ def test_the_screen_is_served_to_this_machine(tmp_path: Path) -> None:
     assert 'NO HEARTBEAT' in pages[1] and 'Newest of 1 failures' in pages[1]
 
 
-def test_a_folder_that_is_not_there_is_refused_before_it_is_served(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert status.main([str(tmp_path / 'none'), '--serve', '0']) == 2
-    assert 'no such folder' in capsys.readouterr().err
-
-
-@pytest.mark.parametrize('address', ['x', '127.0.0.1:', '99999'])
-def test_wrong_address_is_refused(address: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        status.main(['events', '--serve', address])
-    assert ended.value.code == 2
-    assert f'{address}: give a port, or HOST:PORT' in capsys.readouterr().err
-
-
 def shown(events: list[Event], now: float) -> str:
     console = Console(width=160, force_terminal=False)
     with console.capture() as capture:
@@ -197,27 +182,6 @@ def test_lost_rank_is_not_shown_as_training() -> None:
     result = event(RecoveryPhase, 0, 10.9, pid=10, iteration=8, phase='meet')
     doing = History([*until(11.0), result]).doing
     assert (doing[2], doing[3]) == (Doing.STARTING, Doing.WAITING)
-
-
-@pytest.mark.parametrize(
-    ('last', 'quiet_s', 'colour', 'said'),
-    [
-        (22.0, 50.0, '32', 'training, iteration 14 of 18, last event'),
-        (22.0, 100.0, '33', 'NO HEARTBEAT for 1 min 41 s; before that: training, iteration 14'),
-        (22.0, 7200.0, '31', 'NO HEARTBEAT for 2 h 00 min; before that: training'),
-        (14.0, 500.0, '33', 'RECOVERING for 8 min 2'),
-        (14.0, 7200.0, '31', 'NO HEARTBEAT for 2 h 00 min; before that: RECOVERING for 2 h'),
-        (1.5, 7200.0, '31', 'NO HEARTBEAT for 2 h 00 min; before that: starting'),
-    ],
-)
-def test_a_job_that_writes_nothing_is_shown_as_silent(
-    last: float, quiet_s: float, colour: str, said: str
-) -> None:
-    """Windows last 2 s; a recovery and a start may be silent for longer than training."""
-    console = Console(width=200, force_terminal=True, color_system='standard')
-    with console.capture() as capture:
-        console.print(show(History(until(last)), last + quiet_s))
-    assert capture.get().startswith(f'\x1b[1;{colour}m{said}')
 
 
 def test_silent_and_missing_ranks() -> None:

@@ -21,14 +21,14 @@ from moevement_ext.memory.ledger import MAX_SCALARS
 
 def test_conversion_records_its_iterations_one_by_one() -> None:
     """The records are not taken, and each slot rolls back to the records of its iteration."""
-    trainer = MegatronTrainer.__new__(MegatronTrainer)
-    trainer._recorder = recorder = ScalarRecorder()
+    recorder = ScalarRecorder()
+    trainer: Any = SimpleNamespace(_recorder=recorder)
     for norm in (1.0, 2.0, 3.0):
         scalars = GlobalScalars([norm], [False], 7)
         slot = iteration_state.IterationState(
             *(1, 8, 0, 0, 0.0, 8), scalars, iteration_state.capture_rng(), [], []
         )
-        with trainer.reduced(iteration_state.encode(slot)):
+        with MegatronTrainer.reduced(trainer, iteration_state.encode(slot)):
             assert recorder._grad_norm(lambda: -1.0) == norm
             recorder._overflow(lambda name: True, 'dense')
         assert recorder.peek() == GlobalScalars([norm], [False])

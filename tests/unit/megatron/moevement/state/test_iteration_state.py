@@ -113,12 +113,14 @@ class Loop:
         return MegatronAuxiliaryState(self, self.counters, around)  # type: ignore[arg-type]
 
     def record(self, iteration: int, skipped: bool) -> Committed:
-        trainer: Any = MegatronTrainer.__new__(MegatronTrainer)
-        trainer._facts = SimpleNamespace(data_parallel_size=1, micro_batch_size=4)
-        trainer._recorder, trainer._operations = ScalarRecorder(), OperationCount(lambda: 0.0)
-        trainer._losses = SimpleNamespace(newest=None)
-        trainer.auxiliary_state = self.auxiliary_state()
-        return trainer.record(iteration, skipped)  # type: ignore[no-any-return]
+        trainer: Any = SimpleNamespace(
+            _facts=SimpleNamespace(data_parallel_size=1, micro_batch_size=4),
+            _recorder=ScalarRecorder(),
+            _operations=OperationCount(lambda: 0.0),
+            loss=None,
+            auxiliary_state=self.auxiliary_state(),
+        )
+        return MegatronTrainer.record(trainer, iteration, skipped)
 
     def restore(self, state: bytes) -> None:
         decoded = iteration_state.decode(state)
