@@ -36,6 +36,7 @@ _WORKS: dict[str, tuple[object, ...]] = {
     'virtual_pipeline_model_parallel_size': (None,),
     'moe_token_dispatcher_type': ('alltoall',),
     'moe_expert_capacity_factor': (None,),
+    'moe_grouped_gemm': (False,),
     'overlap_moe_expert_parallel_comm': (False,),
     'cuda_graph_impl': ('none',),
     'mtp_num_layers': (None,),
@@ -201,10 +202,10 @@ class ExpertSlots:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         probs, routed = original(layer, *args, **kwargs)
         group, local = layer.ep_group, routed.sum(0, dtype=torch.int64)
-        counts = local.new_empty(group.size() * len(local))
-        torch.distributed.all_gather_into_tensor(counts, local, group=group)
+        counts = [torch.empty_like(local) for _ in range(group.size())]
+        torch.distributed.all_gather(counts, local, group=group)
         table = layer.slot_table.to(local.device)
-        return spread(probs, routed, counts.view(group.size(), -1), table, group.rank())
+        return spread(probs, routed, torch.stack(counts), table, group.rank())
 
 
 def layers_with_slots(model: Chunks) -> Iterator[tuple[Any, SlotTable]]:

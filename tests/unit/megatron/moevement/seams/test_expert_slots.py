@@ -88,6 +88,7 @@ def judged(flags: str = '', own_loop: bool = False, **config: Any) -> None:
     ('given', 'named'),
     [
         ({'flags': '--moe-expert-capacity-factor 1.5'}, 'with --moe-expert-capacity-factor 1.5'),
+        ({'flags': '--moe-grouped-gemm'}, 'with --moe-grouped-gemm True'),
         ({'flags': '--save /tmp/dense'}, 'with --save /tmp/dense'),
         ({'flags': '--num-experts 0'}, 'without --num-experts'),
         ({'flags': '--pipeline-model-parallel-size 1'}, '2, which must be all 4 ranks of a stage'),
