@@ -85,6 +85,7 @@ _RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ('experts', lambda count: count >= 1, 'at least 1'),
     ('expert_slots', lambda count: count >= 0, 'at least 0'),
     ('expert_replicas', lambda count: count >= 1, 'at least 1'),
+    ('expert_rebalance', lambda iterations: iterations >= 0, 'at least 0'),
     ('replicas', lambda count: count >= 0, 'at least 0'),
     ('mtbf', lambda s: 0 < s < math.inf, 'a number of seconds above 0'),
     ('log_lag', lambda lag: 0 <= lag < math.inf, 'a number of iterations, 0 or more'),
@@ -274,6 +275,8 @@ class SparseCheckpointConfig:
     divided evenly over the ranks."""
     expert_replicas: int = 2
     """Ranks that have each expert, at least; fewer if there are too few slots."""
+    expert_rebalance: int = 0
+    """Iterations after which experts are placed again, by tokens counted meanwhile; 0: never."""
     cpu_share: float = 0.02
     """Share of a node's cores for helper threads, if the cores also train; 0: no limit."""
     max_window: int = 8

@@ -153,7 +153,9 @@ class WholeJobMode:
             self._record_replayed(skipped)
             return
         iteration = self._running + 1
-        state, entry = self.trainer.record(iteration, skipped)
+        state, entry, begins_window = self.trainer.record(iteration, skipped)
+        if begins_window:
+            self.protection.checkpointer.begin_window(iteration)
         for verification in self.verifications():
             verification.check(iteration, entry)
         if iteration > self._catch_up_to:  # which takes all ranks: each has judged itself
@@ -174,8 +176,7 @@ class WholeJobMode:
             return
         iteration, ledger = self._restart.conversion.replaying, self.protection.memory.ledger
         if iteration is not None and ledger.get(iteration) is None:
-            _, entry = self.trainer.record(iteration, skipped)
-            self._keep(entry)
+            self._keep(self.trainer.record(iteration, skipped).entry)
 
     def _keep(self, entry: LedgerEntry) -> None:
         """Append to the ledger; what a recovery is judged by stays as it was recorded first."""

@@ -13,6 +13,7 @@ All functions are deterministic: ranks with the same token counts reach the same
 from collections import Counter
 from collections.abc import Sequence
 from itertools import batched
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,6 +21,16 @@ from moevement_ext.config import ConfigurationError
 
 type Placement = Sequence[Sequence[int]]
 """Experts in the slots of each node. An expert may have several slots of a node."""
+
+
+class NewExpert(NamedTuple):
+    """An expert gets into slots of a node that had another one."""
+
+    expert: int
+    source: int
+    """A node that had it before; the node itself if possible."""
+    target: int
+    slots: list[int]
 
 
 def place(
@@ -34,6 +45,20 @@ def place(
     rows = maximum_rank_overlap(allocate(tokens, nodes * slots, least), nodes, slots)
     _spread_few(rows, least)
     return [*map(tuple, rows if before is None else _kept(rows, before))]
+
+
+def moves(before: Placement, after: Placement) -> list[NewExpert]:
+    """The moves that make `after` of `before`: holders of an expert send it in turn."""
+    sends, found = Counter[int](), list[NewExpert]()
+    for node, (old, new) in enumerate(zip(before, after, strict=True)):
+        for expert in sorted({*new}):
+            slots = [slot for slot, one in enumerate(new) if one == expert != old[slot]]
+            holders = [at for at, row in enumerate(before) if expert in row]
+            if slots:
+                source = node if node in holders else min(holders, key=sends.__getitem__)
+                sends[source] += source != node
+                found.append(NewExpert(expert, source, node, slots))
+    return found
 
 
 def feasible(experts: int, nodes: int, slots: int, least: int) -> int:

@@ -41,6 +41,8 @@ class Committed(NamedTuple):
     state: bytes
     entry: LedgerEntry
     """Data that a replay of the iteration needs and cannot compute on its own."""
+    begins_window: bool = False
+    """No window may go across this state, on all ranks."""
 
 
 class Received(Protocol):

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Experts in slots: replicas stay equal, and no rank has many more tokens than others."""
 
+import re
+
 import pytest
 
 from tests.distributed.conftest import Make, differences, read_digest
@@ -17,6 +19,8 @@ FLAGS = [*LAYOUT.split(), 'expert_slots=3', '--sparse-ckpt-window', '3']
 PIPELINE = '--pipeline-model-parallel-size 2 --expert-model-parallel-size 2'.split()
 NOTED = 'probes.expert_slots:states_after_each_step'
 POPULAR = 'probes.expert_slots:popular_expert'
+SKEWED = f'{NOTED},probes.expert_slots:skewed_routing'
+REBALANCED = [*FLAGS, 'expert_rebalance=4']  # a window of 3 is given up at iterations 4 and 8
 LAYOUTS = {
     'even': (FLAGS, '', {3}),
     'popular': (FLAGS, POPULAR, {2}),  # two ranks have one expert in all slots
@@ -55,9 +59,9 @@ def test_replicas_are_equal_after_every_step(placed: str, cluster: Make) -> None
     assert differences(read_digest(job), read_digest(again)) == []
 
 
-def test_busiest_rank_has_few_more_tokens_than_the_mean(cluster: Make) -> None:
-    job = cluster(*FLAGS)
-    job.finish(mutation='probes.expert_slots:skewed_routing')
+def test_placement_follows_the_tokens_through_a_failure(cluster: Make) -> None:
+    job, again = cluster(*REBALANCED), cluster(*REBALANCED)
+    job.finish(mutation=SKEWED)
     plain, slots = [], []
     for ranks in zip(*read(job.directory, TOKENS, RANKS), strict=True):
         by_expert = [sum(column) for column in zip(*(one[0] for one in ranks), strict=True)]
@@ -67,8 +71,31 @@ def test_busiest_rank_has_few_more_tokens_than_the_mean(cluster: Make) -> None:
         mean = sum(by_expert) / RANKS
         plain.append(max(by_expert) / mean)  # one expert a rank
         slots.append(max(of_ranks) / mean)
+    slots = slots[len(slots) // 3 :]  # after the first rebalance
     print(f'busiest rank over the mean: {max(slots):.3f}, one expert a rank {min(plain):.3f}')
     assert max(slots) <= 1.15 and min(plain) >= 1.6
+    for states in states_by_iteration(job):
+        assert {len({*found}) for found in states.values()} == {1}
+    first, _, last = told = re.findall(
+        r'after iteration (\d+): (\d+) of (\d+) bytes', job.output(0)
+    )
+    assert [iteration for iteration, *_ in told] == ['4', '8', '12']
+    assert all(int(moved) < int(total) for _, moved, total in told) and int(first[1]) > 0
+    assert again.survive(fail_at='1:6:forward', mutation=SKEWED) == {1: 1}
+    assert differences(read_digest(job), read_digest(again)) == []
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize('layout', [[], PIPELINE], ids=['', 'pipeline'])
+def test_rank_that_dies_between_moves(layout: list[str], cluster: Make) -> None:
+    job, again = cluster(*REBALANCED, *layout), cluster(*REBALANCED, *layout)
+    job.finish()
+    assert again.survive(mutation='probes.expert_slots:killed_between_moves') == {1: 1}
+    assert differences(read_digest(job), read_digest(again)) == []
+    whole = cluster(*REBALANCED, *layout)
+    assert -9 in whole.run(fail_at='1:11:forward')
+    whole.finish()
+    assert differences(read_digest(job), read_digest(whole)) == []
 
 
 def test_experts_that_ranks_do_not_divide(cluster: Make) -> None:
@@ -94,3 +121,22 @@ def test_broken_slots_turn_bits_red(mutation: str, cluster: Make) -> None:
     iterations = states_by_iteration(broken)
     equal = all(len({*found}) == 1 for states in iterations for found in states.values())
     assert equal == (mutation != 'sum_not_in_order')
+
+
+@pytest.mark.mutation
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    'mutation',
+    [
+        'window_goes_across_a_rebalance',
+        'moments_stay_behind',
+        'placement_left_out_of_windows',
+    ],
+)
+def test_broken_rebalance_turns_bits_red(mutation: str, cluster: Make) -> None:
+    job, broken = cluster(*REBALANCED), cluster(*REBALANCED)
+    job.finish()
+    mutation = f'mutations.expert_slots:{mutation}'
+    assert -9 in broken.run(fail_at='1:8:forward', mutation=mutation)
+    broken.finish(mutation=mutation)
+    assert differences(read_digest(job), read_digest(broken)) != []

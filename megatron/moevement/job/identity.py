@@ -81,8 +81,12 @@ def _counting(settings: Settings) -> dict[str, object]:
 
 def _with_config(settings: Settings, config: SparseCheckpointConfig) -> Settings:
     """`settings` with those of `config` that count."""
-    slots = [config.expert_slots, config.expert_replicas] if config.expert_slots else None
-    return {**settings, _STRATEGY: config.strategy, _SLOTS: slots}
+    slots = config.expert_slots, config.expert_replicas, config.expert_rebalance
+    return {
+        **settings,
+        _STRATEGY: config.strategy,
+        _SLOTS: [*slots] if config.expert_slots else None,
+    }
 
 
 def training_identity(settings: Settings, run_id: str) -> str:

@@ -104,6 +104,7 @@ class MegatronTrainer:
     Args:
         localized: the loop is entered again after failures of other ranks.
         placed: layout and place of this rank, if numbers describe them.
+        rebalance: iterations after which experts in slots are placed again; 0: never.
     """
 
     def __init__(
@@ -114,6 +115,7 @@ class MegatronTrainer:
         around: Surroundings,
         localized: bool,
         placed: Placed | None = None,
+        rebalance: int = 0,
     ) -> None:
         self._facts = facts
         self._counters = counters
@@ -123,7 +125,10 @@ class MegatronTrainer:
         self._broken = BrokenIteration(training.model, training.operators) if localized else None
         self._step: Callable[..., object] | None = None
         self.operators = training
-        self.replicas = ExpertReplicas(training.model, training.operators, training.states)
+        self.replicas = ExpertReplicas(
+            training.model, training.operators, training.states, rebalance
+        )
+        self.replicas.wrap(training.optimizer)
         self.auxiliary_state = MegatronAuxiliaryState(training, counters, around)
         self.pipeline = StagePipeline(facts, training.model)
         self.loop = MegatronLoop(training, counters, around, self._broken)
@@ -192,6 +197,7 @@ class MegatronTrainer:
         """Run upstream's `train_step`, or the custom loop's."""
         assert self._step is not None
         self._losses.begin()
+        self.replicas.begin(iteration)
         return self._step(iteration=iteration, **self.pipeline.schedule(iteration))
 
     def record(self, iteration: int, skipped: bool) -> Committed:
@@ -219,7 +225,8 @@ class MegatronTrainer:
             loss=self.loss,
             consumed_valid=state.consumed_valid_samples,
         )
-        return Committed(iteration_state.encode(state), entry)
+        begins_window = self.replicas.rebalances(iteration)
+        return Committed(iteration_state.encode(state), entry, begins_window)
 
     @contextmanager
     def replaying(self) -> Iterator[None]:

@@ -91,6 +91,7 @@ class Session:
                 self.around,
                 localized=self.job.membership is not None,
                 placed=None if config.elastic == OFF else self.job.rank.identity.placed,
+                rebalance=config.expert_rebalance,
             )
             if not self.job.joining:
                 self._trainer.replicas.equalize()

@@ -60,6 +60,12 @@ def refuse(settings: Mapping[str, Any], config: SparseCheckpointConfig, own_loop
             f'expert_slots {config.expert_slots} does not work with {reason}: leave one of them '
             'out.'
         )
+    every, longest = config.expert_rebalance, config.longest_window
+    if 0 < every < longest:
+        raise ConfigurationError(
+            f'expert_rebalance {every} must be at least {longest}, the longest window, which must '
+            'fit between two rebalances: raise it, or set a shorter --sparse-ckpt-window.'
+        )
     experts, ranks = settings['num_experts'], settings['expert_model_parallel_size']
     feasible(experts, ranks, config.expert_slots, config.expert_replicas)
 
@@ -81,27 +87,23 @@ def _reasons(settings: Mapping[str, Any], config: SparseCheckpointConfig) -> Ite
 
 
 class SlotTable:
-    """Placement of one layer, as tensors.
+    """Slots of the experts of one layer.
+
+    `placement`: experts in the slots of each rank of the expert-parallel group, int64 [ranks,
+    slots].
 
     Attributes:
-        placement: experts in the slots of each rank of the expert-parallel group.
         held: slots of an expert on a rank, int64 [ranks, experts].
-        first: its first slot there, counted over all ranks, int64 [ranks, experts].
+        first: its first slot there, counted over all ranks, int64 [ranks, experts]; undefined
+            where it has none.
     """
 
-    def __init__(self, placement: Placement, experts: int) -> None:
-        self.placement = placement
-        self.held = torch.zeros(len(placement), experts, dtype=torch.int64)
-        self.first = torch.zeros_like(self.held)
-        slots = [(rank, expert) for rank, row in enumerate(placement) for expert in row]
-        for slot, (rank, expert) in reversed([*enumerate(slots)]):
-            self.held[rank, expert] += 1
-            self.first[rank, expert] = slot
-
-    def to(self, device: torch.device) -> 'SlotTable':
-        """Move the tensors to where the routing is; returns itself."""
-        self.held, self.first = self.held.to(device), self.first.to(device)
-        return self
+    def __init__(self, placement: torch.Tensor, experts: int) -> None:
+        of_slots = torch.nn.functional.one_hot(placement, experts)
+        self.held = of_slots.sum(1)
+        ranks, self.slots = placement.shape
+        self.first = of_slots.argmax(1)
+        self.first += self.slots * torch.arange(ranks, device=placement.device)[:, None]
 
 
 def sent(counts: torch.Tensor, held: torch.Tensor, rank: int) -> torch.Tensor:
@@ -135,7 +137,7 @@ def spread(
     expert, token = routed.T.nonzero(as_tuple=True)  # in the same order of experts
     turn = torch.searchsorted(ends, torch.arange(len(token), device=ends.device), right=True)
     slot = table.first[targets[turn - ranks * expert], expert]
-    shape = len(routed), sum(map(len, table.placement))
+    shape = len(routed), ranks * table.slots
     by_slot = routed.new_zeros(shape)
     by_slot[token, slot] = True
     return probs.new_zeros(shape).index_put((token, slot), probs[token, expert]), by_slot
@@ -158,8 +160,14 @@ class ExpertSlots:
         patches.wrap(f'{_LAYER}.route', self._route)
 
     def tokens_of(self, experts: int) -> Sequence[float]:
-        """Tokens of each expert of a layer, which place it: equal, as none are counted yet."""
+        """Tokens of each expert of a layer, which place it at first: equal, as none are counted."""
         return [1.0] * experts
+
+    def place(
+        self, tokens: Sequence[float], ranks: int, before: Placement | None = None
+    ) -> list[tuple[int, ...]]:
+        """Experts in the slots of each rank; see `plan.expert_placement.place`."""
+        return place(tokens, ranks, self._slots, self._replicas, before)
 
     def _build(self, original: Callable[..., None], layer: Any, config: Any, **call: Any) -> None:
         router = call['submodules'].router
@@ -174,11 +182,12 @@ class ExpertSlots:
         call['submodules'] = dataclasses.replace(call['submodules'], router=of_experts)
         original(layer, with_slots, **call)
         self._say(experts, group.size())
-        tokens = self.tokens_of(experts)
-        placement = place(tokens, group.size(), self._slots, self._replicas)
-        layer.slot_table = SlotTable(placement, experts)
-        # Names of operators follow it; the dispatcher keeps the numbers of slots.
-        layer.local_expert_indices = list(placement[group.rank()])
+        placement = torch.tensor(self.place(self.tokens_of(experts), group.size()))
+        counted = torch.zeros(experts, dtype=torch.int64)
+        # Buffers of the router, so that windows have them, and a broken iteration is undone.
+        for name, buffer in ('placement', placement), ('tokens', counted):
+            layer.router.register_buffer(name, buffer, persistent=False)
+        layer.expert_slots = self
 
     def _say(self, experts: int, ranks: int) -> None:
         found = feasible(experts, ranks, self._slots, self._replicas)
@@ -201,16 +210,20 @@ class ExpertSlots:
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         probs, routed = original(layer, *args, **kwargs)
-        group, local = layer.ep_group, routed.sum(0, dtype=torch.int64)
-        counts = [torch.empty_like(local) for _ in range(group.size())]
-        torch.distributed.all_gather(counts, local, group=group)
-        table = layer.slot_table.to(local.device)
-        return spread(probs, routed, torch.stack(counts), table, group.rank())
+        router, group = layer.router, layer.ep_group
+        local = routed.sum(0, dtype=torch.int64)
+        parts = [torch.empty_like(local) for _ in range(group.size())]
+        torch.distributed.all_gather(parts, local, group=group)
+        counts = torch.stack(parts)
+        if torch.is_grad_enabled():  # not in evaluations, and once if the layer is recomputed
+            router.tokens.add_(counts.sum(0))
+        table = SlotTable(router.placement, len(local))
+        return spread(probs, routed, counts, table, group.rank())
 
 
-def layers_with_slots(model: Chunks) -> Iterator[tuple[Any, SlotTable]]:
-    """Upstream's layers of this rank that have slots, each with its placement."""
+def layers_with_slots(model: Chunks) -> Iterator[Any]:
+    """Upstream's layers of this rank that have slots."""
     for chunk in model:
         for module in chunk.modules():
-            if isinstance(module, MoELayer) and hasattr(module, 'slot_table'):
-                yield module, module.slot_table
+            if isinstance(module, MoELayer) and hasattr(module, 'expert_slots'):
+                yield module

@@ -72,4 +72,4 @@ def _tensors(model: Chunks, optimizer: MegatronOptimizer) -> Iterator[tuple[str,
 
 def _named(operator: Operator, tensor: str) -> str:
     """Name of a tensor of this rank; where experts have slots, with the number of the expert."""
-    return canonical_name(operator.name, tensor, False) if operator.in_slots else tensor
+    return canonical_name(operator.holds, tensor, False) if operator.holds else tensor

@@ -125,10 +125,11 @@ def _computed_together(
     """Groups of operators, and their parameters whose gradients one call computes.
 
     A grouped linear layer checks only its first expert's weight for `requires_grad`, so a group
-    thaws as a whole; experts that should stay frozen are left out of the update.
+    thaws as a whole; experts that should stay frozen are left out of the update. Those in slots are
+    not in any group: another slot with the expert may have thawed, and needs all gradients.
     """
     together: dict[str, tuple[set[str], list[torch.nn.Parameter]]] = {}
-    for operator in operators.values():
+    for operator in (one for one in operators.values() if not one.holds):
         for name, parameter in operator.parameters.items():
             owners, parameters = together.setdefault(_OF_A_GROUP.sub('', name), (set(), []))
             owners.add(operator.name)

@@ -4,7 +4,8 @@
 An *operator* (paper section 3.1) is the unit of capture: one expert, one router, the non-expert
 rest of a layer, the embedding, or the head (final norm and output layer). Names are equal on all
 ranks that hold a part of the operator: `layer3.expert5` counts layers from 1 as upstream does and
-experts globally; `mtp1.expert5` belongs to the first multi-token prediction layer.
+experts globally (or their slots, where they have some); `mtp1.expert5` belongs to the first
+multi-token prediction layer.
 """
 
 import re
@@ -40,8 +41,9 @@ class Operator:
     parameters: dict[str, torch.nn.Parameter] = field(default_factory=dict)
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     scaling: dict[str, torch.Tensor] = field(default_factory=dict)
-    in_slots: bool = False
-    """An expert that other slots of this rank, and other ranks, may have copies of."""
+    holds: str = ''
+    """What the operator would be called if the expert in this slot had no other copy; '': experts
+    have no slots."""
 
 
 def operator_inventory(model: Sequence[torch.nn.Module]) -> dict[str, Operator]:
@@ -173,8 +175,11 @@ def _operator_in_layer(name: str, layer: _Layer) -> Operator:
     if match:
         local = int(match['sequential'] or match['grouped'])
         mlp: Any = layer.module.mlp
-        expert = mlp.local_expert_indices[local]
-        return Operator(f'{prefix}.expert{expert}', 'expert', in_slots=hasattr(mlp, 'slot_table'))
+        number = mlp.local_expert_indices[local]
+        placement = getattr(mlp.router, 'placement', None)
+        expert = None if placement is None else int(placement.flatten()[number])
+        holds = '' if expert is None else f'{prefix}.expert{expert}'
+        return Operator(f'{prefix}.expert{number}', 'expert', holds=holds)
     if '.mlp.experts.' in name:
         return Operator(f'{prefix}.experts', 'expert')  # one tensor for all local experts
     return Operator(f'{prefix}.rest', 'rest')

@@ -47,10 +47,15 @@ class RouterTokenCounter(TokenCounter):
         if self._more is not None:
             self._more.settle(self.counting)
         return {
-            f'{layer}.expert{expert}': counts[index][expert]
+            f'{layer}.expert{number}': counts[index][expert]
             for index, layer in enumerate(self._layers)
-            for expert in range(self._counts.shape[1])
+            for number, expert in enumerate(self._experts_of(self._routers[index]))
         }
+
+    def _experts_of(self, router: Any) -> Sequence[int]:
+        """Experts of a layer's operators: of its slots, where it has some."""
+        placement = getattr(router, 'placement', None)
+        return range(self._counts.shape[1]) if placement is None else placement.flatten().tolist()
 
     def make_up(self, tokens: Mapping[str, float]) -> None:
         """Raise the capacity of experts until each has had `tokens` more; see `MoreCapacity`."""

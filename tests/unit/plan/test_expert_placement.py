@@ -10,7 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moevement_ext.config import ConfigurationError
-from moevement_ext.plan.expert_placement import allocate, feasible, maximum_rank_overlap, place
+from moevement_ext.plan.expert_placement import (
+    allocate,
+    feasible,
+    maximum_rank_overlap,
+    moves,
+    place,
+)
 
 
 @st.composite
@@ -102,3 +108,25 @@ def test_few_experts_are_new_and_others_keep_their_slots(seed: int) -> None:
     for row, old in zip(placement, before, strict=True):
         stay = Counter(row) & Counter(old)
         assert sum(a == b for a, b in zip(row, old, strict=True)) >= stay.total()
+
+
+@given(layers(), st.data())
+def test_moves_fill_the_slots_that_change_from_holders(layer: Any, data: Any) -> None:
+    tokens, *fields = layer
+    before = place(*layer)
+    after = place(data.draw(st.permutations(tokens)), *fields, before)
+    found = moves(before, after)
+    slots = [[*row] for row in before]
+    for move in found:
+        assert move.expert in before[move.source]
+        assert move.source == move.target or move.expert not in before[move.target]
+        for slot in move.slots:
+            slots[move.target][slot] = move.expert
+    assert slots == [[*row] for row in after]
+    sends = [move for move in found if move.source != move.target]
+    assert len(sends) == new_experts(after, before)
+
+
+def test_holders_send_an_expert_in_turn() -> None:
+    found = moves([(0, 1), (0, 1), (2, 2), (2, 2)], [(0, 1), (0, 1), (0, 2), (0, 0)])
+    assert found == [(0, 0, 2, [0]), (0, 1, 3, [0, 1])]

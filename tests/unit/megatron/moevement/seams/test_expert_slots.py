@@ -14,7 +14,7 @@ from tests.unit.megatron.moevement.job.test_identity import parsed
 
 
 @st.composite
-def routings(draw: st.DrawFn) -> tuple[SlotTable, torch.Tensor]:
+def routings(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
     """A placement, and the experts of the tokens of each rank, bool [ranks, tokens, experts]."""
     ranks, experts = draw(st.integers(1, 5)), draw(st.integers(1, 6))
     slots = draw(st.integers(-(-experts // ranks), 4 + experts // ranks))
@@ -25,13 +25,13 @@ def routings(draw: st.DrawFn) -> tuple[SlotTable, torch.Tensor]:
     tokens = draw(st.integers(0, 12))
     size = ranks * tokens * experts
     routed = torch.tensor(draw(st.lists(st.booleans(), min_size=size, max_size=size)))
-    return SlotTable(rows, experts), routed.bool().view(ranks, tokens, experts)
+    return torch.tensor(rows), routed.bool().view(ranks, tokens, experts)
 
 
 @drawn(routings())
 def test_every_replica_gets_its_share_and_no_token_is_lost(case: Any) -> None:
-    table, routed = case
-    counts = routed.sum(1)
+    placement, routed = case
+    table, counts = SlotTable(placement, routed.shape[2]), routed.sum(1)
     matrix = torch.stack([sent(counts, table.held, rank) for rank in range(len(counts))])
     assert torch.equal(matrix.sum(1), counts) and bool((matrix >= 0).all())
     received = matrix.sum(0)
@@ -44,9 +44,9 @@ def test_every_replica_gets_its_share_and_no_token_is_lost(case: Any) -> None:
 
 @drawn(routings())
 def test_tokens_go_once_to_a_slot_of_each_of_their_experts(case: Any) -> None:
-    table, routed = case
-    counts = routed.sum(1)
-    expert_in = torch.tensor([expert for row in table.placement for expert in row])
+    placement, routed = case
+    table, counts = SlotTable(placement, routed.shape[2]), routed.sum(1)
+    expert_in = placement.flatten()
     for rank, own in enumerate(routed):
         probs = torch.rand(own.shape) * own
         by_slot_probs, by_slot = spread(probs, own, counts, table, rank)
@@ -58,14 +58,14 @@ def test_tokens_go_once_to_a_slot_of_each_of_their_experts(case: Any) -> None:
         assert int((by_slot_probs != 0).sum()) == int((probs != 0).sum())
         ranks = by_slot.sum(0).view(len(counts), -1)  # [ranks, slots of a rank]
         expected = sent(counts, table.held, rank)
-        for other, row in enumerate(table.placement):
+        for other, row in enumerate(placement.tolist()):
             for at, expert in enumerate(row):
                 first = at == row.index(expert)
                 assert ranks[other, at] == (expected[other, expert] if first else 0)
 
 
 def test_gradient_reaches_the_router() -> None:
-    table = SlotTable([(0, 1), (1, 1)], 2)
+    table = SlotTable(torch.tensor([(0, 1), (1, 1)]), 2)
     routed = torch.tensor([[True, False], [True, True], [False, True]])
     probs = torch.rand(3, 2, requires_grad=True)
     by_slot, _ = spread(probs, routed, torch.tensor([[2, 2], [0, 3]]), table, 0)
@@ -94,6 +94,10 @@ def judged(flags: str = '', own_loop: bool = False, **config: Any) -> None:
         ({'flags': '--pipeline-model-parallel-size 1'}, '2, which must be all 4 ranks of a stage'),
         ({'strategy': 'moc'}, 'with --sparse-ckpt-strategy moc'),
         ({'elastic': 'restart'}, 'with --sparse-ckpt-elastic restart'),
+        (
+            {'expert_rebalance': 5, 'window': 6},
+            'expert_rebalance 5 must be at least 6, the longest',
+        ),
         ({'expert_slots': 1}, r'2 slots \(2 x 1\) must be .* 4 experts'),
         ({'own_loop': True}, "a loop that is not upstream's"),
     ],

@@ -118,6 +118,7 @@ class Loop:
             _recorder=ScalarRecorder(),
             _operations=OperationCount(lambda: 0.0),
             loss=None,
+            replicas=SimpleNamespace(rebalances=lambda iteration: False),
             auxiliary_state=self.auxiliary_state(),
         )
         return MegatronTrainer.record(trainer, iteration, skipped)

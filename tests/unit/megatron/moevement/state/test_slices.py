@@ -106,7 +106,7 @@ def test_parameter_frozen_by_the_user_is_refused() -> None:
     ],
 )
 def test_scaling_shared_by_experts_belongs_to_the_rest(path: str, owner: str) -> None:
-    mlp = SimpleNamespace(local_expert_indices=[4, 5])
+    mlp = SimpleNamespace(local_expert_indices=[4, 5], router=None)
     layers = {'decoder.layers.1.': model_operators._Layer('layer2', SimpleNamespace(mlp=mlp))}
     name = f'decoder.layers.1.{path}.scaling_fwd.scale'
     assert model_operators._owner_of_scaling(name, layers).name == owner
