@@ -9,6 +9,7 @@ r"""Computes costs and benefits of fault-tolerance systems, by closed formulas a
     moevement simulate --system ours --profile runs/events --mtbf 0.5x
     moevement simulate paper
     moevement simulate reroute
+    moevement simulate lazarus
 
 ETTR is the share of wall-clock time in iterations that are kept. Semantics, formulas and systems:
 docs/simulator.md. Each subcommand has its own --help.
@@ -31,7 +32,7 @@ from . import scenario
 from .closed_form import Dense, optimal
 from .systems import SYSTEMS
 
-SUBCOMMANDS = ('sweep', 'paper', 'reroute')
+SUBCOMMANDS = ('sweep', 'paper', 'reroute', 'lazarus')
 
 
 def compute(args: argparse.Namespace) -> dict[str, object]:
