@@ -33,6 +33,7 @@ from moevement_ext.events import Event, WindowCommitted, WindowOnDisk
 from ..lab import models, precisions, presets
 from ..lab.cpu_clock import CpuClock, file_bytes
 from ..lab.evidence import kind_of
+from ..lab.history import Pace
 from ..lab.job import Job, Trained, memory_directory, train
 from ..lab.launch import PROGRAM, ROOT, Launch, Launcher
 from ..lab.models import dense_flags, sparse_flags
@@ -75,6 +76,12 @@ class Run(msgspec.Struct, frozen=True):
     """Mean over the last tenth of the iterations; None after a NaN."""
     tmpfs_mb: float = 0.0
     """Most pages of files in the tmpfs at any time."""
+
+    @property
+    def overhead(self) -> float | None:
+        """By the exposed time alone, as the report has it; None: not protected by this project."""
+        exposed = self.exposed_ms
+        return None if exposed is None else Pace(self.iteration_s, exposed / 1000).overhead
 
 
 def final_loss(log: RunLog, iterations: int) -> float | None:
@@ -126,6 +133,7 @@ class OverheadBench(Bench):
         'cpu_ratio': Figure('CPU ratio', of=lambda run, plain: run.cpu_s / plain.cpu_s),
         'helpers': Figure('helpers', '.3f', lambda run, plain: run.helpers_s / plain.cpu_s),
         'exposed_ms': Figure('exposed (ms)', '.1f'),
+        'overhead': Figure('overhead', '.3f'),
         'tmpfs_mb': Figure('tmpfs MB', '.0f'),
         'loss': Figure('loss', '.3f'),
         'windows': Figure('windows'),

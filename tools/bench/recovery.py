@@ -35,6 +35,7 @@ from moevement_ext.events import Event, FailureDetected, NextTier, Recovered, Wo
 from ..lab import presets, trainer
 from ..lab.evidence import Tier, kind_of
 from ..lab.figures import medians
+from ..lab.history import History
 from ..lab.job import Job, memory_directory, train
 from ..lab.launch import Launch, Launcher
 from ..lab.models import dense_flags, native_precision, sparse_flags
@@ -60,6 +61,8 @@ class Back(msgspec.Struct, frozen=True):
 
     seconds: float
     """Seconds from the kill to the first new iteration."""
+    away_s: float | None
+    """Those of the launcher, the report and the demo, without that iteration; None: no events."""
     phases: dict[str, float]
     """Seconds by phase: those of every recovery, then parts of them by the engine."""
     stage_iterations: float
@@ -95,7 +98,8 @@ def recovered(
     noticed = [event.time for event in kind_of(after, FailureDetected) if event.reason is not None]
     if noticed:
         engine['noticed'] = min(noticed) - killed_at
-    return Back(found.seconds, {**found.phases, **engine}, again, different)
+    away_s = None if dense else History(events).episodes[-1].away_s(events[-1].time)
+    return Back(found.seconds, away_s, {**found.phases, **engine}, again, different)
 
 
 class RecoveryBench(Bench):
@@ -112,7 +116,8 @@ class RecoveryBench(Bench):
     }
     ONLY = 'ways to recover (default: all but the last two)', [*TITLES][:-2]
     FIGURES = {
-        'seconds': Figure('seconds to a new iteration'),
+        'away_s': Figure('s away'),
+        'seconds': Figure('s to a new iteration'),
         'ratio': Figure('ratio', of=lambda one, first: one.seconds / first.seconds),
         'stage_iterations': Figure('stage-iterations again', '.0f'),
     }

@@ -6,6 +6,7 @@ from datetime import timedelta
 import pytest
 
 from moevement_ext.events import Event, FailureDetected, Recovered, WorkerStarted
+from tests.unit.tools.runs import starts, trains
 from tests.unit.tools.samples import CONVERTED, START, event, iteration_line, logged
 from tools.bench import recovery
 from tools.bench.comeback import PHASES, comeback, kept, stage_iterations
@@ -29,6 +30,7 @@ def test_phases_of_a_dense_recovery_add_up() -> None:
     log = log_of((4, 4.0), (5, 5.0), (3, 15.5), (4, 16.5), (5, 17.5), (6, 18.5))
     found = recovered(log, KILLED_AT, [], [], dense=True)
     assert found.seconds == pytest.approx(13.5)
+    assert found.away_s is None
     assert found.phases == pytest.approx(dict(zip(PHASES, (0.0, 10.0, 2.5, 1.0), strict=True)))
     assert found.stage_iterations == 3 * recovery.STAGES
 
@@ -38,7 +40,11 @@ def sparse_events() -> list[Event]:
     seconds = {'find': 0.5, 'convert': 2.0, 'catch_up': 1.0, 'fetch': 0.0}
     last = recovery.STAGES - 1
     return [
-        event(WorkerStarted, 0, KILLED_AT - 9),
+        *(
+            one
+            for rank in range(last + 1)
+            for one in (*starts(rank, KILLED_AT - 9, 10), *trains(rank, 10, KILLED_AT - 6, 0, 4))
+        ),
         *(event(WorkerStarted, rank, KILLED_AT + 4 + rank / 3) for rank in range(last + 1)),
         *(
             event(Recovered, rank, KILLED_AT + 11 + rank / 3, replayed=3, seconds=seconds)
@@ -52,9 +58,10 @@ BACK = log_of((4, 4.0), (5, 5.0), CONVERTED, (5, 17.8), (6, 19.0))
 
 def test_phases_of_a_sparse_recovery_add_up() -> None:
     noticed = [event(FailureDetected, 0, KILLED_AT + after, reason='gone') for after in (0.5, 0.2)]
-    events = [*sparse_events(), *noticed]
+    events = sorted([*sparse_events(), *noticed], key=lambda one: one.time)
     found = recovered(BACK, KILLED_AT, events, ['rng'], dense=False)
     assert found.seconds == pytest.approx(14.0) and found.different == ['rng']
+    assert found.away_s == pytest.approx(11.8), 'from when the first noticed it'
     expected = dict(zip(PHASES, (5.0, 7.0, 0.8, 1.2), strict=True))
     assert found.phases == pytest.approx(
         expected | {'find': 0.5, 'convert': 2.0, 'catch up': 1.0, 'noticed': 0.2}
