@@ -7,9 +7,8 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megatron.moevement.facts import UpstreamArguments
 from megatron.moevement.seams import patches
 from moevement_ext.config import (
     AUTO,
@@ -24,6 +23,9 @@ from moevement_ext.config import (
 )
 from moevement_ext.config_file import CONFIG_FLAG, SITE, from_files
 from moevement_ext.system.leaving import Parser
+
+if TYPE_CHECKING:
+    from megatron.moevement.facts import UpstreamArguments
 
 _OURS = '--sparse-ckpt'
 
@@ -140,7 +142,7 @@ def _repair_help(parser: argparse.ArgumentParser) -> None:
         action.help = action.help and re.sub(r'(?<!%)%(?![%(])', '%%', action.help)
 
 
-def config_from_args(args: UpstreamArguments) -> SparseCheckpointConfig:
+def config_from_args(args: 'UpstreamArguments') -> SparseCheckpointConfig:
     """The settings of sparse checkpointing, from flags and files.
 
     Raises:

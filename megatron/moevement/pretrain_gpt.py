@@ -16,6 +16,13 @@ MOEVEMENT_SPARES = True
 
 gc.disable()  # collections take a fifth of the time of these imports, and free hardly anything
 
+if sys.argv[0] == 'moevement pretrain' and {'-h', '--help'}.intersection(sys.argv):
+    from megatron.moevement.arguments import add_arguments
+    from moevement_ext.system.leaving import Parser
+
+    more = "All others are Megatron's: python -m megatron.moevement.pretrain_gpt --help"
+    add_arguments(Parser('moevement pretrain', description=__doc__, epilog=more)).parse_args(['-h'])
+
 from megatron.moevement.seams import cpu_device, starting
 
 _STARTED = __name__ == '__main__' or sys.argv[0] == 'moevement pretrain'

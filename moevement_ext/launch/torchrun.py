@@ -4,11 +4,11 @@ r"""`torchrun` whose agents fork the workers, and need no agent's store.
     moevement torchrun --nnodes 4 --node-rank 2 --nproc-per-node 8 \
         --max-restarts 100 pretrain_gpt.py <flags> --sparse-ckpt [--sparse-ckpt-store HOST:PORT]
 
-All flags are torchrun's. Workers are forks of one process on each node that has imported the
-program; see `torchrun_workers`. With `--sparse-ckpt-store` the rendezvous is static and goes
-through that store. In torchrun the agent of the first node serves the store, so that this agent's
-death ends the job; here no agent serves it. A restarted agent takes the place of the lost agent;
-when the store is lost, the agents wait for another store at the same address.
+All flags are those of `torchrun --help`. Workers are forks of one process on each node that has
+imported the program. With `--sparse-ckpt-store` the rendezvous is static and goes through that
+store. In torchrun the agent of the first node serves the store, so that this agent's death ends the
+job; here no agent serves it. A restarted agent takes the place of the lost agent; when the store is
+lost, the agents wait for another store at the same address.
 """
 
 import os
@@ -105,11 +105,16 @@ def _processes(wanted: str) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    given = list(sys.argv[1:] if argv is None else argv)
+    if given[:1] in (['-h'], ['--help']):
+        parser = leaving.Parser('moevement torchrun', description=__doc__)
+        parser.usage = '%(prog)s [flags of torchrun] program [its flags]'
+        parser.parse_args(given[:1])
     ask_again_soon()
     counted = _THREADS in os.environ
     os.environ.setdefault(_THREADS, '1')  # before torch, which counts its threads
     with leaving.in_one_line():
-        args = parse(sys.argv[1:] if argv is None else argv)
+        args = parse(given)
         several = _processes(args.nproc_per_node) > 1
     if not (counted or several):
         del os.environ[_THREADS]  # torchrun lets a single worker use all cores
