@@ -4,6 +4,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -13,10 +14,18 @@ from pathlib import Path
 
 import pytest
 
-from moevement_ext.events import FailureDetected, Recovered, WindowPersisted, WorkerStarted
+from moevement_ext.events import (
+    FailureDetected,
+    NextTier,
+    Protected,
+    Recovered,
+    WindowPersisted,
+    WorkerStarted,
+)
 from tests.distributed.conftest import Make, Reference, differences, read_digest
 from tests.distributed.harness.cluster import NCCL_LIKE, ROOT, Cluster, free_port, tails
 from tests.distributed.harness.faults import SETTLED
+from tests.distributed.harness.ports import listens
 from tests.distributed.harness.torchrun import agent
 from tests.distributed.test_whole_job_recovery import BASE
 
@@ -26,6 +35,7 @@ TWO_STAGES = (
     '--bf16 --pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights --train-iters 40'
 ).split()
 """Many iterations, for faults in the middle that are injected from outside."""
+SEATS = ('--nnodes 2:3 --nproc-per-node 1 --max-restarts 9 --rdzv-backend moevement').split()
 START_S = 400.0
 """Processes import torch and Megatron, twice, on perhaps two cores that others use, too."""
 
@@ -76,6 +86,38 @@ def test_stopped_worker_is_killed_and_replaced(cluster: Make, reference: Referen
     for rank in range(2):
         (recovered,) = job.events_of(Recovered, rank)
         assert recovered.localized and recovered.stages == [1]
+
+
+@pytest.mark.thorough
+@pytest.mark.launcher
+def test_standby_node_of_plain_torchrun_goes_on_from_replicas(
+    cluster: Make, reference: Reference
+) -> None:
+    """A node is lost with its agent and its memory; another one has the store."""
+    job, port = prepared(cluster, TWO_STAGES, ranks=2), free_port()
+    launch = [*SEATS, '--rdzv-endpoint', f'127.0.0.1:{port}']
+    logs = [job.directory / f'agent{node}.log' for node in range(3)]
+    agents: dict[str, subprocess.Popen[bytes]] = {}
+    with ExitStack() as stack:
+        for node, log in enumerate(logs):
+            started = agent(launch, job.flags, log, MOEVEMENT_NODE=f'node{node}')
+            agents[f'node{node}'] = stack.enter_context(started)
+            wait_until(lambda: listens(port), logs)
+        wait_until(lambda: all(job.events_of(WindowPersisted, rank) for rank in range(2)), logs)
+        nodes = [job.events_of(Protected, rank)[0].node for rank in range(2)]
+        lost = next(rank for rank in range(2) if nodes[rank] != 'node0')
+        os.kill(job.events_of(WorkerStarted, lost)[0].pid, signal.SIGKILL)
+        agents.pop(nodes[lost]).kill()
+        shutil.rmtree(job.memory / nodes[lost])
+        for process in agents.values():
+            assert process.wait(START_S) == 0, tails(logs)
+    assert differences(reference(*TWO_STAGES, ranks=2), read_digest(job)) == []
+    (stands_by,) = agents.keys() - nodes
+    assert [one.node for one in job.events_of(Protected, lost)] == [nodes[lost], stands_by]
+    for rank in range(2):
+        (recovered,) = job.events_of(Recovered, rank)
+        assert recovered.localized and recovered.stages == [lost]
+    assert not job.events_of(NextTier, lost)
 
 
 NCCL_LIKE_PROGRAM = """

@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tarfile
@@ -17,13 +16,14 @@ import time
 import venv
 import zipfile
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from moevement_ext import __version__
 from moevement_ext.command import PROGRAMS
+from tests.distributed.harness.ports import free_port, listens
 from tests.rules.test_repository import ROOT
 
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(1200)]
@@ -192,12 +192,11 @@ _TORCHRUN = 'import torch.distributed.run as torchrun; torchrun.main()'
 def test_standby_node_of_plain_torchrun_takes_a_lost_seat(installed: Path, tmp_path: Path) -> None:
     """Neither a node that trains nor one that waits starts its workers in vain."""
     (tmp_path / 'waits.py').write_text(_WAITS)
-    with socket.create_server(('127.0.0.1', 0)) as probe:
-        endpoint = f'127.0.0.1:{probe.getsockname()[1]}'
+    port = free_port()
     command = [
         installed / 'python', '-c', _TORCHRUN, '--nnodes', '2:3',
         '--nproc-per-node', '1', '--max-restarts', '9', '--rdzv-backend', 'moevement',
-        '--rdzv-endpoint', endpoint, tmp_path / 'waits.py',
+        '--rdzv-endpoint', f'127.0.0.1:{port}', tmp_path / 'waits.py',
     ]  # fmt: skip
     foreign = ('PYTHONPATH', 'VIRTUAL_ENV', 'PYTHONSAFEPATH')
     own = {name: value for name, value in os.environ.items() if name not in foreign}
@@ -220,7 +219,7 @@ def test_standby_node_of_plain_torchrun_takes_a_lost_seat(installed: Path, tmp_p
                 command, cwd=tmp_path, env=environment, stdout=log, stderr=log))  # fmt: skip
             stack.callback(agents[node].kill)
             if node == 'a':  # it serves the store, and so does not stand by
-                wait_for(lambda: listens(endpoint))
+                wait_for(lambda: listens(port))
         wait_for(lambda: len(placed()) == 2)
         before = placed()
         (waits,) = agents.keys() - {node for node, _, _ in before.values()}
@@ -232,13 +231,6 @@ def test_standby_node_of_plain_torchrun_takes_a_lost_seat(installed: Path, tmp_p
         assert placed()[kept] == before[kept] and placed()[lost][2] == '2'
         (tmp_path / 'go').touch()
         assert agents['a'].wait(120) == agents[waits].wait(120) == 0, (tmp_path / 'log').read_text()
-
-
-def listens(endpoint: str) -> bool:
-    host, port = endpoint.split(':')
-    with suppress(OSError), socket.create_connection((host, int(port)), 1):
-        return True
-    return False
 
 
 def test_launched_job_loses_a_worker_and_is_reported(installed: Path, tmp_path: Path) -> None:

@@ -19,3 +19,9 @@ def free_port() -> int:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(('', port))
             return port
+
+
+def listens(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(('127.0.0.1', port), 1):
+        return True
+    return False
