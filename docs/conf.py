@@ -8,7 +8,11 @@ A link that leads nowhere, to a page, a heading or a file, is an error.
 
 import re
 
+from moevement_ext import __version__
+
 project = 'MoEvement on Megatron-Core'
+release = __version__
+html_show_copyright = False
 extensions = ['myst_parser', 'sphinx.ext.autodoc', 'sphinx.ext.napoleon']
 default_role = 'code'
 """Docstrings have their names in single backquotes."""

@@ -26,6 +26,8 @@ def test_site_of_all_pages_builds_without_broken_links(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     index = (tmp_path / 'index.html').read_text('utf-8')
     navigation = index[: index.index('<article')]
+    assert f'MoEvement on Megatron-Core {moevement_ext.__version__}' in navigation
+    assert 'Copyright' not in index
     assert len(PAGES) > 10
     for page in set(PAGES) - {'index'}:
         assert (tmp_path / f'{page}.html').is_file()
