@@ -269,17 +269,23 @@ class JobEnded(Event, frozen=True):
     def __str__(self) -> str:
         how = 'ended well' if self.code == 0 else f'ended with exit status {self.code}'
         return (
-            f'the job {how} after {in_words(self.seconds)} | workers lost: {self.failures} | '
+            f'the job {how} after {duration(self.seconds)} | workers lost: {self.failures} | '
             f'recoveries: {self.recoveries}'
         )
 
 
-def in_words(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f'{hours} h {minutes:02d} min'
-    return f'{minutes} min {rest:02d} s' if minutes else f'{rest} s'
+def duration(seconds: float) -> str:
+    """Format a duration: `3 ms`, `4.2 s`, `3 min 05 s`, `2 h 07 min`, `5 d 04 h`."""
+    if seconds < 1:
+        return f'{1000 * seconds:.3g} ms' if seconds else '0 s'
+    if seconds < 60:
+        return f'{seconds:.1f} s'
+    whole = round(seconds)
+    if whole < 3600:
+        return f'{whole // 60} min {whole % 60:02} s'
+    if whole < 86400:
+        return f'{whole // 3600} h {whole % 3600 // 60:02} min'
+    return f'{whole // 86400} d {whole % 86400 // 3600:02} h'
 
 
 class JobFailed(_Said, frozen=True):

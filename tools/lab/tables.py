@@ -9,6 +9,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from moevement_ext.launch.launcher_events import duration as duration
+
 from .figures import print_json
 
 _UNITS = ('KiB', 'MiB', 'GiB', 'TiB')
@@ -72,20 +74,6 @@ def text(value: object) -> str:
 def clock(time: float) -> str:
     """Format seconds since the epoch as local time, without the year."""
     return datetime.fromtimestamp(time).strftime('%m-%d %H:%M:%S')
-
-
-def duration(seconds: float) -> str:
-    """Format a duration: `3 ms`, `4.2 s`, `3 min 05 s`, `2 h 07 min`, `5 d 04 h`."""
-    if seconds < 1:
-        return f'{1000 * seconds:.3g} ms' if seconds else '0 s'
-    if seconds < 60:
-        return f'{seconds:.1f} s'
-    whole = round(seconds)
-    if whole < 3600:
-        return f'{whole // 60} min {whole % 60:02} s'
-    if whole < 86400:
-        return f'{whole // 3600} h {whole % 3600 // 60:02} min'
-    return f'{whole // 86400} d {whole % 86400 // 3600:02} h'
 
 
 def loss(value: float | None) -> str:
