@@ -3,9 +3,13 @@
 
 import json
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from urllib.request import urlopen
 
@@ -135,26 +139,51 @@ def test_shares_of_work_and_waits_are_told() -> None:
     assert History([told]).work == {1: {'own': 0.6, '0': 0.3, 'group': 0.1}}
 
 
-def test_the_screen_is_served_to_this_machine(tmp_path: Path) -> None:
-    command = [sys.executable, '-m', 'tools.status', str(tmp_path), '--serve', '0']
+@contextmanager
+def served(folder: Path) -> Iterator[str]:
+    """Its address."""
+    command = [sys.executable, '-m', 'tools.status', str(folder), '--serve', '0']
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as server:
         try:
             assert server.stdout is not None
-            address = server.stdout.readline().strip()
-            assert address.startswith('http://127.0.0.1:')
-            pages = []
-            for events in ([], until(12.0)):
-                write(tmp_path, events)
-                with urlopen(address, timeout=60) as page:
-                    assert page.headers['Refresh'] == '2'
-                    pages.append(re.sub('<[^>]+>', '', page.read().decode()))
-            (tmp_path / 'rank0.jsonl').write_text('nothing\n')
-            with urlopen(address, timeout=60) as page:
-                assert 'holds something else than events' in page.read().decode()
+            yield server.stdout.readline().strip()
         finally:
             server.kill()
+
+
+def test_the_screen_is_served_to_this_machine(tmp_path: Path) -> None:
+    with served(tmp_path) as address:
+        assert address.startswith('http://127.0.0.1:')
+        pages = []
+        for events in ([], until(12.0)):
+            write(tmp_path, events)
+            with urlopen(address, timeout=60) as page:
+                assert page.headers['Refresh'] == '2'
+                pages.append(re.sub('<[^>]+>', '', page.read().decode()))
+        (tmp_path / 'rank0.jsonl').write_text('nothing\n')
+        with urlopen(address, timeout=60) as page:
+            assert 'holds something else than events' in page.read().decode()
     assert 'no events yet' in pages[0]
     assert 'NO HEARTBEAT' in pages[1] and 'Newest of 1 failures' in pages[1]
+
+
+@pytest.mark.thorough
+def test_a_browser_shows_the_page(tmp_path: Path) -> None:
+    """By the command of docs/observe.md."""
+    page = (ROOT / 'docs' / 'observe.md').read_text('utf-8')
+    (command,) = re.findall(r'^ *(chromium (?:.*\\\n)*.*)$', page, re.M)
+    if shutil.which('chromium') is None:
+        pytest.skip('no chromium: apt-get install chromium')
+    write(tmp_path, until(22.0))
+    with served(tmp_path) as address:
+        browse = shlex.split(command.replace('\\\n', ''))
+        *browse, _ = [one for one in browse if not one.startswith('--screenshot')]
+        done = subprocess.run([*browse, '--dump-dom', address], capture_output=True, text=True)
+        text = re.sub('<[^>]+>', '', done.stdout)
+        assert 'NO HEARTBEAT' in text and 'Newest of 1 failures' in text, done.stderr
+        picture = tmp_path / 'page.png'
+        subprocess.run([*browse, f'--screenshot={picture}', address], check=True)
+        assert picture.stat().st_size > 10_000, 'a blank page is smaller'
 
 
 def shown(events: list[Event], now: float) -> str:
