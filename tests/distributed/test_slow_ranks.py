@@ -6,7 +6,8 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
 
 import pytest
 
@@ -17,9 +18,11 @@ from tests.distributed.harness.setups import BF16, PP2, UNTIED
 from tools.lab.history import History, read_history
 from tools.status import slowest
 
+type Slowed = Callable[[int], AbstractContextManager[None]]
 # The test ends the job, once all that it waits for has happened.
 FLAGS = f'{BF16} {UNTIED} --sparse-ckpt-window 3 --train-iters 5000 --exit-signal-handler'.split()
 _PULSE_S = 0.03
+_QUOTAS = 'cpu.max', 'cpu.cfs_quota_us'
 
 
 @contextmanager
@@ -42,19 +45,43 @@ def pulses(pid: int) -> Iterator[None]:
         striking.join()
 
 
-def test_rank_that_is_stopped_again_and_again_is_named(cluster: Make) -> None:
-    check_named(cluster(*FLAGS, '--num-layers', '1', ranks=2))
+@contextmanager
+def limited(pid: int) -> Iterator[None]:
+    """Give the process a tenth of a core, as a limit of a container does."""
+    root = Path('/sys/fs/cgroup/cpu')  # of version 1, else of version 2
+    root = root if root.exists() else root.parent
+    group = root / f'moevement-tests-{pid}'
+    try:
+        group.mkdir()
+        (quota,) = (group / name for name in _QUOTAS if (group / name).exists())
+        quota.write_text('10000')  # microseconds in a tenth of a second
+        (group / 'cgroup.procs').write_text(str(pid))
+    except (OSError, ValueError) as error:
+        pytest.skip(f'no limit can be set here: {error}')
+    try:
+        yield
+    finally:
+        with suppress(ProcessLookupError):
+            (root / 'cgroup.procs').write_text(str(pid))
+        group.rmdir()
+
+
+@pytest.mark.parametrize(
+    'slowed', [pulses, pytest.param(limited, marks=pytest.mark.thorough)], ids=['stops', 'limit']
+)
+def test_slow_rank_is_named(slowed: Slowed, cluster: Make) -> None:
+    check_named(cluster(*FLAGS, '--num-layers', '1', ranks=2), slowed)
 
 
 @pytest.mark.thorough
 def test_slow_rank_of_a_pipeline_is_named(cluster: Make) -> None:
     job = cluster(*FLAGS, *PP2.split())
-    check_named(job)
+    check_named(job, pulses)
     waits = job.events_of(WindowCommitted, rank=2)[-1].waits_s
     assert waits['0'] > 0, 'its stage waits for the stage before'
 
 
-def check_named(job: Cluster) -> None:
+def check_named(job: Cluster, slowed: Slowed) -> None:
     """The last rank is."""
     last, told = job.ranks - 1, list[SlowRank]()
 
@@ -68,7 +95,7 @@ def check_named(job: Cluster) -> None:
     def slow(workers: list, start: object) -> None:
         if told or not job.events_of(WindowCommitted):
             return
-        with pulses(workers[last].pid):
+        with slowed(workers[last].pid):
             wait(workers, lambda one: one.iterations > 0)
         wait(workers, lambda one: one.iterations == 0)
         for worker in workers:
