@@ -91,8 +91,9 @@ def _serve(follower: Follower, every_s: float, address: tuple[str, int]) -> None
             self.send_header('Content-Type', 'text/html; charset=utf-8')
             self.send_header('Content-Length', str(len(page)))
             self.send_header('Refresh', f'{every_s:g}')
-            self.end_headers()
-            self.wfile.write(page)
+            with contextlib.suppress(ConnectionError):  # its reader has gone
+                self.end_headers()
+                self.wfile.write(page)
 
         def log_message(self, *_: object) -> None:
             """Requests are not worth a line."""
