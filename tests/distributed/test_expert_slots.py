@@ -139,4 +139,5 @@ def test_broken_rebalance_turns_bits_red(mutation: str, cluster: Make) -> None:
     mutation = f'mutations.expert_slots:{mutation}'
     assert -9 in broken.run(fail_at='1:8:forward', mutation=mutation)
     broken.finish(mutation=mutation)
-    assert differences(read_digest(job), read_digest(broken)) != []
+    # Other bits lead to other placements, so that names may differ as well.
+    assert read_digest(job)['ranks'] != read_digest(broken)['ranks']
