@@ -11,8 +11,9 @@ import pytest
 from moevement_ext.events import NextTier, Protected, Recovered, RecoveryStarted
 from tests.distributed.conftest import Make, Reference, differences, read_digest
 from tests.distributed.harness.cluster import Cluster
+from tests.distributed.harness.faults import SEALED
+from tests.distributed.harness.setups import TWO_STAGES
 from tests.distributed.test_disk import WAITS
-from tests.distributed.test_localized_recovery import BASE, flags_of
 
 CHECKFREQ = ['--sparse-ckpt-strategy', 'checkfreq', '--sparse-ckpt-interval']
 
@@ -37,8 +38,8 @@ def check(job: Cluster, start: int, target: int) -> None:
 def test_checkfreq_recovers_from_its_checkpoint(
     cluster: Make, reference: Reference, disk: list[str]
 ) -> None:
-    job = cluster(*flags_of(BASE), *CHECKFREQ, '3', *disk, 'max_wait=60')
-    assert job.survive(fail_at='1:9:forward', mutation=WAITS) == {1: 1}
-    assert differences(reference(*flags_of(BASE)), read_digest(job)) == []
+    job = cluster(*TWO_STAGES, *CHECKFREQ, '3', *disk, 'max_wait=60', ranks=2)
+    assert job.survive(fail_at='1:9:forward', mutation=f'{WAITS},{SEALED}') == {1: 1}
+    assert differences(reference(*TWO_STAGES, ranks=2), read_digest(job)) == []
     check(job, 6, 8)
     assert {event.replicas for event in job.events_of(Protected, 0)} == {0}

@@ -12,13 +12,13 @@ import pytest
 from moevement_ext.events import NextTier, Recovered
 from tests.distributed.conftest import Make, Reference, differences, read_digest
 from tests.distributed.harness.cluster import Cluster
-from tests.distributed.harness.faults import SEALED, SETTLED
+from tests.distributed.harness.faults import PERSISTED, SEALED, SETTLED
 
 pytestmark = pytest.mark.timeout(900)
 
 FLAGS = (
     '--bf16 --use-distributed-optimizer --pipeline-model-parallel-size 2 '
-    '--untie-embeddings-and-output-weights --train-iters 30'
+    '--untie-embeddings-and-output-weights --num-layers 2 --train-iters 30'
 ).split()
 ENDS = ['--exit-interval', '4']
 WHOLE_JOB = 'the whole job'
@@ -39,7 +39,7 @@ class Job:
 
     def dies(self, where: str) -> None:
         self.job.flags = [*self._flags, *self.dense]
-        assert -9 in self.job.run(fail_at=where)
+        assert -9 in self.job.run(fail_at=where, mutation=PERSISTED)
 
     def said_at_its_end(self) -> str:
         output = self.job.output(self.job.attempts - 1)

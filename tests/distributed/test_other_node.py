@@ -4,7 +4,7 @@
 from pathlib import Path
 
 from tests.distributed.conftest import Make, Reference, differences, read_digest
-from tests.distributed.test_whole_job_recovery import BASE
+from tests.distributed.harness.setups import TWO_STAGES
 
 
 def test_replacement_works_without_optional_resources_of_its_node(
@@ -13,7 +13,7 @@ def test_replacement_works_without_optional_resources_of_its_node(
     """Caches of data, dense checkpoints to load, windows on disk, a folder for events."""
     local = {name: tmp_path / name for name in ('cache', 'load', 'disk')}
     local['disk'].mkdir()
-    job = cluster(*BASE, '--sparse-ckpt-window', '3', '--load', str(local['load']))
+    job = cluster(*TWO_STAGES, '--sparse-ckpt-window', '3', '--load', str(local['load']), ranks=2)
     job.flags += ['--data-cache-path', str(local['cache'])]
     job.flags += ['--sparse-ckpt-disk', str(local['disk'])]
     events = job.directory / 'events'
@@ -26,8 +26,8 @@ def test_replacement_works_without_optional_resources_of_its_node(
         events.touch()
 
     job._wipe = another_node
-    assert job.survive(fail_at='3:8:forward') == {3: 1}
-    assert differences(reference(*BASE), read_digest(job)) == []
+    assert job.survive(fail_at='1:8:forward') == {1: 1}
+    assert differences(reference(*TWO_STAGES, ranks=2), read_digest(job)) == []
     output = job.output(attempt=0)
     assert 'the data cache cannot be used on node1' in output
     assert 'goes on without: --sparse-ckpt-events' in output

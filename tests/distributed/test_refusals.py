@@ -20,10 +20,10 @@ from tests.distributed.conftest import Make, Reference, differences, read_digest
 from tests.distributed.harness.cluster import Cluster
 from tests.distributed.harness.damage import windows
 from tests.distributed.harness.faults import PERSISTED, SETTLED
-from tests.distributed.test_whole_job_recovery import BASE, BF16, UNTIED
+from tests.distributed.harness.setups import TWO_STAGES
+from tests.distributed.test_whole_job_recovery import BASE
 from tests.support.quick import with_quick
 
-TWO_STAGES = f'{BF16} --pipeline-model-parallel-size 2 {UNTIED} --train-iters 12'.split()
 SAVES = ['--save-interval', '5']
 TRACKER = 'latest_checkpointed_iteration.txt'
 
@@ -67,12 +67,12 @@ def test_data_blend_changed_in_place_is_refused(cluster: Make, tmp_path: Path) -
     """Its iterations would be replayed on other samples than they were trained on."""
     blend = tmp_path / 'blend.txt'
     training = '--sparse-ckpt-window 3 --split 100,0,0 --eval-iters 0'.split()
-    job = cluster(*TWO_STAGES, *training, ranks=2)
+    job = cluster(*TWO_STAGES, *training, *SETTLED, ranks=2)
     at = job.flags.index('--data-path')
     prefix = job.flags[at + 1]
     job.flags[at : at + 2] = ['--data-args-path', str(blend)]
     blend.write_text(f'0.7 {prefix} 0.3 {prefix}')
-    assert -9 in job.run(fail_at='1:9:forward')
+    assert -9 in job.run(fail_at='1:9:forward', mutation=PERSISTED)
     blend.write_text(f'0.2 {prefix} 0.8 {prefix}')
     job.flags.append('--sparse-ckpt-strict')
     assert job.run(all_end=True) == [EXIT_USER_ERROR, EXIT_USER_ERROR]
@@ -114,10 +114,10 @@ def test_too_small_budget_is_refused_before_training(cluster: Make) -> None:
 def test_full_memory_directory_disables_protection_with_a_message(
     cluster: Make, reference: Reference, small_tmpfs: Path
 ) -> None:
-    job = cluster(*BASE, '--sparse-ckpt-window', '3')
+    job = cluster(*TWO_STAGES, '--sparse-ckpt-window', '3', ranks=2)
     job.flags += ['--sparse-ckpt-dir', str(small_tmpfs)]
     job.finish()
-    assert differences(reference(*BASE), read_digest(job)) == []
+    assert differences(reference(*TWO_STAGES, ranks=2), read_digest(job)) == []
     assert 'TRAINING IS UNPROTECTED' in job.output(attempt=0)
     assert job.events_of(ProtectionReduced)
 
@@ -125,7 +125,7 @@ def test_full_memory_directory_disables_protection_with_a_message(
 def test_memory_that_is_full_at_a_restart_loses_no_progress(
     cluster: Make, reference: Reference, limited_tmpfs: Path
 ) -> None:
-    job = cluster(*BASE, '--sparse-ckpt-window', '3', *SETTLED)
+    job = cluster(*TWO_STAGES, '--sparse-ckpt-window', '3', *SETTLED, ranks=2)
     job.flags += ['--sparse-ckpt-dir', str(limited_tmpfs)]
     job.run(fail_at='1:9:forward', mutation=PERSISTED)
     # Another program takes what is free, and all but the newest window of one rank is gone.
@@ -142,7 +142,7 @@ def test_memory_that_is_full_at_a_restart_loses_no_progress(
     assert 'mount a larger tmpfs' in job.output(attempt=1)
     hog.unlink()
     job.finish()
-    assert differences(reference(*BASE), read_digest(job)) == []
+    assert differences(reference(*TWO_STAGES, ranks=2), read_digest(job)) == []
     assert len(job.events_of(Recovered)) == 1
 
 
@@ -205,8 +205,8 @@ def test_unreadable_dense_tier_does_not_end_a_job_with_windows(
     dense = tmp_path / 'dense'
     flags = ['--save', str(dense), '--load', str(dense), '--save-interval', '4']
     flags += ['--use-checkpoint-args']
-    job = cluster(*TWO_STAGES, *flags, '--sparse-ckpt-window', '6', ranks=2)
-    assert -9 in job.run(fail_at='1:11:forward')
+    job = cluster(*TWO_STAGES, *flags, '--sparse-ckpt-window', '6', *SETTLED, ranks=2)
+    assert -9 in job.run(fail_at='1:11:forward', mutation=PERSISTED)
     UNREADABLE[trouble](dense)
     job.flags += ['--exit-on-missing-checkpoint']
     job.finish()

@@ -11,7 +11,7 @@ from moevement_ext.events import RecoveryStarted
 from tests.distributed.conftest import Make, differences, read_digest
 from tests.distributed.harness import wandb_stand_in
 from tests.distributed.harness.cluster import Cluster
-from tests.distributed.harness.faults import SETTLED
+from tests.distributed.harness.faults import PERSISTED, SETTLED
 from tests.distributed.harness.output import upstream_lines
 from tools.lab.history import read_history, shares
 from tools.report.__main__ import render
@@ -22,7 +22,7 @@ ITERATIONS = 12
 LOG_INTERVAL = 2
 FLAGS = (
     '--bf16 --use-distributed-optimizer --pipeline-model-parallel-size 2 '
-    f'--untie-embeddings-and-output-weights --train-iters {ITERATIONS} '
+    f'--untie-embeddings-and-output-weights --num-layers 2 --train-iters {ITERATIONS} '
     f'--log-interval {LOG_INTERVAL} --eval-interval 4 --eval-iters 2 --global-batch-size 4'
 ).split()
 WINDOW = ['--sparse-ckpt-window', '3', *SETTLED]
@@ -86,20 +86,6 @@ def test_log_lines_after_a_recovery_match_a_fault_free_run(mutation: str, cluste
     broken = f'mutations.localized:{mutation}' if mutation else None
     assert job.survive(fail_at='1:10:backward', mutation=broken) == {1: 1}
     assert (set(upstream_lines(job, 0)) <= expected) is not bool(mutation)
-
-
-def test_tensorboard_has_each_iteration_once_after_the_whole_job_is_lost(
-    cluster: Make, tmp_path: Path
-) -> None:
-    job = cluster(*FLAGS, *WINDOW, '--tensorboard-dir', str(tmp_path), ranks=RANKS)
-    job.flags += ['--tensorboard-queue-size', '1']  # else SIGKILL takes all points along
-    assert -9 in job.run(fail_at='0:10:forward')
-    before = [step for step, _ in scalars(tmp_path)['lm loss']]
-    job.finish()
-    assert len([*tmp_path.iterdir()]) > 1
-    resumed = job.events_of(RecoveryStarted)[0].dense_at
-    assert max(before) > resumed, 'some iterations are computed again'
-    assert [step for step, _ in scalars(tmp_path)['lm loss']] == [*range(1, ITERATIONS + 1)]
 
 
 def test_job_is_one_run_of_wandb(cluster: Make, tmp_path: Path) -> None:
@@ -167,11 +153,18 @@ def validation_losses(job: Cluster, attempt: int) -> dict[str, str]:
 
 
 def test_recovered_run_reports_and_evaluates_like_the_fault_free_one(
-    cluster: Make, fault_free: Cluster
+    cluster: Make, fault_free: Cluster, tmp_path: Path
 ) -> None:
-    job = cluster(*FLAGS, *WINDOW, ranks=RANKS)
-    assert -9 in job.run(fail_at='1:10:backward')
+    """TensorBoard has each iteration once."""
+    job = cluster(*FLAGS, *WINDOW, '--tensorboard-dir', str(tmp_path), ranks=RANKS)
+    job.flags += ['--tensorboard-queue-size', '1']  # else SIGKILL takes all points along
+    assert -9 in job.run(fail_at='1:10:backward', mutation=PERSISTED)
+    logged = [step for step, _ in scalars(tmp_path)['lm loss']]
     job.finish()
+    assert len([*tmp_path.iterdir()]) > 1
+    resumed = job.events_of(RecoveryStarted)[0].dense_at
+    assert max(logged) > resumed, 'some iterations are computed again'
+    assert [step for step, _ in scalars(tmp_path)['lm loss']] == [*range(1, ITERATIONS + 1)]
     assert differences(read_digest(fault_free), read_digest(job)) == []
     expected = validation_losses(fault_free, 0)
     assert expected.keys() == {'iteration 4', 'iteration 8', 'iteration 12'}

@@ -9,7 +9,9 @@ from tests.distributed.test_whole_job_recovery import BF16, ITERATIONS, UNTIED
 
 # The last rank is a guest, in the iterations of all attempts.
 GUEST = 'probes.guests:last_rank'
-DRAWING = f'{UNTIED} --hidden-dropout 0.1 --attention-dropout 0.1 --global-batch-size 12'
+DRAWING = (
+    f'{UNTIED} --hidden-dropout 0.1 --attention-dropout 0.1 --global-batch-size 12 --num-layers 2'
+)
 SHARDED = f'{BF16} {DRAWING}'
 EP2 = f'{SHARDED} --expert-model-parallel-size 2 --moe-z-loss-coeff 1e-3'
 PIPELINE = '--pipeline-model-parallel-size 2'

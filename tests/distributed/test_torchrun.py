@@ -26,8 +26,8 @@ from tests.distributed.conftest import Make, Reference, differences, read_digest
 from tests.distributed.harness.cluster import NCCL_LIKE, ROOT, Cluster, free_port, tails
 from tests.distributed.harness.faults import SETTLED
 from tests.distributed.harness.ports import listens
+from tests.distributed.harness.setups import TWO_STAGES as TWELVE
 from tests.distributed.harness.torchrun import agent
-from tests.distributed.test_whole_job_recovery import BASE
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -201,10 +201,10 @@ def test_nodes_without_a_secret_recover_the_whole_job_from_their_own_memory(
     cluster: Make, reference: Reference
 ) -> None:
     """A launcher gives the workers no secret, as torchrun."""
-    job = cluster(*BASE, '--sparse-ckpt-window', '3', *SETTLED)
+    job = cluster(*TWELVE, '--sparse-ckpt-window', '3', *SETTLED, ranks=2)
     job.gives_secret = False
-    assert set(job.survive(fail_at='2:8:forward')) == {0, 1, 2, 3}
-    assert differences(reference(*BASE), read_digest(job)) == []
+    assert set(job.survive(fail_at='1:8:forward')) == {0, 1}
+    assert differences(reference(*TWELVE, ranks=2), read_digest(job)) == []
     said = job.output(0)
     assert 'MOEVEMENT_SECRET is not set' in said and 'replicas: 0' in said
     assert not job.memory.exists(), 'host memory is given back at a clean exit'

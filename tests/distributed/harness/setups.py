@@ -11,6 +11,8 @@ EP2 = '--expert-model-parallel-size 2'
 TP2 = '--tensor-model-parallel-size 2 --sequence-parallel'
 PP_EP = f'{PP2} {EP2}'
 UNTIED = '--untie-embeddings-and-output-weights'
+TWO_STAGES = f'{BF16} {PP2} {UNTIED} --num-layers 2 --train-iters 12'.split()
+"""For tests whose subject is not the model."""
 _SHARED = {'BF16': BF16, 'PP2': PP2, 'EP2': EP2, 'TP2': TP2, 'PP_EP': PP_EP, 'UNTIED': UNTIED}
 _TABLES = tomllib.loads(Path(__file__).parents[1].joinpath('setups.toml').read_text('utf-8'))
 
