@@ -20,7 +20,7 @@ from tests.distributed.test_localized_recovery import BASE
 
 pytestmark = pytest.mark.timeout(900)
 
-FLAGS = [*BASE.split(), '--train-iters', '23']
+FLAGS = f'{BASE} --num-layers 2 --train-iters 23'.split()
 HANG_S = 8
 HELD = (11, 14, 17, 20)
 """Before these iterations all ranks wait; the loader blocks in the eighth."""
@@ -48,13 +48,11 @@ class Hangs:
         yield self.recovered
         yield from self.held(14)
         self.evict = False
-        self.stop(workers[2], 14)
-        yield lambda: self.noticed(SILENT) == 2
+        yield from self.stop_until_noticed(workers[2], 14)
         os.kill(workers[2].pid, signal.SIGCONT)
         yield self.recovered
         yield from self.held(17)
-        self.stop(workers[2], 17)
-        yield lambda: self.noticed(SILENT) == 3
+        yield from self.stop_until_noticed(workers[2], 17)
         self.zombies.append(workers[2])
         workers[2] = start(2, MOEVEMENT_NODE='spare')
         yield self.recovered
@@ -85,6 +83,11 @@ class Hangs:
         os.kill(worker.pid, signal.SIGSTOP)  # type: ignore[attr-defined]
         holding.file(self.job.directory, held).unlink()
 
+    def stop_until_noticed(self, worker: object, held: int) -> Iterator[Callable[[], bool]]:
+        before = self.noticed()
+        self.stop(worker, held)
+        yield lambda: self.noticed() > before
+
     def recovered(self) -> bool:
         """All ranks have, once more since this was true."""
         counts = [len(self.job.events_of(Recovered, rank)) for rank in range(self.job.ranks)]
@@ -93,10 +96,10 @@ class Hangs:
             return True
         return False
 
-    def noticed(self, what: str) -> int:
-        """How often rank 0 was told of a failure of which that is said."""
+    def noticed(self) -> int:
+        """How often rank 0 was told that rank 2 is silent."""
         found = self.job.events_of(FailureDetected, rank=0)
-        return sum(what in event.reason for event in found)
+        return sum(SILENT in event.reason for event in found)
 
     def rendezvous(self, rank: int) -> int:
         events = self.job.events_of(RecoveryPhase, rank)

@@ -21,7 +21,7 @@ from tests.distributed.test_localized_recovery import BASE
 pytestmark = pytest.mark.timeout(900)
 
 FLAGS = (
-    f'{BASE} --train-iters 27 --dataloader-type cyclic --hidden-dropout 0.1 '
+    f'{BASE} --num-layers 2 --train-iters 27 --dataloader-type cyclic --hidden-dropout 0.1 '
     '--eval-interval 4 --eval-iters 2'
 ).split()
 

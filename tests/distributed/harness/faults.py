@@ -26,6 +26,7 @@ SEALED = 'probes.sealing:seal_before_death'
 PERSISTED = 'probes.sealing:persist_before_death'
 STEPPED = 'probes.sealing:all_step_before_death'
 NOTHING = 'nothing is verified'
+_TIMEOUT_S = 850.0  # of minutes on a slow machine
 _SHOWN = 10
 """Maximum number of differing names in a message."""
 
@@ -110,7 +111,9 @@ def struck(
         assert -9 in job.run(fail_at=lost_at, mutation=mutation)
     before = job.attempts
     try:
-        restarts = job.survive(fail_at=fail_at(faults), mutation=mutation, **survive)
+        restarts = job.survive(
+            fail_at=fail_at(faults), mutation=mutation, timeout_s=_TIMEOUT_S, **survive
+        )
     except (RuntimeError, TimeoutError) as error:
         return [f'{error}', *wrong_recoveries(job, faults, before)]
     found = list(wrong_recoveries(job, faults, before))

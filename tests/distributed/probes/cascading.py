@@ -34,11 +34,11 @@ class Kill(NamedTuple):
 
 
 FAR_AND_NEAR = (
-    Kill(0, 38, Phase.FETCH, 3),
-    Kill(0, 44, Phase.CONVERT, 2),
-    Kill(0, 44, Phase.CATCH_UP, 3),
-    Kill(3, 50, Phase.REPLAYED, 1),
-    Kill(0, 56, Phase.CATCH_UP, 1),
+    Kill(0, 26, Phase.FETCH, 3),
+    Kill(0, 32, Phase.CONVERT, 2),
+    Kill(0, 32, Phase.CATCH_UP, 3),
+    Kill(3, 38, Phase.REPLAYED, 1),
+    Kill(0, 44, Phase.CATCH_UP, 1),
 )
 WITHOUT_END = tuple(
     Kill(0, 8, phase, 3, occurrence)
