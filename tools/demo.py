@@ -120,15 +120,13 @@ def run_demo(args: argparse.Namespace, console: Console) -> int:
     loads = [os.getloadavg()[0]]
     say(console, f'3. The same with --sparse-ckpt, which loses node-{LOST}', style='bold')
     with memory_directory('moevement-demo-') as memory:
-        more = sparse_flags(memory, RUN_ID, args.window, output / _DISTURBED / 'events')
+        flags += sparse_flags(memory, RUN_ID, args.window, output / _DISTURBED / 'events')
+        launch = launch._replace(folder=output / _DISTURBED, flags=flags)
         disturbed = train(
-            launch._replace(
-                folder=output / _DISTURBED, flags=[*flags, *more], max_restarts=_MAX_RESTARTS,
-                spares=WORKERS_PER_NODE,
-            ),
+            launch._replace(max_restarts=_MAX_RESTARTS, spares=WORKERS_PER_NODE),
             lambda job: follow(job, args.iterations, console, args.kill_after),
             memory=memory / RUN_ID,
-        )  # fmt: skip
+        )
     loads.append(os.getloadavg()[0])
     if disturbed.hurt_at is None:
         raise LabError(

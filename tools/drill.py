@@ -37,7 +37,7 @@ from .lab.evidence import kind_of, problems
 from .lab.following import read_events
 from .lab.history import History
 from .lab.job import DIGEST
-from .lab.launch import PROGRAM, ROOT
+from .lab.launch import PROGRAM, ROOT, as_flags
 from .lab.programs import LabError, program, run_tool, split_at_end
 from .lab.tables import say
 from .lab.trainer_flags import groups, trainer_parser
@@ -45,18 +45,16 @@ from .status import failure_table
 
 _DELETED_S = 120.0
 _EVENTS = 'events'
-_LEFT_OUT = {
-    # The drill neither loads checkpoints of the real run nor writes any.
-    '--save', '--load', '--save-interval', '--save-retain-interval',
-    '--non-persistent-save-interval',
-    '--non-persistent-ckpt-type', '--non-persistent-global-ckpt-dir',
-    '--non-persistent-local-ckpt-dir', '--pretrained-checkpoint', '--ckpt-step', '--finetune',
-    '--async-save', '--exit-interval', '--exit-duration-in-mins', '--exit-signal-handler',
-    '--tensorboard-dir', '--wandb-project', '--wandb-exp-name', '--wandb-save-dir',
-    '--sparse-ckpt', '--sparse-ckpt-run-id', '--sparse-ckpt-events', '--sparse-ckpt-metrics',
-    '--sparse-ckpt-digest', '--log-interval', '--train-iters',
-    '--sparse-ckpt-store',  # it serves one run; each job of the drill uses its launcher's store
-}  # fmt: skip
+# The drill neither loads checkpoints of the real run nor writes any. A store serves one run: each
+# job of the drill uses its launcher's.
+_LEFT_OUT = """
+    --save --load --save-interval --save-retain-interval --non-persistent-save-interval
+    --non-persistent-ckpt-type --non-persistent-global-ckpt-dir --non-persistent-local-ckpt-dir
+    --pretrained-checkpoint --ckpt-step --finetune --async-save --exit-interval
+    --exit-duration-in-mins --exit-signal-handler --tensorboard-dir --wandb-project --wandb-exp-name
+    --wandb-save-dir --sparse-ckpt --sparse-ckpt-run-id --sparse-ckpt-events --sparse-ckpt-metrics
+    --sparse-ckpt-digest --sparse-ckpt-store --log-interval --train-iters
+""".split()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -147,17 +145,20 @@ def drill_flags(given: Sequence[str], iterations: int, run_id: str, folder: Path
         raise LabError('--train-samples: give a drill --train-iters, and schedules in iterations')
     if value_of(given, '--sparse-ckpt-verify') == 'off':
         raise LabError('--sparse-ckpt-verify off: a drill must verify; leave it out')
-    kept = ([flag, *values] if flag else values
-            for flag, values in groups(given) if flag not in _LEFT_OUT)  # fmt: skip
-    flags = [word for words in kept for word in words]
+    flags: list[str] = []
+    for flag, values in groups(given):
+        if flag not in _LEFT_OUT:
+            flags += [flag, *values] if flag else values
     whole = last_value(given, '--train-iters')
-    if whole is not None and '--lr-decay-iters' not in names:
-        flags += ['--lr-decay-iters', whole]
-    return [
-        *flags, '--train-iters', str(iterations), '--log-interval', '1',
-        '--sparse-ckpt', '--sparse-ckpt-run-id', run_id,
-        '--sparse-ckpt-events', str(folder / _EVENTS), '--sparse-ckpt-digest', str(folder / DIGEST),
-    ]  # fmt: skip
+    return flags + as_flags(
+        lr_decay_iters=None if '--lr-decay-iters' in names else whole,
+        train_iters=iterations,
+        log_interval=1,
+        sparse_ckpt=True,
+        sparse_ckpt_run_id=run_id,
+        sparse_ckpt_events=folder / _EVENTS,
+        sparse_ckpt_digest=folder / DIGEST,
+    )
 
 
 def _run(command: Sequence[str]) -> int:

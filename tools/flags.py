@@ -39,9 +39,8 @@ _DEFAULT = re.compile(r' ?Default: (.*)\.$')
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return write_pages('flags', __doc__, argv, {
-        DOCUMENT: document, API: lambda: with_fields(API.read_text('utf-8')),
-    })  # fmt: skip
+    pages = {DOCUMENT: document, API: lambda: with_fields(API.read_text('utf-8'))}
+    return write_pages('flags', __doc__, argv, pages)
 
 
 def write_pages(
@@ -60,13 +59,10 @@ def write_pages(
 
 
 def document() -> str:
-    known = {row[0]: row for row in rows()}
-    groups = (
-        f'## {title}\n\n' + markdown(
-            ('Flag', 'Default', 'Meaning'),
-            (known.pop(f'`--sparse-ckpt{name and "-"}{name}`') for name in names))
-        for title, names in _TEXTS['groups'].items()
-    )  # fmt: skip
+    known, groups = {row[0]: row for row in rows()}, []
+    for title, names in _TEXTS['groups'].items():
+        listed = (known.pop(f'`--sparse-ckpt{name and "-"}{name}`') for name in names)
+        groups.append(f'## {title}\n\n{markdown(("Flag", "Default", "Meaning"), listed)}')
     page = _TEXTS['head'] + '\n'.join(groups)
     assert not known, f'flags.toml: no group has {", ".join(known)}'
     went = [(f'`--sparse-ckpt-{name}`', decides) for name, decides in _TEXTS['went'].items()]

@@ -128,10 +128,8 @@ _DEAD_WINDOWS = 10
 _LATE_S, _DEAD_S = 60.0, 600.0  # minimum: other hosts see events some seconds late
 _STYLES = 'bold green', 'bold yellow', 'bold red'  # by health
 _PAGE_WIDTH = 120
-_OF_FAILURE = (
-    'start', 'end', 'scope', 'reasons', 'replaced', 'replayed', 'verified', 'differing', 'phases'
-)  # fmt: skip
-_OF_SLOW = ('slow', 'node', 'ratio', 'iterations')
+_OF_FAILURE = 'start end scope reasons replaced replayed verified differing phases'.split()
+_OF_SLOW = 'slow node ratio iterations'.split()
 _BARE: dict[str, Any] = {'title_justify': 'left', 'box': None, 'pad_edge': False}
 
 
@@ -143,11 +141,9 @@ def show(history: History, now: float) -> Group:
         parts.append(failure_table(history, now))
     reduced = history.reduced
     if reduced:
-        newest = reduced[-1]
-        parts.append(Text(
-            f'times that protection was reduced: {len(reduced)}, last '
-            f'{duration(now - newest.time)} ago on rank {newest.rank}: {newest.reason}', 'yellow',
-        ))  # fmt: skip
+        newest, times = reduced[-1], f'times that protection was reduced: {len(reduced)}'
+        last = f'last {duration(now - newest.time)} ago on rank {newest.rank}: {newest.reason}'
+        parts.append(Text(f'{times}, {last}', 'yellow'))
     return Group(*parts)
 
 
@@ -298,14 +294,12 @@ def _stages(history: History) -> Table:
     words = [f'>{doing.split(" ")[0]}' for doing in present]
     rows = []
     for stage, ranks in history.by_stage(history.members):
+        name = 'all' if stage is None else str(stage)
         doing = Counter(history.doing[rank] for rank in ranks)
+        cells = (str(doing[one] or '') for one in present)
         newest = [history.by_rank[rank][-1].iteration for rank in ranks]
-        least, greatest = min(newest), max(newest)
-        rows.append((
-            'all' if stage is None else str(stage), _hosts(history, ranks), str(len(ranks)),
-            *(str(doing[one] or '') for one in present),
-            str(least) if least == greatest else f'{least} to {greatest}',
-        ))  # fmt: skip
+        iterations = ' to '.join(map(str, sorted({min(newest), max(newest)})))
+        rows.append((name, _hosts(history, ranks), str(len(ranks)), *cells, iterations))
     return table(('>stage', 'hosts', '>ranks', *words, '>iteration'), rows, title='Stages', **_BARE)
 
 
@@ -318,15 +312,11 @@ def _hosts(history: History, ranks: list[int]) -> str:
 def failure_table(history: History, now: float) -> Table:
     """The newest failures and how the job came back from each."""
     columns = ('>!at', 'came back', '>replaced', '>replayed', '>verified', '>differ', '>!away')
-    newest = history.episodes[-_RECOVERIES:]
-    rows = (
-        (
-            clock(one.start), one.scope,
-            ' '.join(map(str, one.replaced)) or '–', str(one.replayed), str(one.verified),
-            str(len(one.differing)), duration(one.away_s(now)),
-        )
-        for one in newest
-    )  # fmt: skip
+    newest, rows = history.episodes[-_RECOVERIES:], []
+    for one in newest:
+        replaced = ' '.join(map(str, one.replaced)) or '–'
+        counts = map(str, (one.replayed, one.verified, len(one.differing)))
+        rows.append((clock(one.start), one.scope, replaced, *counts, duration(one.away_s(now))))
     styles = ['bold red' if one.differing else None for one in newest]
     title = f'Newest of {len(history.episodes)} failures'
     return table(columns, rows, styles, title=title, **_BARE)

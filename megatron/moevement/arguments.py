@@ -148,10 +148,11 @@ def config_from_args(args: 'UpstreamArguments') -> SparseCheckpointConfig:
     Raises:
         ConfigurationError: a value breaks a rule.
     """
-    given = {name.removeprefix('sparse_ckpt_'): value for name, value in vars(args).items()
-             if name.startswith('sparse_ckpt_')}  # fmt: skip
-    known = {field.name for field in fields(SparseCheckpointConfig)} & given.keys()
-    return SparseCheckpointConfig(**{name: given[name] for name in known})
+    given = vars(args)
+    keys = {field.name: f'sparse_ckpt_{field.name}' for field in fields(SparseCheckpointConfig)}
+    return SparseCheckpointConfig(
+        **{name: given[key] for name, key in keys.items() if key in given}
+    )
 
 
 def let_slots_have_any_experts() -> None:

@@ -114,9 +114,14 @@ class OtherLayouts:
         if self._shelf is None or not self.candidates or trainer.resharding is None:
             return None
         picking = Assembly(
-            self._rank, self._shelf, self._elsewhere, memory, trainer.operators, trainer.resharding,
+            self._rank,
+            self._shelf,
+            self._elsewhere,
+            memory,
+            trainer.operators,
+            trainer.resharding,
             own.history,
-        )  # fmt: skip
+        )
         conversion = picking.obtain(_newest(own))
         if conversion is None and not own.candidates:
             reason = 'no window of another layout could be put together'

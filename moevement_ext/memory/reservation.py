@@ -60,11 +60,9 @@ class ReservedPages:
         self.remove()
         left, needed = memory_left(), sum(sizes)
         if left is not None and needed > left.nbytes:
-            logger.warning(
-                'no pages are reserved for ranks that may start here: they take %s, and the memory '
-                'limit (%s) leaves %s',
-                gib(needed), left.cgroup or 'MemAvailable', gib(left.nbytes),
-            )  # fmt: skip
+            limit = f'the memory limit ({left.cgroup or "MemAvailable"}) leaves {gib(left.nbytes)}'
+            what = 'no pages are reserved for ranks that may start here: they take %s, and %s'
+            logger.warning(what, gib(needed), limit)
             return
         try:
             private_file.make_directories(self._root, self.path)

@@ -35,7 +35,7 @@ from ..lab.cpu_clock import CpuClock, file_bytes
 from ..lab.evidence import kind_of
 from ..lab.history import Pace
 from ..lab.job import Job, Trained, memory_directory, train
-from ..lab.launch import PROGRAM, ROOT, Launch, Launcher
+from ..lab.launch import PROGRAM, ROOT, Launch, Launcher, as_flags
 from ..lab.models import dense_flags, sparse_flags
 from ..lab.presets import NODES
 from ..lab.programs import LabError
@@ -246,17 +246,16 @@ class OverheadBench(Bench):
     def protection(self, variant: str, memory: Path, checkpoints: Path) -> list[str]:
         """Flags of a way to protect a run, except the folder of events."""
         sparse = sparse_flags(memory, presets.RUN_ID, self.args.window)
+        # The next window is copied as soon as all ranks have copied the one before.
+        disk = as_flags(sparse_ckpt_disk=checkpoints, sparse_ckpt_disk_every=1)
         flags = {
             SPARSE: sparse,
             AGAINST: sparse,
-            # The next window is copied as soon as all ranks have copied the one before.
-            DISK: [
-                *sparse, '--sparse-ckpt-disk', str(checkpoints), '--sparse-ckpt-disk-every', '1',
-            ],
+            DISK: [*sparse, *disk],
             DENSE_IN_MEMORY: sparse_flags(memory, presets.RUN_ID, 1),
             SYNC: dense_flags(checkpoints, 1, asynchronous=False),
             ASYNC: dense_flags(checkpoints, 1, asynchronous=True),
-        }  # fmt: skip
+        }
         return flags.get(variant, [])
 
     def different(self, rounds: Sequence[Mapping[str, Run]]) -> list[str]:

@@ -57,9 +57,12 @@ def start(way: str, launch: Launch) -> Start:
     output, began = launch.folder / 'output.log', time.monotonic()
     with output.open('wb') as log:
         launcher = psutil.Popen(
-            [*command, *launch.program()], env=launch.environment(),
-            stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
+            [*command, *launch.program()],
+            env=launch.environment(),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
     try:
         while not _FIRST.search(text := output.read_text(errors='replace')):
             if launcher.poll() is not None:

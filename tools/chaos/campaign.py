@@ -69,10 +69,14 @@ class Campaign:
         say(self.console, f'job {number}: {configuration}')
         kinds = [kind for kind in self.args.kinds if kind in configuration.kinds()] or [Kind.KILL]
         faults = draw_faults(
-            self.args.seed, min(self._left(), self.faults_per_job), kinds,
-            configuration.nodes, configuration.workers_per_node, job=number,
+            self.args.seed,
+            min(self._left(), self.faults_per_job),
+            kinds,
+            configuration.nodes,
+            configuration.workers_per_node,
+            job=number,
             most_away=configuration.replicas,
-        )  # fmt: skip
+        )
         began, last = time.time(), self._iterations(configuration)
         done, lost, failed, identical = list[FaultRecord](), list[str](), '', False
 
@@ -102,9 +106,14 @@ class Campaign:
         for death in lost:
             say(self.console, f'job {number}: survivor lost: {death}')
         return JobDone(
-            number=number, configuration=drawn, what=str(configuration), faults=done,
-            identical=identical, survivors_lost=lost, failed=failed,
-        )  # fmt: skip
+            number=number,
+            configuration=drawn,
+            what=str(configuration),
+            faults=done,
+            identical=identical,
+            survivors_lost=lost,
+            failed=failed,
+        )
 
     def _compare(self, reference: StateDigest, digest: StateDigest, number: int) -> bool:
         different = compare(self.console, reference, digest)

@@ -13,7 +13,7 @@ from moevement_ext.config import REPORT, STOP
 
 from ..lab import models, precisions
 from ..lab.job import Kind
-from ..lab.launch import PROGRAM, Launch, Launcher
+from ..lab.launch import PROGRAM, Launch, Launcher, as_flags
 
 RUN_ID = 'chaos'
 
@@ -32,8 +32,10 @@ _FLAGS = {
     **precisions.FLAGS,
     # The scale grows every second step, so that many steps overflow and are skipped.
     'skips': '--initial-loss-scale 2048 --loss-scale-window 2 --hysteresis 1',
-    'first': SAMPLES, 'then': _RAMP_TO, 'tokens': _RAMP_SAMPLES * SEQUENCE,
-}  # fmt: skip
+    'first': SAMPLES,
+    'then': _RAMP_TO,
+    'tokens': _RAMP_SAMPLES * SEQUENCE,
+}
 
 
 class _Decks(msgspec.Struct, forbid_unknown_fields=True):
@@ -43,6 +45,7 @@ class _Decks(msgspec.Struct, forbid_unknown_fields=True):
     without_spares: list[tuple[str, str, str]]
     precisions: dict[str, str]
     features: dict[str, tuple[str, str]]
+    faults: dict[Kind, int]
 
 
 _DECKS = msgspec.toml.decode(
@@ -50,6 +53,7 @@ _DECKS = msgspec.toml.decode(
 )
 FEATURES = tuple(_DECKS.features)
 WITHOUT_SPARES = _DECKS.without_spares
+FAULTS = _DECKS.faults
 _SAVES = SAVE, ASYNC_SAVE = 'dense-save', 'async-save'
 RAMP_UP = 'ramp-up'
 BF16 = 'bf16-distributed'
@@ -146,10 +150,17 @@ class Configuration(NamedTuple):
         narrow = self.precision in NARROW
         program = precisions.program(stand_ins=not self.share_gpu) if narrow else PROGRAM
         return Launch(
-            folder, flags, self.nodes, self.workers_per_node, max_restarts,
-            self.spares if max_restarts else 0, settings=_RESTLESS if self.window == AUTO else '',
-            share_gpu=self.share_gpu, guests=self.guests, program_file=program,
-        )  # fmt: skip
+            folder,
+            flags,
+            nodes=self.nodes,
+            workers_per_node=self.workers_per_node,
+            max_restarts=max_restarts,
+            spares=self.spares if max_restarts else 0,
+            settings=_RESTLESS if self.window == AUTO else '',
+            share_gpu=self.share_gpu,
+            guests=self.guests,
+            program_file=program,
+        )
 
     def kinds(self) -> list[Kind]:
         # A new launcher has all nodes; ranks whose peers compute for them load no data.
@@ -165,9 +176,8 @@ class Configuration(NamedTuple):
         return max(2 * self.hang_timeout_s, writers_s)
 
     def training_flags(self, data: Path, iterations: int, folder: Path) -> list[str]:
-        words = [_DECKS.precisions[self.precision]]
-        words += [on if name in self.features else off
-                  for name, (on, off) in _DECKS.features.items()]  # fmt: skip
+        features = (both[name not in self.features] for name, both in _DECKS.features.items())
+        words = [_DECKS.precisions[self.precision], *features]
         return [
             *COMMON_FLAGS,
             *' '.join(words).format(run=folder, **_FLAGS).split(),
@@ -178,16 +188,16 @@ class Configuration(NamedTuple):
         ]
 
     def sparse_flags(self, memory: Path, folder: Path) -> list[str]:
-        flags = models.sparse_flags(memory, RUN_ID, self.window, folder / 'events')
-        flags += ['--sparse-ckpt-replicas', str(self.replicas), '--sparse-ckpt-verify', self.verify]
-        flags += ['--sparse-ckpt-recovery', self.recovery]
-        flags += ['--sparse-ckpt-hang-timeout', str(self.hang_timeout_s)]
-        flags += ['--sparse-ckpt-stuck-timeout', str(self._stuck_timeout_s)]
-        if self.disk:
-            disk = folder.with_name(f'{folder.name}-disk')
-            flags += ['--sparse-ckpt-disk', str(disk)]
-            flags += ['--sparse-ckpt-disk-every', str(LONGEST_WINDOW)]
-        return flags
+        own = as_flags(
+            sparse_ckpt_replicas=self.replicas,
+            sparse_ckpt_verify=self.verify,
+            sparse_ckpt_recovery=self.recovery,
+            sparse_ckpt_hang_timeout=self.hang_timeout_s,
+            sparse_ckpt_stuck_timeout=self._stuck_timeout_s,
+            sparse_ckpt_disk=folder.with_name(f'{folder.name}-disk') if self.disk else None,
+            sparse_ckpt_disk_every=LONGEST_WINDOW if self.disk else None,
+        )
+        return [*models.sparse_flags(memory, RUN_ID, self.window, folder / 'events'), *own]
 
     def _length(self, iterations: int) -> str:
         """Flags for the length: in samples if the batch grows, as upstream requires."""
@@ -239,11 +249,13 @@ def draw_configuration(
     if replaced is not None:
         precision, layout = replaced, _layout_for(replaced, layout)
     save = deal('save', *[SAVE] * 3, *[ASYNC_SAVE] * 2, *[None] * 5)
+    without = _NOT_NARROW if replaced else ()
     features = [
-        one for one in FEATURES
+        one
+        for one in FEATURES
         if (one == save if one in _SAVES else chosen(one) and _allowed(one, layout))
-        and not (replaced and one in _NOT_NARROW)
-    ]  # fmt: skip
+        and one not in without
+    ]
     launcher = Launcher.TORCHRUN if chosen('launcher', 1) else Launcher.LOCAL
     nodes = layout.ranks
     if launcher is Launcher.LOCAL and nodes >= 4:
@@ -268,9 +280,15 @@ def draw_without_spares(seed: int, number: int) -> Configuration:
     layout, precision, recovery = shuffled[number % len(shuffled)]
     rng = random.Random(f'{seed} without spares {number}')
     return Configuration(
-        parse_layout(layout), precision, ('dropout',), rng.randint(1, LONGEST_WINDOW), nodes=4,
-        replicas=rng.randint(1, 2), guests=True, recovery=recovery,
-    )  # fmt: skip
+        layout=parse_layout(layout),
+        precision=precision,
+        features=('dropout',),
+        window=rng.randint(1, LONGEST_WINDOW),
+        nodes=4,
+        replicas=rng.randint(1, 2),
+        guests=True,
+        recovery=recovery,
+    )
 
 
 def _layout_for(precision: str, layout: Layout) -> Layout:

@@ -6,11 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from ..lab.job import Kind
+from .configuration import FAULTS
 
-_DECK = {
-    Kind.KILL: 5, Kind.STOP: 1, Kind.NODE: 2, Kind.DOUBLE: 2, Kind.STUCK: 1, Kind.WHOLE: 1,
-    Kind.JOB: 1, Kind.AGENT: 2, Kind.AWAY: 4, Kind.BACK: 3, Kind.COORDINATOR: 2, Kind.STILL: 1,
-}  # fmt: skip
 _LATEST_ITERATIONS = 8
 _AT_ONCE = 0.25
 _APART_S = 2.5
@@ -74,7 +71,7 @@ def draw_window(seed: int, job: int, longest: int) -> int:
 
 def _kinds(rng: random.Random, kinds: Sequence[Kind]) -> Iterator[Kind]:
     while True:
-        deck = [kind for kind in kinds for _ in range(_DECK[kind])]
+        deck = [kind for kind in kinds for _ in range(FAULTS[kind])]
         rng.shuffle(deck)
         yield from deck
 

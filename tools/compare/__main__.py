@@ -21,7 +21,6 @@ Exit status: 0 done, 1 a row that promises equal bits ended with other bits, 2 n
 """
 
 import argparse
-import itertools
 import math
 import os
 import sys
@@ -90,12 +89,19 @@ class CompareBench(Bench):
     def __init__(self, args: argparse.Namespace, output: Path, data: Path) -> None:
         super().__init__(args, output, data)
         # At most twelve evaluations, most of them in iterations without a dense checkpoint.
-        apart = (n for n in itertools.count(args.iterations // 12 + 1)
-                 if math.gcd(n, args.interval) == 1)  # fmt: skip
+        evaluate = args.iterations // 12 + 1
+        while math.gcd(evaluate, args.interval) > 1:
+            evaluate += 1
         self._course = Course(
-            data, output, args.iterations, _INTERVALS_OF_WARM_UP * args.interval, next(apart),
-            args.interval, args.window, args.quick,
-        )  # fmt: skip
+            data,
+            output,
+            iterations=args.iterations,
+            warm_up=_INTERVALS_OF_WARM_UP * args.interval,
+            evaluate=evaluate,
+            interval=args.interval,
+            window=args.window,
+            fork=args.quick,
+        )
         self._plain: dict[tuple[int, bool], Lived] = {}
         """Plain Megatron, by round, and whether optimizers are copies."""
         self._loads: list[float] = []
@@ -143,15 +149,14 @@ class CompareBench(Bench):
 
     def notes(self, report: Report) -> Iterator[str]:
         course = self._course
-        faults = ', '.join(f'{one.kind} of rank {one.rank} at {one.at_s:.1f} s'
-                           for one in course.faults)  # fmt: skip
+        faults = (f'{one.kind} of rank {one.rank} at {one.at_s:.1f} s' for one in course.faults)
         logs = (one.trained.log for (_, copies), one in self._plain.items() if not copies)
         yield (
             f'{RANKS} ranks on {RANKS} emulated nodes, {course.iterations} iterations, of '
             f'{", ".join(f"{pace_s(log):.2f}" for log in logs)} s in plain Megatron; load '
             f'{", ".join(f"{load:.1f}" for load in self._loads)} at the start of each round.'
         )
-        yield f'Measured from iteration {course.warm_up} on; seconds after it: {faults}.'
+        yield f'Measured from iteration {course.warm_up} on; seconds after it: {", ".join(faults)}.'
         yield (
             f'Copies to host memory are limited to {1000 * course.copy_gb_per_s:.4g} MB/s, sends '
             f'of windows to {1000 * course.network_gb_per_s:.4g} MB/s a rank, but not in rows '
@@ -180,18 +185,17 @@ class CompareBench(Bench):
             return
         with picture(args.plot / PICTURE, figsize=(9, 1.2 + 0.42 * len(report.ways))) as axes:
             axes.set_title('Goodput over the trace of failures')
-            subtitle(axes, f'share of each {_BIN_S:g} s in iterations that were kept; violet: '
-                     'loses updates; red: a failure')  # fmt: skip
+            kept = f'share of each {_BIN_S:g} s in iterations that were kept'
+            subtitle(axes, f'{kept}; violet: loses updates; red: a failure')
             ways = dict(sorted(report.ways.items(), key=lambda one: ROWS[one[0]].lossy))
             for place, (name, way) in enumerate(ways.items()):
                 color = PALETTE[1] if ROWS[name].lossy else OWN
                 last = next(one[name] for one in reversed(report.rounds) if name in one)
+                style = {'height': 0.7, 'color': color, 'linewidth': 0}
                 for number, share in enumerate(goodput(last.curves, last.iteration_s, _BIN_S)):
-                    axes.barh(place, _BIN_S, left=number * _BIN_S, height=0.7, color=color,
-                              alpha=float(min(max(share, 0.02), 1)), linewidth=0)  # fmt: skip
-                for seconds in last.curves.faults:
-                    axes.plot([seconds] * 2, [place - 0.42, place + 0.42], color=FAILURE,
-                              linewidth=2)  # fmt: skip
+                    alpha = float(min(max(share, 0.02), 1))
+                    axes.barh(place, _BIN_S, left=number * _BIN_S, alpha=alpha, **style)
+                axes.vlines(last.curves.faults, place - 0.42, place + 0.42, FAILURE, linewidth=2)
                 ettr = f'{way.figures["ettr"].median:.2f}'
                 axes.text(last.curves.kept[-1] + _BIN_S, place, ettr, va='center', color=MUTED)
             axes.set_yticks(range(len(ways)), [way.title for way in ways.values()])

@@ -21,7 +21,6 @@ import os
 import shutil
 import signal
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -50,38 +49,34 @@ _FIRST, _KILL_AFTER, _ITERATIONS, _VICTIM = 4, 12, 40, 1
 class Elastic(Agents):
     """torchrun with the c10d rendezvous: the static rendezvous keeps dead addresses in its store.
 
-    Args:
-        module: the module that starts the workers.
-        more: further flags of the module.
-        launch: parameters of the job.
+    All nodes share one agent.
     """
 
-    def __init__(self, module: str, more: Sequence[str], launch: Launch) -> None:
-        super().__init__(launch)
-        self._module, self._more = module, more
+    def _rendezvous(self, node: int, port: int) -> dict[str, object]:
+        return {
+            'nnodes': 1,
+            'rdzv_backend': 'c10d',
+            'rdzv_endpoint': f'127.0.0.1:{port}',
+            'rdzv_id': 'compare',
+            'monitor_interval': 0.1,
+        }
 
-    def command(self, node: int, port: int) -> list[str]:
-        launch = self._launch
-        return [
-            sys.executable, '-m', self._module,
-            '--nnodes', '1', '--nproc-per-node', str(launch.workers_per_node),
-            '--rdzv-backend', 'c10d', '--rdzv-endpoint', f'127.0.0.1:{port}',
-            '--rdzv-id', 'compare', '--max-restarts', str(launch.max_restarts),
-            '--monitor-interval', '0.1', *self._more,
-            '--log-dir', str(launch.folder / 'workers'), '--tee', '3',
-            *launch.program(),
-        ]  # fmt: skip
+
+class InJob(Elastic):
+    """It restarts workers within the job."""
+
+    MODULE = 'nvidia_resiliency_ext.fault_tolerance.launcher'
+
+    def _rendezvous(self, node: int, port: int) -> dict[str, object]:
+        return super()._rendezvous(node, port) | {'ft_ignore_missing_cfg': True}
 
 
 ELASTIC, IN_JOB = 'elastic', 'in-job'
 _LAUNCHERS: dict[str, Launcher | Callable[[Launch], Agents]] = {
     'local': Launcher.LOCAL,
     'torchrun': Launcher.TORCHRUN,
-    ELASTIC: partial(Elastic, 'torch.distributed.run', ()),
-    # It restarts workers within the job.
-    IN_JOB: partial(
-        Elastic, 'nvidia_resiliency_ext.fault_tolerance.launcher', ('--ft-ignore-missing-cfg',)
-    ),
+    ELASTIC: Elastic,
+    IN_JOB: InJob,
 }
 
 
@@ -117,9 +112,15 @@ class PeerRow(msgspec.Struct, frozen=True):
             variables['PYTHONPATH'] = os.pathsep.join(filter(None, modules))
         own = [one.format(**filled_in) for one in self.flags.split()]
         return Launch(
-            folder, [*flags, *own], self.nodes, RANKS // self.nodes, 10, self.spares, variables,
+            folder,
+            [*flags, *own],
+            nodes=self.nodes,
+            workers_per_node=RANKS // self.nodes,
+            max_restarts=10,
+            spares=self.spares,
+            variables=variables,
             program_file=trainer.__file__,
-        )  # fmt: skip
+        )
 
 
 class _Peers(msgspec.Struct):
@@ -285,9 +286,8 @@ class PeersBench(Bench):
         return compared(ran, trained, *self._plain[row.replicas_of_data], running.starts(folder))
 
     def different(self, rounds: Sequence[Mapping[str, PeerRun]]) -> list[str]:
-        return sorted({
-            way for one in rounds for way, run in one.items() if PEERS[way].ours and run.different
-        })  # fmt: skip
+        runs = (run for one in rounds for run in one.items())
+        return sorted({way for way, run in runs if PEERS[way].ours and run.different})
 
     def notes(self, report: Report) -> Iterator[str]:
         yield f'{RANKS} ranks, {len(report.rounds)} rounds; iteration and CPU: over plain Megatron.'

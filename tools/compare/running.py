@@ -114,11 +114,9 @@ class Course(NamedTuple):
             memory_directory('moevement-compare-') as memory,
             TemporaryDirectory(prefix='disk-', dir=self.output) as disk,
         ):
-            own = row.training_flags(
-                folder, memory, self.interval,
-                window=self.window, mtbf_s=self.mtbf_s, network_gb_per_s=self.network_gb_per_s,
-                disk=disk,
-            )  # fmt: skip
+            limits = {'mtbf_s': self.mtbf_s, 'network_gb_per_s': self.network_gb_per_s}
+            filled_in = {'window': self.window, 'disk': disk, **limits}
+            own = row.training_flags(folder, memory, self.interval, **filled_in)
             flags = [*self.training_flags(row.copies), *own]
             limit = {trainer.COPY_GB_PER_S: f'{self.copy_gb_per_s:g}'}
             launch = self._launch(folder, flags, row.spares, limit if row.throttled else {})
@@ -146,9 +144,15 @@ class Course(NamedTuple):
     ) -> Launch:
         variables = {**(limit or {}), **({trainer.FORK: '1'} if self.fork else {})}
         return Launch(
-            folder, flags, RANKS, 1, _MAX_RESTARTS, max(spares, int(self.fork)), variables,
+            folder,
+            flags,
+            nodes=RANKS,
+            workers_per_node=1,
+            max_restarts=_MAX_RESTARTS,
+            spares=max(spares, int(self.fork)),
+            variables=variables,
             program_file=trainer.__file__,
-        )  # fmt: skip
+        )
 
 
 def draw_faults(

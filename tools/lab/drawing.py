@@ -58,6 +58,4 @@ def picture(target: Path, **subplots: Any) -> Iterator[Any]:
 def subtitle(axes: Any, text: str) -> None:
     """Add a line between the axes and the title, which moves up."""
     axes.set_title(axes.get_title(loc='left'), loc='left', pad=22)
-    axes.annotate(
-        text, (0, 1), (0, 6), 'axes fraction', textcoords='offset points', color=MUTED
-    )  # fmt: skip
+    axes.annotate(text, (0, 1), (0, 6), 'axes fraction', textcoords='offset points', color=MUTED)

@@ -43,8 +43,8 @@ def require(holds: bool, field: str, value: object, rule: str) -> None:
 
 def parser_of(kind: Any) -> Callable[[str], Any]:
     """A type of argparse that converts a text to a type with a rule, or to an optional one."""
-    rules = [one.description for part in (kind, *get_args(kind)) for one in get_args(part)
-             if isinstance(one, Meta)]  # fmt: skip
+    parts = (one for part in (kind, *get_args(kind)) for one in get_args(part))
+    rules = [one.description for one in parts if isinstance(one, Meta)]
 
     def parse(text: str) -> Any:
         try:

@@ -148,10 +148,9 @@ class Episode:
         """Seconds by phase on the slowest rank; includes the start of its process if it is new."""
         if self.slowest is None:
             return {}
-        started = {event.rank: event.time - self.start
-                   for event in kind_of(self.events, WorkerStarted)}  # fmt: skip
-        new = self.slowest.rank in started
-        return ({PROCESS_START: started[self.slowest.rank]} if new else {}) | self.slowest.seconds
+        started = {event.rank: event.time for event in kind_of(self.events, WorkerStarted)}
+        at = started.get(self.slowest.rank)
+        return ({} if at is None else {PROCESS_START: at - self.start}) | self.slowest.seconds
 
 
 class History:
@@ -272,9 +271,11 @@ class History:
     @cached_property
     def trained_from(self) -> float:
         """Time when the last rank was set up for the first time."""
-        first = (next((s.start for s in self.spans[rank] if s.doing is Doing.TRAINING), self.end)
-                 for rank in self.members)  # fmt: skip
-        return max(first)
+        trained = (
+            (span.start for span in self.spans[rank] if span.doing is Doing.TRAINING)
+            for rank in self.members
+        )
+        return max(next(starts, self.end) for starts in trained)
 
     @cached_property
     def episodes(self) -> list[Episode]:
@@ -304,12 +305,15 @@ class History:
 
     def _is_one(self, before: Sequence[float], after: Sequence[float]) -> bool:
         """True if ranks report the same recovery in both periods, as clocks of hosts differ."""
-        reports = kind_of(self.events, Recovered)
+        reports = [one for one in kind_of(self.events, Recovered) if one.target is not None]
         first, second = (
-            {event.rank: (event.target, event.replacements) for event in reports
-             if start <= event.time <= end and event.target is not None}
+            {
+                one.rank: (one.target, one.replacements)
+                for one in reports
+                if start <= one.time <= end
+            }
             for start, end in (before, after)
-        )  # fmt: skip
+        )
         same = any(report in first.values() for report in second.values())
         return same and not first.keys() & second.keys()
 

@@ -166,6 +166,16 @@ class Launched:
             launcher.wait()
 
 
+def as_flags(**values: object) -> list[str]:
+    """`--name value` of each value, with hyphens; True: only the name; False or None: neither."""
+    words: list[str] = []
+    for name, value in values.items():
+        if value is not None and value is not False:
+            own = [] if value is True else [str(value)]
+            words += [f'--{name.replace("_", "-")}', *own]
+    return words
+
+
 def node_name(node: int) -> str:
     """Name of an emulated node, as used for the folder of its host memory."""
     return f'node{node}'

@@ -16,7 +16,7 @@ from moevement_ext.launch.launcher_events import (
 )
 
 from .following import FollowedFile
-from .launch import PACKAGE, Death, Launch, Launched
+from .launch import PACKAGE, Death, Launch, Launched, as_flags
 
 _LAUNCHER, _UNSPARED = 'moevement_ext.launch.command_line', f'{PACKAGE}.lab.unspared'
 _TAIL_LINES = 12
@@ -42,16 +42,17 @@ class LocalCluster(Launched):
 
     def command(self) -> list[str]:
         launch = self._launch
-        return [
-            sys.executable, '-m', _UNSPARED if launch.guests else _LAUNCHER,
-            '--nodes', str(launch.nodes),
-            '--workers-per-node', str(launch.workers_per_node),
-            '--spares', str(launch.spares),
-            '--max-restarts', str(launch.max_restarts),
-            *(['--share-gpu'] if launch.share_gpu else []),
-            *(['--when-no-spare', 'guests'] if launch.guests else []),
-            '--log-dir', str(launch.logs), '--', *launch.program(),
-        ]  # fmt: skip
+        flags = as_flags(
+            nodes=launch.nodes,
+            workers_per_node=launch.workers_per_node,
+            spares=launch.spares,
+            max_restarts=launch.max_restarts,
+            share_gpu=launch.share_gpu,
+            when_no_spare='guests' if launch.guests else None,
+            log_dir=launch.logs,
+        )
+        module = _UNSPARED if launch.guests else _LAUNCHER
+        return [sys.executable, '-m', module, *flags, '--', *launch.program()]
 
     def log_of(self, rank: int) -> Path:
         return self._launch.logs / f'rank{rank}.log'

@@ -12,12 +12,15 @@ from typing import NamedTuple
 
 from megatron.moevement.seams import without_gpu
 
-from .launch import PACKAGE, ROOT
+from .launch import PACKAGE, ROOT, as_flags
 from .programs import LabError
 
 TEXT = '--tokenizer-type NullTokenizer --vocab-size 257 --split 90,5,5'.split()
 """Flags for text as bytes, as `prepare_data` writes it."""
 _NO_EVALUATION = '--num-workers 0 --eval-interval 1000000 --eval-iters 0'.split()
+# Asynchronous saves of upstream need its persistent worker here; its default strategy needs another
+# package.
+_ASYNC = '--async-save --async-strategy mcore --use-persistent-ckpt-worker'.split()
 
 _PROCESSORS = Path('/proc/cpuinfo')
 TRAINING = (
@@ -40,20 +43,20 @@ class ToyModel(NamedTuple):
     experts: int
 
     def flags(self) -> list[str]:
-        return [
-            *without_gpu.FLAGS.split(),
-            *_KIND,
-            *('--hidden-size', str(self.hidden), '--moe-ffn-hidden-size', str(self.hidden)),
-            *('--num-attention-heads', str(self.heads), '--num-experts', str(self.experts)),
-            *('--seq-length', str(self.sequence), '--max-position-embeddings', str(self.sequence)),
-        ]
+        sizes = as_flags(
+            hidden_size=self.hidden,
+            moe_ffn_hidden_size=self.hidden,
+            num_attention_heads=self.heads,
+            num_experts=self.experts,
+            seq_length=self.sequence,
+            max_position_embeddings=self.sequence,
+        )
+        return [*without_gpu.FLAGS.split(), *_KIND, *sizes]
 
     def training_flags(self, own: Iterable[str], data: Path, iterations: int) -> list[str]:
         """Flags of plain Megatron: `own` flags, and the common flags of small jobs."""
-        return [
-            *self.flags(), *TRAINING, *own, *TEXT, *_NO_EVALUATION, *data_flags(data),
-            '--train-iters', str(iterations),
-        ]  # fmt: skip
+        common = [*self.flags(), *TRAINING, *own, *TEXT, *_NO_EVALUATION, *data_flags(data)]
+        return [*common, '--train-iters', str(iterations)]
 
 
 def native_precision(gpu: bool = False) -> str:
@@ -66,28 +69,26 @@ def native_precision(gpu: bool = False) -> str:
 
 
 def data_flags(data: Path) -> list[str]:
-    return ['--data-path', str(data), '--data-cache-path', str(data.parent / 'cache')]
+    return as_flags(data_path=data, data_cache_path=data.parent / 'cache')
 
 
 def sparse_flags(
     memory: Path, run_id: str, window: int | str, events: Path | None = None
 ) -> list[str]:
-    return [
-        *('--sparse-ckpt', '--sparse-ckpt-strict', '--sparse-ckpt-window', str(window)),
-        *('--sparse-ckpt-dir', str(memory), '--sparse-ckpt-run-id', run_id),
-        *(() if events is None else ('--sparse-ckpt-events', str(events))),
-    ]
+    return as_flags(
+        sparse_ckpt=True,
+        sparse_ckpt_strict=True,
+        sparse_ckpt_window=window,
+        sparse_ckpt_dir=memory,
+        sparse_ckpt_run_id=run_id,
+        sparse_ckpt_events=events,
+    )
 
 
 def dense_flags(checkpoints: Path, interval: int, asynchronous: bool) -> list[str]:
     """Flags to save Megatron's dense checkpoints, and to resume from the newest if present."""
-    flags = ['--save', str(checkpoints), '--load', str(checkpoints), '--ckpt-format', 'torch_dist']
-    flags += ['--save-interval', str(interval)]
-    if asynchronous:
-        # Asynchronous saves of upstream need its persistent worker here; its default strategy needs
-        # another package.
-        flags += ['--async-save', '--async-strategy', 'mcore', '--use-persistent-ckpt-worker']
-    return flags
+    where = as_flags(save=checkpoints, load=checkpoints, save_interval=interval)
+    return [*where, '--ckpt-format', 'torch_dist', *(_ASYNC if asynchronous else ())]
 
 
 def prepare(args: argparse.Namespace, name: str) -> tuple[Path, Path]:

@@ -14,7 +14,7 @@ from moevement_ext.events import WorkerStarted
 
 from .evidence import kind_of
 from .following import Follower
-from .launch import Death, Launch, Launched, free_port, node_name
+from .launch import Death, Launch, Launched, as_flags, free_port, node_name
 from .programs import LabError
 
 # A module that selects the first GPU, then becomes the program.
@@ -48,21 +48,25 @@ class Agents(Launched):
     def command(self, node: int, port: int) -> list[str]:
         """Command line of a node's agent; `port` is the port of the rendezvous."""
         launch = self._launch
-        return [
-            sys.executable, '-m', self.MODULE,
-            '--nnodes', str(launch.nodes),
-            '--nproc-per-node', str(launch.workers_per_node),
-            '--node-rank', str(node),
-            '--rdzv-backend', 'static',
-            '--master-addr', '127.0.0.1',
-            '--master-port', str(port),
-            '--max-restarts', str(launch.max_restarts),
-            '--log-dir', str(launch.folder / 'workers'),
-            '--tee', '3',
-            '--log-line-prefix-template', '[rank${rank}]: ',
-            *(_SHARING if launch.share_gpu else ()),
-            *launch.program(),
-        ]  # fmt: skip
+        own = self._rendezvous(node, port) | {
+            'nproc_per_node': launch.workers_per_node,
+            'max_restarts': launch.max_restarts,
+            'log_dir': launch.folder / 'workers',
+            'tee': 3,
+        }
+        sharing = _SHARING if launch.share_gpu else ()
+        return [sys.executable, '-m', self.MODULE, *as_flags(**own), *sharing, *launch.program()]
+
+    def _rendezvous(self, node: int, port: int) -> dict[str, object]:
+        """Flags by which the agents find each other, and those that only they have."""
+        return {
+            'nnodes': self._launch.nodes,
+            'node_rank': node,
+            'rdzv_backend': 'static',
+            'master_addr': '127.0.0.1',
+            'master_port': port,
+            'log_line_prefix_template': '[rank${rank}]: ',
+        }
 
     def log_of(self, rank: int) -> Path:
         return self._log(rank // self._launch.workers_per_node)

@@ -129,13 +129,21 @@ def set_up(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         training.update_num_microbatches(value['samples'], consistency_check=False)
 
     config = InMemoryCkptConfig(
-        disk_folder=os.environ[FOLDER], disk_flush_interval=0, replication_jump=1,
-        pin_memory=False, skip_replication_if_hsdp=False, run_id='compare',
-    )  # fmt: skip
+        disk_folder=os.environ[FOLDER],
+        disk_flush_interval=0,
+        replication_jump=1,
+        pin_memory=False,
+        skip_replication_if_hsdp=False,
+        run_id='compare',
+    )
     handle = enable_resiliency(
-        model, optimizer, scheduler, interval=1, enable_detection=False, ckpt_config=config,
-        extra_state_fn=position, load_extra_state_fn=move,
-    )  # fmt: skip
+        *(model, optimizer, scheduler),
+        interval=1,
+        enable_detection=False,
+        ckpt_config=config,
+        extra_state_fn=position,
+        load_extra_state_fn=move,
+    )
     counters.iteration = counters.curr_iteration = max(counters.iteration, handle.step_count)
     return model, optimizer, scheduler
 

@@ -12,8 +12,8 @@ from msgspec import Meta, Struct
 from ..lab.fields import Count, Whole, require
 
 _BYTES = {'fp8': 1, 'fp16': 2, 'bf16': 2, 'fp32': 4}
-Format = Annotated[Literal['fp8', 'fp16', 'bf16', 'fp32'],
-                   Meta(description=f'give one of {", ".join(_BYTES)}')]  # fmt: skip
+_RULE = Meta(description=f'give one of {", ".join(_BYTES)}')
+Format = Annotated[Literal['fp8', 'fp16', 'bf16', 'fp32'], _RULE]
 _SCALED = ('fp8', 'fp16')
 _SCALE_BYTES = 4
 _TENSORS_OF_PRODUCT = 5  # input, weight, output, and two gradients

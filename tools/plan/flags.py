@@ -28,8 +28,14 @@ from .planning import ProtectionSettings
 _NAMES: dict[str, Any] = tomllib.loads(
     files(__package__).joinpath('megatron.toml').read_text('utf-8')
 )
-_STRUCTS = {'layout': Layout, 'batch': Batch, 'precision': Precision, 'model': ModelShape,
-            'latent': LatentAttention, 'protection': ProtectionSettings}  # fmt: skip
+_STRUCTS = {
+    'layout': Layout,
+    'batch': Batch,
+    'precision': Precision,
+    'model': ModelShape,
+    'latent': LatentAttention,
+    'protection': ProtectionSettings,
+}
 _OTHERS = _NAMES.pop('others')
 _OF_MODEL = {*_NAMES['model'], *_NAMES['latent'], *_OTHERS['of_model']}
 _OF_STAGE, _CHUNKS, *_UNEVEN = _OTHERS['sizes']
@@ -191,9 +197,9 @@ def parse_megatron_flags(argv: Sequence[str]) -> MegatronFlags:
     flags = [item for item in unused if item.startswith('--')]
     other = [one for one in flags if one.partition('=')[0] not in _OURS]
     if any(get_close_matches(one, parser._option_string_actions, 1, _NEAR) for one in other):
-        known = trainer_parser()  # slow, and only needed to tell another flag from a mistake
-        if unknown := [one for one in flags if one.partition('=')[0] not in
-                       known._option_string_actions]:  # fmt: skip
+        # Slow, and only needed to tell another flag from a mistake.
+        known = trainer_parser()._option_string_actions
+        if unknown := [one for one in flags if one.partition('=')[0] not in known]:
             parser.error(f'unrecognized arguments: {" ".join(unknown)}')
     return MegatronFlags(vars(given), flags)
 

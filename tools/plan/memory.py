@@ -33,10 +33,11 @@ def window_files(operators: OperatorTable, longest_window: int, always: int = 0)
     In addition, `always` bytes are in every slot of each rank.
     """
     slots = [(always, SLOT_ROOM_BYTES)] * longest_window if always else []
-    return np.array([
+    files = (
         window_file_bytes(state, longest_window, window_capacity([(state, 0), *slots]))
         for state in window_bytes_bound(operators, longest_window).tolist()
-    ])  # fmt: skip
+    )
+    return np.fromiter(files, np.int64)
 
 
 def stub_files(operators: OperatorTable, longest_window: int) -> np.ndarray:

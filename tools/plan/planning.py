@@ -156,7 +156,7 @@ class StageKind(msgspec.Struct, frozen=True):
         return int(full.max()), int(weights.max())
 
 
-class JobPlan(msgspec.Struct, frozen=True):
+class JobPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Results for one job; see the properties."""
 
     job: Job
@@ -297,9 +297,15 @@ def plan_job(job: Job) -> JobPlan:
     printed = [plan_as_printed(operators, carried.bytes) for operators in planned]
     over = (bytes_over_budget(*one, carried.bytes) for one in zip(printed, planned, strict=True))
     return JobPlan(
-        job, carried, kinds_of(window), fewest, by_copy,
-        max(plan.window for plan in printed), max(over), longest,
-    )  # fmt: skip
+        job=job,
+        budgets=carried,
+        kinds=kinds_of(window),
+        fewest=fewest,
+        fewest_by_copy=by_copy,
+        printed_window=max(plan.window for plan in printed),
+        printed_over=max(over),
+        longest=longest,
+    )
 
 
 def per_rank(

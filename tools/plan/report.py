@@ -189,9 +189,8 @@ def infeasible(plan: JobPlan) -> str | None:
     if plan.longest > 1:
         less = plan.host_memory(1).node_total
         remedies.insert(0, f'take a shorter window ({gib(less)} with 1)')
-    known = {'described': needed.describe(), 'remedies': ' or '.join(remedies),
-             'host_memory_available_bytes': available}  # fmt: skip
-    return _format(_TEXTS['infeasible'], (), known)
+    known = {'described': needed.describe(), 'remedies': ' or '.join(remedies)}
+    return _format(_TEXTS['infeasible'], (), {**known, 'host_memory_available_bytes': available})
 
 
 def warnings(plan: JobPlan) -> list[str]:

@@ -75,10 +75,8 @@ def render(history: History, title: str) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {
-        'duration': duration, 'size': size, 'loss': loss, 'moment': _moment,
-        'median': statistics.median, 'command': shlex.join,
-    }  # fmt: skip
+    formats = {one.__name__: one for one in (duration, size, loss, statistics.median)}
+    environment.filters |= formats | {'moment': _moment, 'command': shlex.join}
     return environment.get_template('page.html.j2').render(
         title=title,
         history=history,

@@ -54,14 +54,14 @@ def timeline(groups: Lanes, start: float, end: float) -> Timeline:
     length = max(end - start, 1e-3)
 
     def pieces(spans: Sequence[Span]) -> list[Piece]:
-        seen = ((s, max(s.start, start), min(s.end, end)) for s in spans)
-        return [
-            Piece(span.doing.split()[0], 100 * (left - start) / length,
-                  100 * (right - left) / length,
-                  f'{span.doing}: {duration(span.end - span.start)}')
-            for span, left, right in seen
-            if right > left
-        ]  # fmt: skip
+        found = []
+        for span in spans:
+            left, right = max(span.start, start) - start, min(span.end, end) - start
+            if right > left:
+                about = f'{span.doing}: {duration(span.end - span.start)}'
+                place = 100 * left / length, 100 * (right - left) / length
+                found.append(Piece(span.doing.split()[0], *place, about))
+        return found
 
     drawn = {
         title: {name: pieces(spans) for name, spans in lanes.items()}

@@ -18,9 +18,9 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
 from importlib.resources import files
-from itertools import groupby
+from itertools import cycle, groupby
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 from rich.console import Console
@@ -114,14 +114,15 @@ class Condition(NamedTuple):
 PAPER = msgspec.toml.decode(files(__package__).joinpath('paper.toml').read_bytes(), type=Paper)
 ROWS: dict[tuple[str, str, str], list[Condition]] = {
     (table.name, setting.name, system): [
-        Condition(setting, system, mtbf, mtbf_s, table.run_s / mtbf_s, *(
-            printed[name][place % len(printed[name])] for name in ('interval', 'overhead_s')))
-        for place, (mtbf, mtbf_s) in enumerate(table.mtbf_s.items())
+        Condition(setting, system, *mtbf, table.run_s / mtbf[1], interval, overhead_s)
+        for mtbf, interval, overhead_s in zip(
+            table.mtbf_s.items(), cycle(by['interval']), cycle(by['overhead_s']), strict=False
+        )
     ]
     for table in PAPER.tables
     for setting in table.settings
-    for system, printed in setting.systems.items()
-}  # fmt: skip
+    for system, by in setting.systems.items()
+}
 """Conditions by MTBF, of each table, setting and system."""
 
 ETTR_TOLERANCE = 0.015
@@ -129,6 +130,7 @@ ETTR_TOLERANCE = 0.015
 _SCALED = 0.1  # relative; seconds of recovery and intervals scale with their inputs
 _PIPE_WIDTH = 120
 _STYLES = {Verdict.FOLLOWS: 'green', Verdict.DIFFERS: 'red'}
+_BARE: dict[str, Any] = {'title_justify': 'left', 'box': None, 'padding': (0, 1)}
 _FOLLOWS = {Verdict.FOLLOWS: 'yes', Verdict.DIFFERS: 'no', Verdict.FINDING: ''}
 
 
@@ -220,29 +222,21 @@ def print_report(report: Report, console: Console) -> None:
         title: str, columns: str, rows: Iterable[Sequence[str]], judged: Sequence[One]
     ) -> None:
         styles = [_STYLES.get(one.verdict) for one in judged]
-        console.print(
-            table(columns.split('|'), rows, styles, title=title, title_justify='left', box=None,
-                  padding=(0, 1))
-        )  # fmt: skip
+        console.print(table(columns.split('|'), rows, styles, title=title, **_BARE))
 
     kind = attrgetter('table', 'quantity')
     for (name, quantity), found in groupby(sorted(report.cells, key=kind), key=kind):
         title, digits = PAPER.quantities[quantity]
         cells, form = list(found), f'.{digits}f'
-        show(
-            f'{name}: {title}',
-            '!setting|!system|!MTBF|>!paper|>!ours|>!differs by|!follows|>!exact',
-            ((one.setting, one.system, one.mtbf or 'all', *_compared(one, form, f'+{form}'),
-              _number(one.exact, form)) for one in cells),
-            cells,
-        )  # fmt: skip
-    show(
-        'Table 6, figures and text',
-        'where|what|>!paper|>!ours|>!differs by|!follows|ours from',
-        ((one.source, one.statement, *_compared(one, '.4g', '.4g'), one.how)
-         for one in report.claims),
-        report.claims,
-    )  # fmt: skip
+        columns = '!setting|!system|!MTBF|>!paper|>!ours|>!differs by|!follows|>!exact'
+        rows = []
+        for one in cells:
+            judged = *_compared(one, form, f'+{form}'), _number(one.exact, form)
+            rows.append((one.setting, one.system, one.mtbf or 'all', *judged))
+        show(f'{name}: {title}', columns, rows, cells)
+    columns = 'where|what|>!paper|>!ours|>!differs by|!follows|ours from'
+    rows = [(c.source, c.statement, *_compared(c, '.4g', '.4g'), c.how) for c in report.claims]
+    show('Table 6, figures and text', columns, rows, report.claims)
     say(console, 'Cells that could not be read, or that are odd:')
     for name, cell, note in report.notes:
         say(console, f'  {name}, {cell}: {note}')

@@ -178,8 +178,8 @@ def _operators(history: History, place: Protected) -> tuple[OperatorProfile, ...
     plans = history.newest(Replanned)
     shares = plans[place.rank].shares if place.rank in plans else {}
     tokens = {name: shares.get(name, 0.0 if shares else 1.0) for name in place.experts}
-    return tuple(OperatorProfile(name, full, weights, tokens.get(name))
-                 for name, (full, weights) in place.operators.items())  # fmt: skip
+    operators = place.operators.items()
+    return tuple(OperatorProfile(name, *sizes, tokens.get(name)) for name, sizes in operators)
 
 
 def _slowest(history: History, field: str) -> float | None:

@@ -24,8 +24,7 @@ from .systems import Options, System, build
 
 _Window = Annotated[int, Meta(ge=1, le=10**6, description='give a whole number from 1 to 1000000')]
 _Shape = Annotated[float, Meta(ge=0.1, description='give 0.1 or more')]
-_RATES = {'copy_bandwidth': 'copy_bytes_per_s', 'network_bandwidth': 'network_bytes_per_s',
-          'disk_bandwidth': 'disk_bytes_per_s'}  # fmt: skip
+_RATES = {f'{link}_bandwidth': f'{link}_bytes_per_s' for link in ('copy', 'network', 'disk')}
 
 
 @contextmanager

@@ -88,8 +88,7 @@ def print_table(points: Sequence[Point], over: str, what: str) -> None:
     rows: dict[float, dict[str, str]] = {}
     for point in points:
         rows.setdefault(point['value'], {})[point['system']] = f'{shown(point, what):.4g}'
-    cells = ((f'{value:g}', *(row.get(name, '-') for name in systems))
-             for value, row in rows.items())  # fmt: skip
+    cells = ([f'{one:g}', *(row.get(name, '-') for name in systems)] for one, row in rows.items())
     columns = [f'>{name}' for name in (AXIS[over], *systems)]
     Console().print(table(columns, cells, title=SHOWN[what]))
 

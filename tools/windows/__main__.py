@@ -124,10 +124,8 @@ def _print(found: Sequence[Found], directory: Path) -> None:
 def _cells(one: Found) -> tuple[str, ...]:
     slots = '' if one.slots is None else str(one.slots)
     checked = 'right' if one.verified else 'headers right' if one.slots else ''
-    return (
-        one.run, str(one.rank), one.window, slots, size(one.nbytes), one.held_by, one.state,
-        one.problem or checked,
-    )  # fmt: skip
+    named = one.run, str(one.rank), one.window, slots
+    return *named, size(one.nbytes), one.held_by, one.state, one.problem or checked
 
 
 def _export(found: Sequence[Found], args: argparse.Namespace) -> int:
@@ -182,8 +180,7 @@ def _prune(found: Sequence[Found], args: argparse.Namespace) -> int:
         remove(files, args.directory)
         print(f'deleted: {len(files)} files, {freed}')
     else:
-        print('\n'.join([*map(str, files), f'would delete: {len(files)} files, {freed}; with '
-                         '--yes it does']))  # fmt: skip
+        print(*files, f'would delete: {len(files)} files, {freed}; with --yes it does', sep='\n')
     return 2 if unread else 0
 
 

@@ -12,6 +12,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -26,8 +27,11 @@ MEMORY = 'memory'
 DISK = 'disk'
 
 _STATES = {
-    'window': 'committed', 'writing': 'being written', 'aside': 'set aside', 'free': 'free',
-}  # fmt: skip
+    'window': 'committed',
+    'writing': 'being written',
+    'aside': 'set aside',
+    'free': 'free',
+}
 _FILE = re.compile(rf'({"|".join(_STATES)})-((\d+)(-\w+)?)\.window')
 _ON_DISK = re.compile(r'rank(\d+)')
 
@@ -39,9 +43,9 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
     tier: str
     """`MEMORY` or `DISK`."""
     rank: int
-    holder: int | None
+    holder: int | None = None
     """Rank with the file in its memory: the owner, or a peer."""
-    node: str | None
+    node: str | None = None
     """Present or last node of that rank."""
     state: str
     """State of the file; recovery uses only committed files."""
@@ -161,9 +165,12 @@ def _look(path: Path, verify: bool) -> Found | None:
         return _refused(one, refusal)
     first = headers[0]
     return msgspec.structs.replace(
-        one, slots=len(headers), layout=first.placed and first.placed.layout,
-        digests=(first.run, first.topology), verified=verified,
-    )  # fmt: skip
+        one,
+        slots=len(headers),
+        layout=first.placed and first.placed.layout,
+        digests=(first.run, first.topology),
+        verified=verified,
+    )
 
 
 def _refused(one: Found, refusal: RefusedWindow) -> Found:
@@ -178,21 +185,18 @@ def _refused(one: Found, refusal: RefusedWindow) -> Found:
 
 def _placed(path: Path, nbytes: int) -> Found:
     """Fields from the path and the name of a file."""
-    match = _FILE.fullmatch(path.name)
+    match, parents = _FILE.fullmatch(path.name), [parent.name for parent in path.parents]
     assert match is not None
-    state = _STATES[match[1]]
-    window, start = ('', -1) if state == 'free' else (match[2], int(match[3]))
-    on_disk = _ON_DISK.fullmatch(path.parent.name)
-    if on_disk is not None:
-        run, tier, holder, node = path.parents[1].name, DISK, None, None
-        rank = int(on_disk[1])
+    found: dict[str, Any] = {'state': _STATES[match[1]], 'nbytes': nbytes, 'path': path}
+    if on_disk := _ON_DISK.fullmatch(parents[0]):
+        found |= {'run': parents[1], 'tier': DISK, 'rank': int(on_disk[1])}
     else:
-        numbers = [parent.name.removeprefix(STUB) for parent in path.parents[:2]]
+        numbers = [name.removeprefix(STUB) for name in parents[:2]]
         rank, holder = (int(name) if name.isdecimal() else -1 for name in numbers)
-        run, tier, node = path.parents[3].name, MEMORY, path.parents[2].name
-        if path.parents[1].name.startswith(FORMER):  # its deletion was cut off
-            state, window, start = _STATES['free'], '', -1
-    return Found(
-        run=run, tier=tier, rank=rank, holder=holder, node=node, state=state, nbytes=nbytes,
-        path=path, window=window, start=start,
-    )  # fmt: skip
+        found |= {'run': parents[3], 'tier': MEMORY, 'rank': rank}
+        found |= {'holder': holder, 'node': parents[2]}
+        if parents[1].startswith(FORMER):  # its deletion was cut off
+            found['state'] = _STATES['free']
+    if found['state'] != 'free':
+        found |= {'window': match[2], 'start': int(match[3])}
+    return Found(**found)
