@@ -100,9 +100,9 @@ def _complete(word: str) -> None:
     if words[1:2] == ['pretrain'] or '--' in words:
         known = ['--sparse-ckpt', *(flag_of(one.name) for one in flagged())]
     elif len(words) > 1 + bool(word) and words[1] in PROGRAMS:
-        with redirect_stdout(StringIO()) as told, suppress(SystemExit):
+        with redirect_stdout(StringIO()) as text, suppress(SystemExit):
             main([words[1], '--help'])
-        known = dict.fromkeys(re.findall(r'^  (?:-\w.*, )?(--[a-z][\w-]*)', told.getvalue(), re.M))
+        known = dict.fromkeys(re.findall(r'^  (?:-\w.*, )?(--[a-z][\w-]*)', text.getvalue(), re.M))
     print(*(one for one in known if one.startswith(word)), sep='\n')
 
 

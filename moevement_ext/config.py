@@ -118,7 +118,7 @@ def setting[T](default: T) -> Callable[[str], T]:
     return lambda text: field(default=default, metadata={'help': ' '.join(text.split())})
 
 
-def told_by_field[C: type](settings: C) -> C:
+def documented_by_field[C: type](settings: C) -> C:
     """Decorate a dataclass of settings: `help` shows the fields' texts, a wrong name the nearest.
 
     An unknown field then raises `ConfigurationError`.
@@ -161,7 +161,7 @@ def flagged() -> list[Field[Any]]:
     return [field for field in fields(SparseCheckpointConfig) if 'help' in field.metadata]
 
 
-@told_by_field
+@documented_by_field
 @dataclass(frozen=True)
 class SparseCheckpointConfig:
     """One field per `--sparse-ckpt-*` flag, with the help of the flag in its metadata.

@@ -85,8 +85,8 @@ def _read(path: str, through: str) -> dict[str, Any]:
         with open(path, 'rb') as file:
             table = tomllib.load(file)
     except (OSError, ValueError) as error:
-        said = getattr(error, 'strerror', None) or error
-        raise ConfigurationError(f'{through} {path}: {said}; give a TOML file.') from error
+        reason = getattr(error, 'strerror', None) or error
+        raise ConfigurationError(f'{through} {path}: {reason}; give a TOML file.') from error
     kinds = get_type_hints(SparseCheckpointConfig)
     for key, value in table.items():
         if key not in kinds:

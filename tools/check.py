@@ -53,18 +53,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _lines(judgement: 'Judgement') -> list[str]:
-    said = [f'refused: {one}' for one in judgement.refused]
-    said += [f'whole job only: {one}' for one in judgement.whole_job]
-    said += [f'note: {one}' for one in judgement.notes]
-    said += [f'setting: {one}' for one in judgement.settings]
+    lines = [f'refused: {one}' for one in judgement.refused]
+    lines += [f'whole job only: {one}' for one in judgement.whole_job]
+    lines += [f'note: {one}' for one in judgement.notes]
+    lines += [f'setting: {one}' for one in judgement.settings]
     if not judgement.protected:
-        return [*said, f'protected: no, a job of world size {judgement.ranks} would not start']
+        return [*lines, f'protected: no, a job of world size {judgement.ranks} would not start']
     if judgement.whole_job:
         how = _WHOLE_JOB
     else:
         how = f'{_GLOBAL if judgement.together else _LOCALIZED}{_UNDER}'
     yes_or_no = 'yes' if judgement.localized else 'no'
-    return [*said, f'protected: yes; localized: {yes_or_no}: {how}; world size {judgement.ranks}']
+    return [*lines, f'protected: yes; localized: {yes_or_no}: {how}; world size {judgement.ranks}']
 
 
 if __name__ == '__main__':

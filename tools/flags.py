@@ -117,8 +117,8 @@ def default(action: argparse.Action) -> str:
         return 'off'
     if action.default is not None:
         return f'`{action.default}`'.replace(f'-{os.geteuid()}', '-<uid>')
-    said = _DEFAULT.search(action.help or '')
-    return _code(said[1]) if said else 'none'
+    found = _DEFAULT.search(action.help or '')
+    return _code(found[1]) if found else 'none'
 
 
 def _code(text: str) -> str:

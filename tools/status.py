@@ -75,13 +75,13 @@ def _serve(follower: Follower, every_s: float, address: tuple[str, int]) -> None
 
     Raises LabError: the folder cannot be read, or the address is taken.
     """
-    follower.look()
+    follower.read_new()
 
     class Page(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             console = Console(record=True, file=io.StringIO(), width=_PAGE_WIDTH)
             try:
-                follower.look()
+                follower.read_new()
                 history = History(follower.events) if follower.events else None
                 console.print(show(history, time.time()) if history else 'no events yet')
             except LabError as error:
@@ -109,10 +109,10 @@ def _serve(follower: Follower, every_s: float, address: tuple[str, int]) -> None
 
 def _follow(follower: Follower, every_s: float, console: Console) -> None:
     history: History | None = None
-    follower.look()  # before the screen, if it fails
+    follower.read_new()  # before the screen, if it fails
     with Live('no events yet', console=console, auto_refresh=False) as live:
         while history is None or not history.finished:
-            if follower.look() or (history is None and follower.events):
+            if follower.read_new() or (history is None and follower.events):
                 history = History(follower.events)
             if history is not None:
                 live.update(show(history, time.time()), refresh=True)
@@ -134,8 +134,8 @@ _BARE: dict[str, Any] = {'title_justify': 'left', 'box': None, 'pad_edge': False
 
 
 def show(history: History, now: float) -> Group:
-    said, harm = _headline(history, now)
-    headline = Text(said, _STYLES[harm])
+    text, harm = _headline(history, now)
+    headline = Text(text, _STYLES[harm])
     parts: list[Text | Table] = [headline, _figures(history), _stages(history)]
     if history.episodes:
         parts.append(failure_table(history, now))
@@ -184,11 +184,11 @@ def _headline(history: History, now: float) -> tuple[str, int]:
         doing, most = 'starting', dead
     if silence <= most:
         return f'{doing}, last event {duration(silence)} ago', harm
-    said = (
+    text = (
         f'NO HEARTBEAT for {duration(silence)}; before that: {doing}. Look whether its '
         'processes run, and at the log of the launcher'
     )
-    return said, 2 if silence > dead else 1
+    return text, 2 if silence > dead else 1
 
 
 def health(history: History, now: float) -> int:

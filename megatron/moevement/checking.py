@@ -90,11 +90,11 @@ def judge(flags: Sequence[str], ranks: int | None = None) -> Judgement:
             try:
                 args = validated(flags, ranks)
             except (Exception, SystemExit) as error:
-                refused = [*refusals(given), told(error)]
+                refused = [*refusals(given), in_words(error)]
                 return Judgement(ranks=ranks, refused=refused, whole_job=[], notes=[])
             judgement = _judged(args)
-        told_of = {name: vars(args)[f'sparse_ckpt_{name}'] for name in sources(flags)}
-        shown = tuple(f'{name} = {told_of[name]!r}: {of}' for name, of in sources(flags).items())
+        values, named = vars(args), sources(flags).items()
+        shown = tuple(f'{name} = {values[f"sparse_ckpt_{name}"]!r}: {of}' for name, of in named)
         judgement = replace(judgement, settings=shown)
         if assumed and args.moe_grouped_gemm:
             judgement.notes.append('no GPU is visible here; --moe-grouped-gemm is judged with one')
@@ -109,7 +109,7 @@ def _given(flags: Sequence[str]) -> Settings:
     try:
         return vars(known.parse_args(flags))
     except Exception as error:  # argparse passes on errors of upstream's flag types
-        known.error(told(error))
+        known.error(in_words(error))
 
 
 def fewest_ranks(settings: Settings) -> int:
@@ -167,12 +167,12 @@ def as_first_rank(flags: Sequence[str], ranks: int) -> Iterator[None]:
 
 def _judged(args: UpstreamArguments) -> Judgement:
     settings: Settings = vars(args)
-    refused = [*_said(partial(adam.choose_fp8_masters, args)), *refusals(settings)]
+    refused = [*_refusal(partial(adam.choose_fp8_masters, args)), *refusals(settings)]
     if not refused:  # else upstream may repeat the refusal in many lines
-        refused += _said_by_upstream(partial(_configure, args))
-    refused += _said(patches.check)
-    refused += _said(partial(_refuse_grid, args))
-    refused += _said(partial(refuse_missing, settings, args.rank))
+        refused += _refusal_by_upstream(partial(_configure, args))
+    refused += _refusal(patches.check)
+    refused += _refusal(partial(_refuse_grid, args))
+    refused += _refusal(partial(refuse_missing, settings, args.rank))
     if not settings.get('sft'):  # SFT data has another format
         refused += [str(missing) for missing in [missing_data(settings, args.rank)] if missing]
     refused += [str(empty) for empty in [empty_part(settings)] if empty]
@@ -183,16 +183,16 @@ def _judged(args: UpstreamArguments) -> Judgement:
         refused.append(str(error))
     else:
         run_id = identity.run_name(settings, config)
-        refused += [said for check in _of_config(config, run_id) for said in _said(check)]
+        refused += [text for check in _of_config(config, run_id) for text in _refusal(check)]
         if config.expert_slots:
-            refused += _said(partial(expert_slots.refuse, settings, config, own_loop=False))
+            refused += _refusal(partial(expert_slots.refuse, settings, config, own_loop=False))
         if config.lossy:
-            refused += _said(partial(_refuse_experts, config, args.num_experts))
+            refused += _refusal(partial(_refuse_experts, config, args.num_experts))
         together = config.recovery == GLOBAL
         if config.recovery == WHOLE_JOB:
             whole_job.insert(0, f'--sparse-ckpt-recovery {config.recovery}')
     if args.sparse_ckpt_digest is not None:
-        refused += _said(partial(refuse_unwritable, args.sparse_ckpt_digest))
+        refused += _refusal(partial(refuse_unwritable, args.sparse_ckpt_digest))
     notes = [hazard(settings), _missing_variable(args)]
     if not (whole_job or together):
         notes.append(_tied(args))
@@ -271,7 +271,7 @@ def _refuse_memory(root: Path) -> None:
         ) from error
 
 
-def _said(check: Callable[[], object]) -> list[str]:
+def _refusal(check: Callable[[], object]) -> list[str]:
     """Message of the refusal that `check` raises; empty if none."""
     try:
         check()
@@ -291,16 +291,16 @@ def _configure(args: UpstreamArguments) -> None:
     pretrain_cfg_container_from_args(whole, gpt_config_from_args(whole))
 
 
-def _said_by_upstream(check: Callable[[], object]) -> list[str]:
+def _refusal_by_upstream(check: Callable[[], object]) -> list[str]:
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             check()
     except Exception as error:
-        return [told(error)]
+        return [in_words(error)]
     return []
 
 
-def told(error: BaseException) -> str:
+def in_words(error: BaseException) -> str:
     """Upstream's error in one line; if it has no message, the failing line of upstream's source.
 
     Errors of this package are returned unchanged.

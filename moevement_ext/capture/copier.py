@@ -146,7 +146,7 @@ class Copier:
             self._sealing.submit(self._seal, arrive, seal, on_error)
         except Exception as error:  # a failed capture must not fail training (invariant I6)
             _let_arrive(self._stream if self._cuda else None)
-            _tell(on_error, error)
+            _report(on_error, error)
 
     def _copy_on_thread(self, pieces: Sequence[Piece]) -> Callable[[], None]:
         began = time.perf_counter()
@@ -224,7 +224,7 @@ class Copier:
             with self.cost.of(0):
                 seal()
         except Exception as error:
-            _tell(on_error, error)
+            _report(on_error, error)
 
 
 def _let_arrive(stream: torch.cuda.Stream | None) -> None:
@@ -234,7 +234,7 @@ def _let_arrive(stream: torch.cuda.Stream | None) -> None:
             stream.synchronize()
 
 
-def _tell(on_error: Callable[[Exception], None], error: Exception) -> None:
+def _report(on_error: Callable[[Exception], None], error: Exception) -> None:
     try:
         on_error(error)
     except Exception:

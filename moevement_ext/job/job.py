@@ -236,8 +236,8 @@ class Job:
         except UserError as error:
             if not self.joining or disk_only(self.rank.config):
                 raise
-            said = f'no rank copies windows to disk while this one cannot: {error}'
-            self.rank.events.reduced(said)
+            what = f'no rank copies windows to disk while this one cannot: {error}'
+            self.rank.events.reduced(what)
             return None
 
     def _continue_on_disk(self, predecessor: whole_job.Predecessor | None) -> None:

@@ -85,8 +85,8 @@ def join(
         raise UserError('this process has joined a job before: start a process for each job.')
     require_files(world_size if backend == 'gloo' else 0)  # NCCL connects only to some peers
     protection = {**config.of_all_ranks(), VARIABLE: b''.join(marks_here()).hex() or 'not set'}
-    told = replace(identity.settings, protection=protection)
-    identity = dataclasses.replace(identity, settings=bounded(told))
+    settings = replace(identity.settings, protection=protection)
+    identity = dataclasses.replace(identity, settings=bounded(settings))
     closed = closed_between_nodes()
     if closed is not None:
         if config.strict or config.elastic != OFF:

@@ -37,7 +37,7 @@ from moevement_ext.recover.whole_job import start_the_whole_job_again
 _OTHERS_S = 2.0
 
 # Longest list of ranks in one message.
-_MOST_TOLD = 4
+_MOST_LISTED = 4
 
 
 @dataclass
@@ -303,10 +303,10 @@ class WholeJobMode:
 
     def end_if_other_bits(self, found: str) -> None:
         """End the job if any rank has found differences. Collective."""
-        said = self.rank.exchange('judged', found.encode())
-        told = [f'rank {rank}: {item.decode()}' for rank, item in enumerate(said) if item]
-        if told:
-            whole_job.end_with_other_bits(self.rank, '; '.join(told[:_MOST_TOLD]))
+        answers = self.rank.exchange('judged', found.encode())
+        differing = [f'rank {rank}: {item.decode()}' for rank, item in enumerate(answers) if item]
+        if differing:
+            whole_job.end_with_other_bits(self.rank, '; '.join(differing[:_MOST_LISTED]))
 
     def _sum_up(self, replayed: int, verified: Verified, seconds: Mapping[str, float]) -> None:
         """Report the result of the recovery; one rank reports its own observations."""

@@ -90,7 +90,7 @@ class Agent:
         try:
             while self._link.silent_s < messages.SILENT_S:
                 self._loop.turn(_TURN_S)
-                self._machine.look()
+                self._machine.report_waits()
         except OSError:
             pass  # the job is over, or the supervisor is lost
         finally:

@@ -18,7 +18,7 @@ from typing import BinaryIO
 TO_DIE_S = 120.0
 """Limit for a death after SIGKILL: freeing hundreds of GB takes long, and a process that is blocked
 in a driver never dies."""
-BETWEEN_LOOKS_S = 0.5
+BETWEEN_CHECKS_S = 0.5
 """Between two looks whether a worker waits in the kernel; it does if both find it so."""
 _BOUND = Path(__file__).with_name('bound.py')
 

@@ -21,7 +21,7 @@ from moevement_ext.launch.seating import Seating
 from moevement_ext.memory.reservation import bytes_in, owners_in
 
 _TO_ANSWER_S = 10.0
-_LOOK_AGAIN_S = 1.0
+_INSPECT_AGAIN_S = 1.0
 
 
 @dataclass(eq=False)
@@ -49,11 +49,11 @@ class Guests:
         self._bytes: list[int] = []
         self._seen: dict[str, messages.MemorySeen] = {}
         self._refused: dict[tuple[int, str], str] = {}
-        self._look_at = 0.0
+        self._inspect_at = 0.0
 
     def hold_windows(self) -> bool:
         """True if a host has windows of the run, as a finished job has freed them."""
-        return self._memory is not None and any(self._look(one).windows for one in self.usable)
+        return self._memory is not None and any(self._inspect(one).windows for one in self.usable)
 
     def learn(self, memory: Path, files: Sequence[bytes]) -> None:
         """Take over the directory of the run, and the list of each rank's files there."""
@@ -74,7 +74,7 @@ class Guests:
         for seat in seats or (None,):
             self._report(NodeLost(host, seat, why))
         self._seen[host] = messages.MemorySeen(host, 'it is lost')
-        self._look_at = 0.0
+        self._inspect_at = 0.0
         self._refused.clear()
 
     def take(self, seat: int) -> bool:
@@ -102,10 +102,10 @@ class Guests:
         Their processes are killed, and their memory on the other host is deleted.
         """
         seat = self.seating.homecoming(host)
-        if seat is None or self._memory is None or time.monotonic() < self._look_at:
+        if seat is None or self._memory is None or time.monotonic() < self._inspect_at:
             return False
-        self._look_at = time.monotonic() + _LOOK_AGAIN_S
-        held = [one for name in [*self.seating.seats] for one in self._look(name).windows]
+        self._inspect_at = time.monotonic() + _INSPECT_AGAIN_S
+        held = [one for name in [*self.seating.seats] for one in self._inspect(name).windows]
         former = self.seating.guests.get(seat)
         if former is None or not self.seating.windows_without(seat, held):
             return False
@@ -121,18 +121,18 @@ class Guests:
         return True
 
     def _has_room(self, seat: int, host: str) -> bool:
-        if time.monotonic() < self._look_at and (seat, host) in self._refused:
+        if time.monotonic() < self._inspect_at and (seat, host) in self._refused:
             return False
         seats = [seat, *self.seating.seats[host]]
         ranks = [rank for one in seats for rank in self._config.ranks_of(one)]
         nbytes = {rank: count for rank, count in enumerate(self._bytes) if rank in ranks}
-        trouble = self._look(host, nbytes, self._devices(seats[1])).trouble
-        self._look_at = time.monotonic() + _LOOK_AGAIN_S
+        trouble = self._inspect(host, nbytes, self._devices(seats[1])).trouble
+        self._inspect_at = time.monotonic() + _INSPECT_AGAIN_S
         if trouble:
             self._refused[seat, host] = trouble
         return not trouble
 
-    def _look(
+    def _inspect(
         self, host: str, nbytes: Mapping[int, int] | None = None, devices: Sequence[int] = ()
     ) -> messages.MemorySeen:
         """Ask a host; one that does not answer in time has no room and no windows."""

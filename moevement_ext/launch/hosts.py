@@ -250,7 +250,7 @@ class SlurmStarter:
     def _take_seats(self) -> None:
         for seat in self._seating.empty:
             if not self.guests.take(seat):
-                self._look_for_another(seat)
+                self._request_another(seat)
                 break
             self._keep_spares(self._seating.hosts[seat])
         self._start_waiting()
@@ -269,7 +269,7 @@ class SlurmStarter:
         """Let a host that has taken a seat keep hot spares for its own workers only."""
         self._nodes[host].send(messages.KeepSpares(self._config.spares))
 
-    def _look_for_another(self, seat: int) -> None:
+    def _request_another(self, seat: int) -> None:
         absent = [node for node in self._nodes.values() if node.link is None]
         for node in absent:
             if not (node.is_coming or node.broken) and node.tried < self._vacated:

@@ -27,12 +27,12 @@ def name_of(rank: int, pid: int) -> str:
     return f'rank {rank} (pid {pid})' if pid else f'rank {rank} (not started yet)'
 
 
-class _Said(Event, frozen=True):
-    said: ClassVar[str]
+class _Worded(Event, frozen=True):
+    text: ClassVar[str]
     """The line of text, with fields of the event as `{0.name}`."""
 
     def __str__(self) -> str:
-        return self.said.format(self)
+        return self.text.format(self)
 
 
 class _WorkerEvent(Event, frozen=True):
@@ -120,10 +120,10 @@ class StoreGone(Event, frozen=True):
         )
 
 
-class StoreFound(_Said, frozen=True):
+class StoreFound(_Worded, frozen=True):
     """A store answers again: the same store, or an empty one."""
 
-    said = 'the store is reached again'
+    text = 'the store is reached again'
 
 
 class SpareReady(Event, frozen=True):
@@ -150,12 +150,12 @@ class SpareEnded(Event, frozen=True):
         return f'hot spare (pid {self.pid}) {describe_exit(self.code)}{how}'
 
 
-class SpareMissing(_Said, frozen=True):
+class SpareMissing(_Worded, frozen=True):
     """A hot spare could not start; there is one fewer until a worker is replaced."""
 
     reason: str
 
-    said = 'a hot spare cannot be started, one less until a worker is replaced: {0.reason}'
+    text = 'a hot spare cannot be started, one less until a worker is replaced: {0.reason}'
 
 
 class FaultStaged(Event, frozen=True):
@@ -171,21 +171,21 @@ class FaultStaged(Event, frozen=True):
         return f'staged failure {self.fault}{also}'
 
 
-class NodeReady(_Said, frozen=True):
+class NodeReady(_Worded, frozen=True):
     """A host is connected and can take a seat of the job."""
 
     host: str
 
-    said = 'host {0.host} is ready'
+    text = 'host {0.host} is ready'
 
 
-class NodeSeated(_Said, frozen=True):
+class NodeSeated(_Worded, frozen=True):
     """A host took a seat of the job."""
 
     host: str
     node: int
 
-    said = 'host {0.host} is node {0.node} of the job'
+    text = 'host {0.host} is node {0.node} of the job'
 
 
 class GuestsSeated(Event, frozen=True):
@@ -217,16 +217,16 @@ class NodeLost(Event, frozen=True):
         return f'host {self.host}, {what}, is lost: {self.reason}'
 
 
-class NodeMissing(_Said, frozen=True):
+class NodeMissing(_Worded, frozen=True):
     """The agent of a host did not connect."""
 
     host: str
     reason: str
 
-    said = 'host {0.host} is not reached: {0.reason}'
+    text = 'host {0.host} is not reached: {0.reason}'
 
 
-class DevicesFailing(_Said, frozen=True):
+class DevicesFailing(_Worded, frozen=True):
     """A device of a host is unusable."""
 
     host: str
@@ -234,7 +234,7 @@ class DevicesFailing(_Said, frozen=True):
     usable: bool = False
     """Always false; files of earlier versions also have true."""
 
-    said = 'host {0.host} gets no more ranks: {0.trouble}'
+    text = 'host {0.host} gets no more ranks: {0.trouble}'
 
 
 class JobRecovered(Event, frozen=True):
@@ -288,12 +288,12 @@ def duration(seconds: float) -> str:
     return f'{whole // 86400} d {whole % 86400 // 3600:02} h'
 
 
-class JobFailed(_Said, frozen=True):
+class JobFailed(_Worded, frozen=True):
     """The launcher gave up the job and killed all its processes."""
 
     reason: str
 
-    said = 'job failed: {0.reason}'
+    text = 'job failed: {0.reason}'
 
 
 class MemoryKept(Event, frozen=True):

@@ -22,7 +22,7 @@ from moevement_ext.errors import HostMemoryError
 from moevement_ext.events import Event
 from moevement_ext.launch import messages
 from moevement_ext.launch.child import (
-    BETWEEN_LOOKS_S,
+    BETWEEN_CHECKS_S,
     Child,
     FdLoop,
     SpawnedChild,
@@ -98,7 +98,7 @@ class Machine:
         self._ordered: deque[messages.StartWorker] = deque()
         self._running: dict[int, _Running] = {}
         self._blocked: dict[int, float] = {}  # since when, by key
-        self._looked_at = 0.0
+        self._checked_at = 0.0
         self._logs = set[Path]()
         self._pages: ReservedPages | None = None
         self._reserving: threading.Thread
@@ -128,12 +128,12 @@ class Machine:
             case messages.SimulateNodeLoss(node, directory, run_id):
                 self._simulate_node_loss(node, NodeStore(Path(directory), run_id, node))
 
-    def look(self) -> None:
+    def report_waits(self) -> None:
         """Report workers that wait in the kernel, at two looks or more. Called often."""
         now = time.monotonic()
-        if now < self._looked_at + BETWEEN_LOOKS_S:
+        if now < self._checked_at + BETWEEN_CHECKS_S:
             return
-        self._looked_at = now
+        self._checked_at = now
         living = {key: one for key, one in self._running.items() if key not in self._freeing}
         waiting = [key for key, one in living.items() if waits_in_kernel(one.child.pid)]
         self._blocked = {key: self._blocked.get(key, now) for key in waiting}
@@ -227,9 +227,9 @@ class Machine:
 
     def _relayed(self, order: messages.StartWorker) -> tuple[Relay, BinaryIO]:
         """Create a pipe to this process's output; returns its relay and its write end."""
-        heard = partial(self._on_line, order.key) if order.watched else _ignore
+        on_line = partial(self._on_line, order.key) if order.watched else _ignore
         fd, output = os.pipe()
-        return Relay(fd, f'[rank {order.rank}] ', heard), os.fdopen(output, 'wb')
+        return Relay(fd, f'[rank {order.rank}] ', on_line), os.fdopen(output, 'wb')
 
     def _opened(self, log: Path) -> BinaryIO:
         """Open a log; stderr instead of one that could be opened before, so that the job goes on.

@@ -166,7 +166,7 @@ class Node:
         if self.link is not None and self.link.silent_s > SILENT_S:
             self.lose(f'no message for {SILENT_S:.0f} s')
         if self.is_coming:
-            self._look_at_step()
+            self._check_step()
 
     def send(self, message: msgspec.Struct) -> None:
         if self.link is not None:
@@ -212,7 +212,7 @@ class Node:
         except OSError as error:
             self.lose(f'the connection to its agent is lost ({error})')
 
-    def _look_at_step(self) -> None:
+    def _check_step(self) -> None:
         assert self._step is not None
         status = self._step.ended()
         if status is not None:

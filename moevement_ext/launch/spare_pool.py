@@ -94,7 +94,7 @@ class SparePool:
                 self._report(SpareMissing(str(error)))
                 continue
             self._importing.append(spare)
-            self._loop.watch(spare.fd, partial(self._heard_from, spare))
+            self._loop.watch(spare.fd, partial(self._on_message, spare))
             self._loop.watch(spare.process.death, partial(self._died, spare))
 
     @property
@@ -106,7 +106,7 @@ class SparePool:
         with config.log_of_spares() as log:
             return Template.spawn(config.program, config.flags, self._environment, log)
 
-    def _heard_from(self, spare: Template) -> None:
+    def _on_message(self, spare: Template) -> None:
         """Record that a spare is ready; ignore a connection that ended, as at the spare's death."""
         self._loop.forget(spare.fd)
         if spare.handle_message():

@@ -29,12 +29,12 @@ class StagedFaults:
         self.pending = [fault for fault in self.pending if fault not in found]
         return found
 
-    def memory_of(self, told: Path | None, name: str) -> NodeStore:
-        """Host memory of a node; `told`: the directory of the run that the workers reported.
+    def memory_of(self, reported: Path | None, name: str) -> NodeStore:
+        """Host memory of a node; `reported`: the directory of the run that the workers reported.
 
         Raises `LaunchError` if neither they nor the program's flags name one.
         """
-        run = self._run or (told and (told.parent, told.name))
+        run = self._run or (reported and (reported.parent, reported.name))
         if not run:
             raise LaunchError(
                 'a staged loss of a node deletes its memory, but the program has reported none.'

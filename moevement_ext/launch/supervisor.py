@@ -84,7 +84,7 @@ _WITHOUT_STORE_S = 600.0
 # A worker that fails because of a lost worker may end before the loss is detected.
 _SETTLE_S = 1.0
 # A job that waits for nodes says so this often.
-_SAY_AGAIN_S = 300.0
+_REPEAT_S = 300.0
 _FITS = re.compile(r'Start (\d+) ranks')  # in a refusal of this number of ranks
 
 
@@ -136,7 +136,7 @@ class Supervisor:
         self._resize_at = math.inf
         self._tail: LogTail | None = None
         self._failed_at_exit: list[str] = []
-        self._look_for_store_at: float | None = None
+        self._find_store_at: float | None = None
 
     def _connect(self, timeout: timedelta) -> TCPStore:
         address = store_address(self.config.flags)
@@ -229,7 +229,7 @@ class Supervisor:
     # Bad ends are judged together, since one may have caused another
 
     def _judge_all(self) -> None:
-        if not self._bad_ends or self._look_for_store_at is not None:
+        if not self._bad_ends or self._find_store_at is not None:
             return
         try:
             self._bad_ends = [end for end in self._bad_ends if not self._was_done(end)]
@@ -311,9 +311,9 @@ class Supervisor:
     def _restart(self, nodes: int, reason: str, cause: BadEnd | None) -> None:
         """Restart all workers on so many nodes, 0: later; as planned if there is no `cause`."""
         self._stop(self._living())
-        self._said = AllStartAgain(reason, None if nodes == self._nodes else nodes)
-        self._report(self._said)
-        self._say_at = time.monotonic() + _SAY_AGAIN_S
+        self._pending = AllStartAgain(reason, None if nodes == self._nodes else nodes)
+        self._report(self._pending)
+        self._repeat_at = time.monotonic() + _REPEAT_S
         if nodes != self._nodes:
             self._starter.guests.seating.resize(nodes)
             self._nodes = nodes
@@ -384,9 +384,9 @@ class Supervisor:
         else:
             why, pause_s = 'nodes are back', self.config.grow_after_s if self._nodes else 0.0
         self._resize_at = min(self._resize_at, now + pause_s) if nodes != self._nodes else math.inf
-        if not self._nodes and now >= self._say_at:
-            self._say_at = now + _SAY_AGAIN_S
-            self._report(self._said)
+        if not self._nodes and now >= self._repeat_at:
+            self._repeat_at = now + _REPEAT_S
+            self._report(self._pending)
         if now < self._resize_at or any(map(self._is_done, self.workers)):
             return
         self._terminate()
@@ -436,7 +436,7 @@ class Supervisor:
 
     def _poll_store(self) -> None:
         try:
-            if self._look_for_store_at is None or self._look_for_store():
+            if self._find_store_at is None or self._find_store():
                 self._send_heartbeats()
                 self._evict()
                 self._kill_the_late()
@@ -455,29 +455,29 @@ class Supervisor:
             self._starter.reserve(memory, kept)
 
     def _lose_store(self) -> None:
-        if self._look_for_store_at is None:
+        if self._find_store_at is None:
             self._report(StoreGone(value_of(self.config.flags, STORE_FLAG)))
-            self._look_for_store_at = time.monotonic()
+            self._find_store_at = time.monotonic()
 
-    def _look_for_store(self) -> bool:
+    def _find_store(self) -> bool:
         """Return True if the store answers again; waits at most about `_GLANCE`.
 
         Raises `LaunchError` if a dead worker has waited too long for the store.
         """
-        assert self._look_for_store_at is not None
-        if time.monotonic() < self._look_for_store_at:
+        assert self._find_store_at is not None
+        if time.monotonic() < self._find_store_at:
             return False
         try:
             self._use_new_store(_GLANCE)
         except ConfigurationError as error:
-            self._look_for_store_at = time.monotonic() + _GLANCE.total_seconds()
+            self._find_store_at = time.monotonic() + _GLANCE.total_seconds()
             if self._bad_ends and time.monotonic() > self._bad_ends[0].at + _WITHOUT_STORE_S:
                 end = self._bad_ends[0]
                 raise LaunchError(
                     f'{end.how}, and no worker can take its place: {error}'
                 ) from error
             return False
-        self._look_for_store_at = None
+        self._find_store_at = None
         self._report(StoreFound())
         return True
 

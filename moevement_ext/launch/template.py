@@ -85,8 +85,8 @@ class Template:
         """Wait until the program is imported; False if the process dies before."""
         if self.forks is None:
             with contextlib.suppress(OSError):
-                heard = self._socket.recv(_MAX_ANSWER_BYTES)
-                self.forks = json.loads(heard) if heard else None
+                answer = self._socket.recv(_MAX_ANSWER_BYTES)
+                self.forks = json.loads(answer) if answer else None
                 self._socket.settimeout(_TO_ANSWER_S)
         return self.forks is not None
 

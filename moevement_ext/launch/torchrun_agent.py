@@ -171,26 +171,26 @@ class Seats(OutsideStore):
         return PrefixStore(f'agents/{self._run_id}/{self._nodes}', server)
 
     def _seat(self, store: Store) -> int:
-        heard: dict[str, tuple[int, float]] = {}
+        seen: dict[str, tuple[int, float]] = {}
         ended = store.add('ended', 0)
         seats = sorted(range(self._nodes), key=lambda seat: seat != self._rank)
         while store.add('ended', 0) == ended:
             for seat in seats:
                 holder = store.compare_set(f'seat/{seat}', '', self._token).decode()
-                if holder != self._token and self._is_free(store, holder, heard):
+                if holder != self._token and self._is_free(store, holder, seen):
                     holder = store.compare_set(f'seat/{seat}', holder, self._token).decode()
                 if holder == self._token:
                     return seat
             time.sleep(_BEAT_S)
         raise RendezvousGracefulExitError('the job has ended; this node stood by')
 
-    def _is_free(self, store: Store, holder: str, heard: dict[str, tuple[int, float]]) -> bool:
+    def _is_free(self, store: Store, holder: str, seen: dict[str, tuple[int, float]]) -> bool:
         """True if the holder is silent, for less long if it was an agent of this node."""
         beats, now = store.add(f'beats/{holder}', 0), time.monotonic()
-        if holder not in heard or heard[holder][0] != beats:
-            heard[holder] = beats, now
+        if holder not in seen or seen[holder][0] != beats:
+            seen[holder] = beats, now
         same_node = holder.partition('/')[0] == self._token.partition('/')[0]
-        return now - heard[holder][1] > (3 * _BEAT_S if same_node else _SILENT_S)
+        return now - seen[holder][1] > (3 * _BEAT_S if same_node else _SILENT_S)
 
     def _beat(self) -> None:
         while True:

@@ -30,7 +30,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, api
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from moevement_ext.config import ConfigurationError
-from moevement_ext.launch.child import BETWEEN_LOOKS_S, Child, waits_in_kernel
+from moevement_ext.launch.child import BETWEEN_CHECKS_S, Child, waits_in_kernel
 from moevement_ext.launch.launch_config import store_address
 from moevement_ext.launch.launcher_events import describe_exit, name_of
 from moevement_ext.launch.output import say_of_launcher
@@ -177,11 +177,11 @@ class _Process:
         return self.returncode
 
     def _attend(self) -> None:
-        looks = 0
-        while self.returncode is None and not self._dying.wait(BETWEEN_LOOKS_S):
-            looks = looks + 1 if waits_in_kernel(self.pid) else 0
-            if looks > 1:
-                self._send_heartbeat((looks - 1) * BETWEEN_LOOKS_S)
+        checks = 0
+        while self.returncode is None and not self._dying.wait(BETWEEN_CHECKS_S):
+            checks = checks + 1 if waits_in_kernel(self.pid) else 0
+            if checks > 1:
+                self._send_heartbeat((checks - 1) * BETWEEN_CHECKS_S)
         code = -signal_that_kills(self.pid) or self.returncode or 0
         if self._dying.is_set() and code < 0:
             with suppress(DistError, ConfigurationError):  # then its successor ends the round

@@ -107,16 +107,16 @@ def wait_until_free(path: Path, job: str) -> None:
 def _patiently[Found](attempt: Callable[[], Found]) -> Found:
     """The result of `attempt`, repeated while the process that it names is waited for."""
     began = time.monotonic()
-    told = False
+    logged = False
     while True:
         try:
             return attempt()
         except StoreInUseError as error:
             if time.monotonic() - began >= error.patience_s:
                 raise
-            if error.patience_s > LOCK_S and not told:
+            if error.patience_s > LOCK_S and not logged:
                 logger.warning('waiting up to %.0f s: %s', error.patience_s, error)
-                told = True
+                logged = True
         time.sleep(_PAUSE_S)
 
 

@@ -123,8 +123,8 @@ class Shelf:
     Any thread. Only the `remove*` methods write. `store` is the one of this layout.
 
     Attributes:
-        unread: starts of windows that `look` skipped, though they may be whole, by run and reason
-            (see `refusal.not_read`).
+        unread: starts of windows that `whole_windows` skipped, though they may be whole, by run and
+            reason (see `refusal.not_read`).
     """
 
     def __init__(self, store: NodeStore, disk: Path | None) -> None:
@@ -141,7 +141,7 @@ class Shelf:
         found = {name for root in roots for name in directories_of(root, base_of(own))}
         return sorted(found - {own})
 
-    def look(self, run: str) -> list[tuple[Part, SlotHeader]]:
+    def whole_windows(self, run: str) -> list[tuple[Part, SlotHeader]]:
         """The whole windows of a layout with the header of slot 0; reads no payloads.
 
         Raises `StoreInUseError` if a live job uses that layout.

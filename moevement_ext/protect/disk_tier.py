@@ -31,10 +31,10 @@ from moevement_ext.protect.persistence import WindowTracker
 from moevement_ext.protect.statistics import CaptureStatistics
 from moevement_ext.rates import TokenBucket
 
-_ROLL_BACK_SECONDS = 10.0
-_STOP_SECONDS = 10.0
+_ROLL_BACK_S = 10.0
+_STOP_S = 10.0
 # Idle seconds before the used disk space is measured.
-_IDLE_SECONDS = 1.0
+_IDLE_S = 1.0
 
 
 class _CopyEnds(Exception):
@@ -136,7 +136,7 @@ class DiskTier:
             done = threading.Event()
             self._rollbacks.append((start, done))
             self._changed.notify()
-        if not done.wait(_ROLL_BACK_SECONDS):
+        if not done.wait(_ROLL_BACK_S):
             self._statistics.degraded(
                 f'the disk does not answer: windows after {start} are still there'
             )
@@ -147,7 +147,7 @@ class DiskTier:
         with self._changed:
             self._stopping = True
             self._changed.notify()
-        self._thread.join(_STOP_SECONDS)
+        self._thread.join(_STOP_S)
 
     # The disk's thread
 
@@ -156,7 +156,7 @@ class DiskTier:
         measured = False
         while True:
             with self._changed:
-                work = self._changed.wait_for(self._has_work, None if measured else _IDLE_SECONDS)
+                work = self._changed.wait_for(self._has_work, None if measured else _IDLE_S)
                 if self._stopping:
                     return
             try:

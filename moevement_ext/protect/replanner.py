@@ -27,8 +27,8 @@ logger = logger_of(__name__)
 
 type Decide = Callable[[PlanParameters, Sequence[WindowLoad]], PlanParameters | None]
 
-_FIRST_POLL_SECONDS = 0.02
-_LAST_POLL_SECONDS = 0.32
+_FIRST_POLL_S = 0.02
+_LAST_POLL_S = 0.32
 _LOADS_KEPT = 4
 VERSIONS_KEPT = 4
 """Plans kept in the store; the plan in force is the newest or the previous one."""
@@ -194,12 +194,12 @@ class Replanner:
     def _lead(self, start: int) -> None:
         """On rank 0: decide once every rank has published this window, unless it is outdated."""
         keys = [_load_key(start, rank) for rank in range(self._world_size)]
-        pause_s = _FIRST_POLL_SECONDS
+        pause_s = _FIRST_POLL_S
         while not self._store.check(keys):
             self._stopping.wait(pause_s)
             if self._stopping.is_set() or self._observed is not None:
                 return
-            pause_s = min(2 * pause_s, _LAST_POLL_SECONDS)
+            pause_s = min(2 * pause_s, _LAST_POLL_S)
         loads = [_LOAD.decode(value) for value in read_in_parts(self._store, keys)]
         chosen = self._decide(self._present, loads)
         if chosen is not None:

@@ -24,16 +24,16 @@ _CHANGED = 1.25
 class SlowRanks:
     """Compares the ranks' own seconds per iteration. One thread of rank 0.
 
-    `tell` is called when a rank becomes slow, when its ratio changes much, and when it is slow no
+    `report` is called when a rank becomes slow, when its ratio changes much, and when it is slow no
     more. The single rank of a stage has no other to be compared with.
     """
 
-    def __init__(self, tell: Callable[[SlowRank], None]) -> None:
-        self._tell = tell
+    def __init__(self, report: Callable[[SlowRank], None]) -> None:
+        self._report = report
         self._own_s: dict[int, float] = defaultdict(float)
         self._iterations: Counter[int] = Counter()
         self._slow_for: Counter[int] = Counter()
-        self._told: dict[int, float] = {}
+        self._reported: dict[int, float] = {}
 
     def observe(self, loads: Sequence[WindowLoad]) -> None:
         """Take the measurements of one window of all ranks, in their order."""
@@ -60,19 +60,19 @@ class SlowRanks:
         }
 
     def _judge(self, rank: int, ratio: float, node: str) -> None:
-        told = self._told.get(rank)
-        is_slow = ratio > (_SLOW if told is None else _EVEN)
+        reported = self._reported.get(rank)
+        is_slow = ratio > (_SLOW if reported is None else _EVEN)
         lasting = self._slow_for[rank] + self._iterations[rank] if is_slow else 0
         self._slow_for[rank] = lasting
-        if told is None and lasting < _LASTING:
+        if reported is None and lasting < _LASTING:
             return
-        if told is not None and is_slow and max(ratio / told, told / ratio) < _CHANGED:
+        if reported is not None and is_slow and max(ratio / reported, reported / ratio) < _CHANGED:
             return
         if is_slow:
-            self._told[rank] = ratio
+            self._reported[rank] = ratio
         else:
-            del self._told[rank]
+            del self._reported[rank]
         how = f'has been slow for {lasting} iterations' if is_slow else 'is slow no more'
-        said = f'it computes for {ratio:.2f} times the median of its stage'
-        logger.warning('rank %d on %s %s: %s', rank, node, how, said)
-        self._tell(SlowRank(slow=rank, node=node, ratio=round(ratio, 3), iterations=lasting))
+        pace = f'it computes for {ratio:.2f} times the median of its stage'
+        logger.warning('rank %d on %s %s: %s', rank, node, how, pace)
+        self._report(SlowRank(slow=rank, node=node, ratio=round(ratio, 3), iterations=lasting))

@@ -27,7 +27,7 @@ from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.format import Expected
 from moevement_ext.memory.window.name import HeldWindow, RankIdentity, Window, names_in, patiently
 from moevement_ext.memory.window.refusal import UnreadableWindow
-from moevement_ext.memory.window.settings import of_same_training, told
+from moevement_ext.memory.window.settings import first_lines, of_same_training
 
 logger = logger_of(__name__)
 
@@ -145,15 +145,15 @@ def name_other_runs(store: NodeStore, rank: Rank) -> None:
     in its id alone, as jobs of a chain with Slurm's ids do; it may live on other nodes.
     """
     alone = ''
-    looks = rank.number == 0 and rank.config.run_id is None
+    searches = rank.number == 0 and rank.config.run_id is None
     with suppress(OSError):
-        for run_id in sorted(path.name for path in store.root.iterdir()) if looks else ():
+        for run_id in sorted(path.name for path in store.root.iterdir()) if searches else ():
             with suppress(SparseCheckpointError, OSError):  # no run, or nothing of ours
                 if run_id != store.run_id:
-                    alone = _told(NodeStore(store.root, run_id, store.path.name), rank) or alone
-    said = rank.exchange('other-runs', alone.encode())[0].decode()
-    if said and rank.config.strict:
-        raise UserError(f'--sparse-ckpt-strict: {said} To start over give it its own {_RUN_ID}.')
+                    alone = _hint(NodeStore(store.root, run_id, store.path.name), rank) or alone
+    hint = rank.exchange('other-runs', alone.encode())[0].decode()
+    if hint and rank.config.strict:
+        raise UserError(f'--sparse-ckpt-strict: {hint} To start over give it its own {_RUN_ID}.')
 
 
 def of_other_names(
@@ -192,7 +192,7 @@ def _newest(other: NodeStore, store: NodeStore, identity: RankIdentity) -> int:
     return newest.name.start
 
 
-def _told(other: NodeStore, rank: Rank) -> str:
+def _hint(other: NodeStore, rank: Rank) -> str:
     """Name `other` in the log if it may be meant; returns the text if its id alone differs."""
     windows = other.scan()
     if not windows or is_held(other.holder_path(windows[0].holder) / 'lock'):
@@ -202,11 +202,12 @@ def _told(other: NodeStore, rank: Rank) -> str:
     differing = [line for line in lines if not line.startswith(f'{_RUN_ID}:')]
     if not header.settings or len(differing) > _MOST:
         return ''
-    said = (
+    hint = (
         f'nothing is found of the run {rank.run_id}; windows of {other.run_id}, from iteration '
-        f'{header.start} on, are not used, as it differs in {told(differing) or "its id alone"}. '
+        f'{header.start} on, are not used, as it differs in '
+        f'{first_lines(differing) or "its id alone"}. '
         'To go on from them launch as that was'
         f'{"" if differing else f", with {_RUN_ID} {other.run_id}"}.'
     )
-    logger.warning('%s', said)
-    return '' if differing else said
+    logger.warning('%s', hint)
+    return '' if differing else hint

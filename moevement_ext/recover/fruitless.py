@@ -85,8 +85,8 @@ class Fruitless:
         full = error is not None and no_gpu_memory(error) and self.count >= MOST_WITHOUT_MEMORY
         often = self.count == MOST or self._between_steps >= MOST
         if error is not None and (isinstance(verdict, WholeJob) or often or full):
-            said = in_words(error) if full else repr(error)
-            logger.error('this rank ends with its own error: %s', said)
+            text = in_words(error) if full else repr(error)
+            logger.error('this rank ends with its own error: %s', text)
             raise error
         return verdict
 

@@ -98,15 +98,15 @@ class _Found:
     def in_memory(self, store: NodeStore) -> Self:
         """Examine the committed windows of all ranks on this node."""
         for stored, opened in self._listed(lambda: openers(store)):
-            self._look(stored, opened)
-        return self._told()
+            self._examine(stored, opened)
+        return self._log_refused()
 
     def on_disk(self, directory: Path) -> Self:
         """Examine this rank's windows on disk."""
         for stored in self._listed(lambda: stored_in(directory, self._identity.rank)):
             with ExitStack() as opened:
-                self._look(stored, lambda path: opened.enter_context(WindowReader(path)))
-        return self._told()
+                self._examine(stored, lambda path: opened.enter_context(WindowReader(path)))
+        return self._log_refused()
 
     def _listed[Found](self, found: Callable[[], Iterable[Found]]) -> Iterator[Found]:
         try:
@@ -114,7 +114,7 @@ class _Found:
         except UnreadableWindow as refusal:
             self.unread |= not_read(refusal)
 
-    def _look(
+    def _examine(
         self, stored: StoredWindow, opened: Callable[[Path], WindowFile | WindowReader | TwinWindow]
     ) -> None:
         own = Expected.of(self._identity, stored.name)._replace(owner=stored.owner)
@@ -132,7 +132,7 @@ class _Found:
         self.windows.add(HeldWindow(Window(stored.name, headers[0].window), stored.owner))
         self.doubtful.update(own.differs(headers[0]).doubtful)
 
-    def _told(self) -> Self:
+    def _log_refused(self) -> Self:
         for reason, paths in self._refused.items():
             logger.warning('refused: %s: %s', some(paths, 1), reason)
         self._refused.clear()
@@ -194,22 +194,22 @@ def _traces(
     unread: dict[str, int],
 ) -> Traces:
     complete = Ledger.read_complete(store.ledger_path(identity.rank), identity)
-    told = -1 if complete is None else complete
+    newest = -1 if complete is None else complete
     in_memory = complete is not None or any(held.owner == identity.rank for held in store.scan())
     on_disk = disk is not None and (bool(disk.stored()) or disk.noted_complete())
     if disk is not None:
-        told = max(told, disk.newest_complete())
+        newest = max(newest, disk.newest_complete())
     past = [MEMORY] * (in_memory and not disk_only) + [DISK] * on_disk
     here = (NodeStore(store.root, run, store.path.name) for run in {store.run_id, *layouts})
     found = in_memory or on_disk or any(node.scan() for node in here)
     renamed = {} if found else of_other_names(store, identity, layouts)
-    return Traces(node_name(), told, past, renamed, unread)
+    return Traces(node_name(), newest, past, renamed, unread)
 
 
 def launch_of(identity: RankIdentity) -> str:
     """Digest of a rank's settings, equal on ranks with equal settings."""
-    told = identity.run, identity.topology, encode(identity.settings)
-    return xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode(told))
+    parts = identity.run, identity.topology, encode(identity.settings)
+    return xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode(parts))
 
 
 def replacement_report(

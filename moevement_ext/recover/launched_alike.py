@@ -20,7 +20,7 @@ from moevement_ext.membership.rendezvous_runner import waiting_survivor
 from moevement_ext.membership.report import Report, decode_all
 from moevement_ext.memory.window import settings
 from moevement_ext.memory.window.name import RankIdentity
-from moevement_ext.memory.window.settings import RunSettings, differences, told
+from moevement_ext.memory.window.settings import RunSettings, differences, first_lines
 from moevement_ext.recover.inventory import Inventory, launch_of
 
 logger = logger_of(__name__)
@@ -49,26 +49,26 @@ def check(rank: Rank, inventories: Sequence[Inventory]) -> list[str]:
         if differing and rank.number == 0:
             logger.warning(
                 'bits of a recovery may differ, as ranks have other settings than rank 0: %s',
-                told(differing),
+                first_lines(differing),
             )
     refused = _union(inventory.refused for inventory in inventories)
     doubtful = _union(inventory.doubtful for inventory in inventories)
     if (refused or doubtful) and rank.config.strict:
         raise UserError(
             f'{_STRICT}: windows of the run {rank.run_id} are of another launch: '
-            f'{told([*refused, *doubtful])}. Launch the job as before, give another '
+            f'{first_lines([*refused, *doubtful])}. Launch the job as before, give another '
             f'--sparse-ckpt-run-id, or leave {_STRICT} out.'
         )
     if refused and rank.run_id == slurm_run_id() and not rank.config.forget:
         raise UserError(
             f'windows of the run {rank.run_id} are of another launch in this job of Slurm: '
-            f'{told(refused)}. Give each its own --sparse-ckpt-run-id; --sparse-ckpt-forget '
+            f'{first_lines(refused)}. Give each its own --sparse-ckpt-run-id; --sparse-ckpt-forget '
             'starts over, and overwrites them.'
         )
     if doubtful and rank.number == 0:
         logger.warning(
             'bits may differ from the earlier run, as windows are of another launch: %s',
-            told(doubtful),
+            first_lines(doubtful),
         )
     return refused
 
@@ -141,13 +141,13 @@ def why_not(
         ]
     if decisive or (found.doubtful and strict):
         flag = '' if decisive else f'{_STRICT}: '
-        lines = told([*decisive, *found.doubtful])
+        lines = first_lines([*decisive, *found.doubtful])
         return f'{flag}rank {identity.rank} has other settings than the job it joins: {lines}'
     if found.doubtful:
         logger.warning(
             'bits may differ, as rank %d has other settings than the job it joins: %s',
             identity.rank,
-            told(found.doubtful),
+            first_lines(found.doubtful),
         )
     return None
 
@@ -167,7 +167,7 @@ def _among_ranks(launched: Mapping[int, RunSettings], strict: bool) -> list[str]
     if decisive or (doubtful and strict):
         raise UserError(
             f'{"" if decisive else f"{_STRICT}: "}ranks of this job have other settings than '
-            f'rank 0: {told([*decisive, *doubtful])}. Launch all {_ALIKE}'
+            f'rank 0: {first_lines([*decisive, *doubtful])}. Launch all {_ALIKE}'
         )
     return doubtful
 

@@ -393,7 +393,7 @@ class LocalizedRecovery:
             met = self._membership.take_over(beside, wait=True)
 
     def _await_replays(self) -> None:
-        self._outage.tell_verified(self._membership.store, self.verification.result())
+        self._outage.publish_verified(self._membership.store, self.verification.result())
         self._meet_replayed()
 
     def _meet_replayed(self) -> None:

@@ -214,7 +214,7 @@ class Outage:
         yield
         self._replay_s = time.perf_counter() - began
 
-    def tell_verified(self, store: Store, verified: Verified) -> None:
+    def publish_verified(self, store: Store, verified: Verified) -> None:
         """Publish this rank's verification after its replay, before the other ranks continue."""
         store.set(_verified(self._rank), msgspec.msgpack.encode(verified))  # type: ignore[arg-type]
 
@@ -282,13 +282,13 @@ def of_the_whole_job(
     def make() -> Summary:
         launcher = _launcher()
         restarts = int(os.environ.get('TORCHELASTIC_RESTART_COUNT', '0'))
-        told = None if launcher is None else mailbox.read_cause(launcher, restarts)
-        if told is None and first_death is not None:
+        cause = None if launcher is None else mailbox.read_cause(launcher, restarts)
+        if cause is None and first_death is not None:
             how = f'(pid {first_death.pid}) was the first to end,'
-            told = End(first_death.rank, how, first_death.time)
-        if told is None:
+            cause = End(first_death.rank, how, first_death.time)
+        if cause is None:
             return summary('the job was launched again', None)
-        return summary(deaths([told]), _if_past(told.at))
+        return summary(deaths([cause]), _if_past(cause.at))
 
     found = _never_fails(make)
     if found is not None:
@@ -305,12 +305,12 @@ def _say(summary: Summary) -> None:
     line = summary.line(time.time())
     print(highlighted(line, sys.stdout, summary.is_exact), flush=True)
 
-    def tell() -> None:
+    def publish() -> None:
         launcher = _launcher()
         if launcher is not None:
             mailbox.write_recovery(launcher, line)
 
-    _never_fails(tell)
+    _never_fails(publish)
 
 
 def _never_fails[T](make: Callable[[], T]) -> T | None:
@@ -332,8 +332,8 @@ def _if_past(at: float | None) -> float | None:
 
 
 def _gone(launcher: Store | None, rank: int, node: str, process: int) -> End:
-    told = None if launcher is None else mailbox.read_death(launcher, process)
-    return (told or End(rank))._replace(node=node)
+    death = None if launcher is None else mailbox.read_death(launcher, process)
+    return (death or End(rank))._replace(node=node)
 
 
 def _source(verdict: Localized) -> str:

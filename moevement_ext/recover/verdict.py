@@ -16,7 +16,7 @@ from moevement_ext.memory.window.name import History, Window
 from moevement_ext.recover.inventory import candidates
 
 # Longest list of ranks in one message.
-_MOST_TOLD = 4
+_MOST_LISTED = 4
 
 
 class Localized(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,8 +102,8 @@ def decide_recovery(
     survivors = [report for report in reports if report.survivor]
     if not survivors:
         return WholeJob('no worker survived')
-    if told := [f'rank {n}: {r.other_bits}' for n, r in enumerate(reports) if r.other_bits]:
-        return WholeJob('; '.join(told[:_MOST_TOLD]), EXIT_OTHER_BITS)
+    if differing := [f'rank {n}: {r.other_bits}' for n, r in enumerate(reports) if r.other_bits]:
+        return WholeJob('; '.join(differing[:_MOST_LISTED]), EXIT_OTHER_BITS)
     strangers = _strangers(reports)
     if strangers:
         return WholeJob(

@@ -24,7 +24,7 @@ from moevement_ext.memory.shelf import base_of, directories_of, left_by_elastic
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.name import HeldWindow, Window, drawn_history, patiently
 from moevement_ext.memory.window.refusal import RefusedWindow, UnreadableWindow
-from moevement_ext.memory.window.settings import told
+from moevement_ext.memory.window.settings import first_lines
 from moevement_ext.memory.window.slot import SlotHeader
 from moevement_ext.plan.strategy.choice import disk_only
 from moevement_ext.recover import launched_alike
@@ -140,7 +140,7 @@ def _why_none(
     if complete:
         return f'the dense checkpoint of iteration {dense_iteration} is newer than every window'
     if refused:
-        return f'windows are of another launch: {told(refused)}'
+        return f'windows are of another launch: {first_lines(refused)}'
     return 'no window is complete on all ranks'
 
 
@@ -168,12 +168,12 @@ def obtain(
 
 
 def _stop_if_unread(unread: Sequence[str], rank: Rank) -> None:
-    said = rank.exchange('unread', '; '.join(unread[:1]).encode())
-    told = [f'rank {number}: {item.decode()}' for number, item in enumerate(said) if item]
-    if told and not rank.config.forget:
+    answers = rank.exchange('unread', '; '.join(unread[:1]).encode())
+    reasons = [f'rank {number}: {item.decode()}' for number, item in enumerate(answers) if item]
+    if reasons and not rank.config.forget:
         raise UserError(
-            f'no window could be read on all ranks: {told[0]}. Mend that and start again; {FLAG} '
-            'goes on without the windows.'
+            f'no window could be read on all ranks: {reasons[0]}. Mend that and start again; '
+            f'{FLAG} goes on without the windows.'
         )
 
 
@@ -195,14 +195,14 @@ def _verified(
 ) -> tuple[WindowFile, str] | None:
     """The window and its source, or None; adds an error that may be transient to `unread`."""
 
-    def look() -> tuple[WindowFile, str]:
+    def read() -> tuple[WindowFile, str]:
         file, source = verified_window(memory, candidate, predecessor.inventories, rank.identity)
         for slot in file.slots():
             check(file.header(slot))
         return file, source
 
     try:
-        return patiently(look)  # holders live, as all ranks are new
+        return patiently(read)  # holders live, as all ranks are new
     except RefusedWindow as refusal:
         logger.warning('refused: %s', refusal)
         unread += [str(refusal)] * isinstance(refusal, UnreadableWindow)

@@ -268,7 +268,7 @@ class Replicator:
                 reason = f'window {job.name.start} was recycled before all replicas had it'
                 return partial(self._on_degraded, reason)
             if job.complete and all(job.name in peer.committed for peer in self._peers.values()):
-                return partial(self._tell, job)
+                return partial(self._report_replicated, job)
         now = time.monotonic()
         due = [(rank, peer) for rank, peer in self._peers.items() if peer.retry_at <= now]
         for rank, peer in due:
@@ -282,7 +282,7 @@ class Replicator:
                 return partial(self._attempt, rank, peer, step)
         return None
 
-    def _tell(self, job: _Job) -> None:
+    def _report_replicated(self, job: _Job) -> None:
         """Report a replicated window, unless `discard_after` has dropped it."""
         with self._changed:
             if job in self._jobs:

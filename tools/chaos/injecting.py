@@ -128,6 +128,6 @@ class FaultInjector:
         iterations = self._iterations()
         return iterations[-1].number if iterations else 0
 
-    def _wait_for[R](self, what: str, look: Callable[[], R]) -> R:
-        """Wait until `look` finds something; what it finds after the job if that ends first."""
-        return next((found for _ in self.job.follow(what) if (found := look())), None) or look()
+    def _wait_for[R](self, what: str, find: Callable[[], R]) -> R:
+        """Wait until `find` finds something; what it finds after the job if that ends first."""
+        return next((found for _ in self.job.follow(what) if (found := find())), None) or find()

@@ -181,13 +181,13 @@ class Watched:
     def watch(self, job: Job, memory: Path, kill: bool) -> float:
         """Sample the job, and kill a rank; returns the time."""
         for number in (1, _FIRST, _KILL_AFTER):
-            job.await_iteration(number, partial(self._look, memory))
+            job.await_iteration(number, partial(self._sample, memory))
             self.samples.append(spent(job.launchers(), [pid for pid in job.pids() if pid]))
         self.memory = memory_bytes(job.launchers())
         self.killed = job.send([_VICTIM], signal.SIGKILL) if kill else None
         return self.killed or self.samples[-1].time
 
-    def _look(self, memory: Path) -> None:
+    def _sample(self, memory: Path) -> None:
         self.logs, self.tmpfs = map(max, file_bytes(memory), (self.logs, self.tmpfs))
 
 

@@ -21,7 +21,7 @@ class FollowedFile:
         self.events: list[Event] = []
         """All events read from the present file."""
 
-    def look(self) -> list[Event]:
+    def read_new(self) -> list[Event]:
         """Read appended lines, or the whole file if it was replaced; returns the new events."""
         if not self._path.exists():
             self.events, self._read = [], 0
@@ -54,14 +54,14 @@ class Follower:
         self.events: list[Event] = []
         """All events so far, in the order of time."""
 
-    def look(self) -> list[Event]:
+    def read_new(self) -> list[Event]:
         """Read appended events; returns them in the order of time."""
         if not self._folder.is_dir():
             raise LabError(f'{self._folder}: no such folder; give that of --sparse-ckpt-events')
         try:
             for path in sorted(self._folder.glob('rank*.jsonl')):
                 self._files.setdefault(path, FollowedFile(path))
-            new = [event for file in self._files.values() for event in file.look()]
+            new = [event for file in self._files.values() for event in file.read_new()]
         except OSError as error:
             raise LabError(f'{error.filename or self._folder}: {error.strerror}') from error
         if new:
@@ -72,4 +72,4 @@ class Follower:
 
 def read_events(folder: Path) -> list[Event]:
     """All events of a run in the order of time; a job that ended early may not have the folder."""
-    return Follower(folder).look() if folder.is_dir() else []
+    return Follower(folder).read_new() if folder.is_dir() else []

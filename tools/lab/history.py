@@ -488,7 +488,7 @@ def _progress(events: Iterable[Event]) -> Iterator[Progress]:
 
 
 def read_history(folder: Path) -> History:
-    events = Follower(folder).look()
+    events = Follower(folder).read_new()
     if not events:
         raise LabError(
             f'{folder}: there are no events (rank<N>.jsonl) in it; give the folder of '

@@ -159,13 +159,13 @@ class Job:
             yield log
             time.sleep(poll_s)
 
-    def await_iteration(self, number: int, look: Callable[[], object] = lambda: None) -> None:
+    def await_iteration(self, number: int, poll: Callable[[], object] = lambda: None) -> None:
         """Wait until an iteration is logged; raises `LabError` if the job ends first.
 
-        `look` is called several times a second.
+        `poll` is called several times a second.
         """
         for log in self.follow(f'iteration {number}'):
-            look()
+            poll()
             if log.iterations and log.iterations[-1].number >= number:
                 return
         raise LabError(f'the job ended before iteration {number}', self.tail())
@@ -183,7 +183,7 @@ class Job:
 
     def events(self) -> list[Event]:
         if (self.folder / 'events').is_dir():
-            self._events.look()
+            self._events.read_new()
         return self._events.events
 
     def tail(self) -> str:

@@ -89,7 +89,7 @@ class LocalCluster(Launched):
         return '\n'.join(lines)
 
     def _note_events(self) -> None:
-        for event in self._events.look():
+        for event in self._events.read_new():
             match event:
                 case WorkerLaunched(rank, pid):
                     self._pids[rank] = pid

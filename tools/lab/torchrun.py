@@ -130,6 +130,6 @@ class ForkingAgents(Agents):
     def pids(self) -> dict[int, int]:
         with contextlib.suppress(LabError):  # no worker has started
             self._started.update(
-                (one.rank, one.pid) for one in kind_of(self._events.look(), WorkerStarted)
+                (one.rank, one.pid) for one in kind_of(self._events.read_new(), WorkerStarted)
             )
         return {rank: pid for rank, pid in self._started.items() if psutil.pid_exists(pid)}

@@ -70,12 +70,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except FileNotFoundError as error:
         where = f'{error.filename}: {error.strerror}'
-        said = f'{where}; give that of --sparse-ckpt-dir or --sparse-ckpt-disk'
+        text = f'{where}; give that of --sparse-ckpt-dir or --sparse-ckpt-disk'
     except OSError as error:
-        said = f'{error.filename or directory}: {error.strerror}; run as the user of the job'
+        text = f'{error.filename or directory}: {error.strerror}; run as the user of the job'
     except UnreadableWindow as error:
-        said = f'{error}; run as the user of the job'
-    print(f'windows: {said}', file=sys.stderr)
+        text = f'{error}; run as the user of the job'
+    print(f'windows: {text}', file=sys.stderr)
     return 2
 
 
@@ -152,15 +152,15 @@ def _would_load(files: Sequence[Found], flags: Sequence[str], ranks: int | None)
     `ranks` None: the number of ranks that the window had, or else the fewest for the flags.
     """
     first, absent = files[0], missing(files)
-    loads, said = False, f'there is none of the ranks {", ".join(map(str, absent))} here'
+    loads, text = False, f'there is none of the ranks {", ".join(map(str, absent))} here'
     if not absent:
         with WindowReader(first.path) as reader:
             header = reader.verify_identity(Expected())[0]
         with warnings.catch_warnings(action='ignore'):  # of packages that only training needs
             from megatron.moevement.offline.run_flags import answer
 
-            loads, said = answer(header, flags, ranks, first.root, first.tier == DISK)
-    print(f'{first.run}, window {first.window}: {"goes on" if loads else "no"}, {said}')
+            loads, text = answer(header, flags, ranks, first.root, first.tier == DISK)
+    print(f'{first.run}, window {first.window}: {"goes on" if loads else "no"}, {text}')
     return loads
 
 

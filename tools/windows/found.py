@@ -95,7 +95,7 @@ def find(directory: Path, verify: bool = False) -> list[Found]:
         for name in names
         if _FILE.fullmatch(name)
     ]
-    found = [one for path in files if (one := _look(path, verify)) is not None]
+    found = [one for path in files if (one := _inspect(path, verify)) is not None]
     return sorted(found, key=lambda one: (one.run, one.rank, -one.start, str(one.path)))
 
 
@@ -141,7 +141,7 @@ def _ranks(files: Iterable[Found]) -> set[int]:
     return {one.rank for one in files}
 
 
-def _look(path: Path, verify: bool) -> Found | None:
+def _inspect(path: Path, verify: bool) -> Found | None:
     """Inspect a file; None if a running job has renamed it meanwhile."""
     try:
         one = _placed(path, path.stat().st_size)
@@ -175,8 +175,8 @@ def _look(path: Path, verify: bool) -> Found | None:
 
 def _refused(one: Found, refusal: RefusedWindow) -> Found:
     cause = refusal.__cause__
-    said = cause.problem if isinstance(cause, ForeignFileError) else str(refusal)
-    problem = said.removeprefix(str(one.path)).removeprefix(': ').strip()
+    text = cause.problem if isinstance(cause, ForeignFileError) else str(refusal)
+    problem = text.removeprefix(str(one.path)).removeprefix(': ').strip()
     if isinstance(cause, ForeignFileError | PermissionError):
         problem = f'{problem}: run as its owner, after chmod 600'
     foreign = isinstance(refusal, UnreadableWindow)

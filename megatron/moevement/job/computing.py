@@ -131,8 +131,8 @@ def _gpus() -> Table:
     """GPU models and driver version from /proc, which needs no context on a GPU."""
     found = Table()
     with suppress(OSError):
-        said = [file.read_text() for file in _DRIVER.glob('gpus/*/information')]
-        models = {model for text in said for model in re.findall(r'Model:\s*(.+)', text)}
+        texts = [file.read_text() for file in _DRIVER.glob('gpus/*/information')]
+        models = {model for text in texts for model in re.findall(r'Model:\s*(.+)', text)}
         if models:
             found['GPU'] = ', '.join(sorted(models))
         for version in re.findall(r'Module\D+([\d.]+)', (_DRIVER / 'version').read_text())[:1]:

@@ -13,12 +13,12 @@ from megatron.core.transformer import TransformerConfig
 
 from megatron.moevement.facts import JobFacts, Settings
 from megatron.moevement.job.identity import ARGUMENTS
-from moevement_ext.config import ConfigurationError, setting, told_by_field
+from moevement_ext.config import ConfigurationError, documented_by_field, setting
 
 _BACKENDS = ('nccl', 'gloo')
 
 
-@told_by_field
+@documented_by_field
 @dataclass(frozen=True)
 class TrainingPlan:
     """Parameters of training that the configurations of Megatron-Core do not have."""

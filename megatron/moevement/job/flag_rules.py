@@ -282,7 +282,7 @@ CONDITIONS = {
 }
 
 
-class _Told(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Rules of the file with one reason."""
 
     flags: str
@@ -320,10 +320,10 @@ class _Told(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 _TABLES = msgspec.convert(
-    tomllib.loads(Path(__file__).with_suffix('.toml').read_text('utf-8')), dict[str, list[_Told]]
+    tomllib.loads(Path(__file__).with_suffix('.toml').read_text('utf-8')), dict[str, list[_Row]]
 )
 REFUSED, WHOLE_JOB = (
-    tuple(rule for told in _TABLES[name] for rule in told.rules())
+    tuple(rule for row in _TABLES[name] for rule in row.rules())
     for name in ('refused', 'whole_job')
 )
 """Rules by which a job is not started, and by which a failure restarts all workers, which recover

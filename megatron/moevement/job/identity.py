@@ -106,13 +106,13 @@ def rank_identity(settings: Settings, rank: int, config: SparseCheckpointConfig)
     run_id = called(settings, config)
     settings = _with_config(settings, config)
     run, topology = run_identity(settings, run_id), topology_identity(settings)
-    told = run_settings(settings, run_id)
+    own = run_settings(settings, run_id)
     layout = placing.layout_of(settings)
     if layout is None or config.expert_slots:  # several ranks have the same tensors
-        return RankIdentity(run, topology, rank, told)
+        return RankIdentity(run, topology, rank, own)
     seat = placing.seat_of(rank, layout, bool(settings.get('use_tp_pp_dp_mapping')))
     placed = Placed(training_identity(settings, run_id), layout, seat)
-    return RankIdentity(run, topology, rank, told, placed)
+    return RankIdentity(run, topology, rank, own, placed)
 
 
 def run_settings(settings: Settings, run_id: str) -> RunSettings:

@@ -22,7 +22,7 @@ from megatron.moevement.state.expert_replicas import ExpertReplicas
 from megatron.moevement.state.global_scalars import GlobalScalars, reduced_by
 from megatron.moevement.state.iteration_state import IterationState
 from megatron.moevement.state.model_operators import shares_embedding
-from megatron.moevement.state.resharded_state import Streams, resharded, streams_of, told_streams
+from megatron.moevement.state.resharded_state import Streams, resharded, streams_of, text_of_streams
 from megatron.moevement.state.resharded_tensors import (
     ExpertDivision,
     canonical_name,
@@ -320,4 +320,4 @@ class MegatronResharding:
         return streams_of(self._seat, self._seats, self._facts.data_parallel_random_init)
 
     def kept(self, was: Layout) -> str:
-        return told_streams(was, self._layout)
+        return text_of_streams(was, self._layout)

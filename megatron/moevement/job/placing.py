@@ -25,8 +25,8 @@ def layout_of(settings: Settings) -> Layout | None:
     ranks, tensor = _size(settings, 'world_size'), _size(settings, 'tensor_model_parallel_size')
     pipeline = _size(settings, 'pipeline_model_parallel_size')
     context = _size(settings, 'context_parallel_size')
-    told = settings.get('expert_tensor_parallel_size')
-    expert_tensor = tensor if told is None else _size(settings, 'expert_tensor_parallel_size')
+    given = settings.get('expert_tensor_parallel_size')
+    expert_tensor = tensor if given is None else _size(settings, 'expert_tensor_parallel_size')
     if _splits_further(settings, '', tensor) or _splits_further(settings, 'expert_', expert_tensor):
         return None
     return Layout(

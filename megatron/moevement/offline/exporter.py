@@ -31,7 +31,7 @@ from megatron.training.argument_utils import (
 )
 from megatron.training.global_vars import set_global_variables
 
-from megatron.moevement.checking import told
+from megatron.moevement.checking import in_words
 from megatron.moevement.facts import Built, Counters, UpstreamArguments
 from megatron.moevement.offline import run_flags
 from megatron.moevement.offline.filling import DenseSlot, fill
@@ -67,7 +67,7 @@ def export(slot: DenseSlot, flags: Sequence[str], output: Path) -> int:
     try:
         built = _build(args, experts_apart=run.expert_model_parallel_size > 1)
     except Exception as error:  # upstream asks for a GPU, or for Transformer Engine
-        raise UserError(f'this model cannot be built on a CPU: {told(error)}') from error
+        raise UserError(f'this model cannot be built on a CPU: {in_words(error)}') from error
     try:
         model, optimizer, scheduler = built
         training = TrainingState(model, optimizer, scheduler)

@@ -17,7 +17,14 @@ import msgspec
 from megatron.training import arguments as upstream
 
 from megatron.moevement.arguments import add_arguments, config_from_args
-from megatron.moevement.checking import as_first_rank, fewest_ranks, judge, parser, told, validated
+from megatron.moevement.checking import (
+    as_first_rank,
+    fewest_ranks,
+    in_words,
+    judge,
+    parser,
+    validated,
+)
 from megatron.moevement.facts import Settings, UpstreamArguments
 from megatron.moevement.job import identity, placing
 from megatron.moevement.job.flags import INDIFFERENT, LAYOUT, MAY_CHANGE
@@ -68,7 +75,8 @@ def other_training(header: SlotHeader, known: Settings) -> str:
     """Differences in flags between this training and that of a window, ignoring layouts."""
     was, now = _captured(header), identity.run_settings(known, run_id_of(header))
     was, now = (msgspec.structs.replace(one, layout={}) for one in (was, now))
-    return settings.told(settings.differences(was, now).decisive) or 'no recorded setting differs'
+    differing = settings.differences(was, now).decisive
+    return settings.first_lines(differing) or 'no recorded setting differs'
 
 
 def run_id_of(header: SlotHeader) -> str:
@@ -97,7 +105,7 @@ def validated_for(
     try:
         return validated(flags, ranks)
     except (Exception, SystemExit) as error:
-        raise UserError(told(error)) from error
+        raise UserError(in_words(error)) from error
 
 
 def for_one_rank(flags: Sequence[str], run: UpstreamArguments, output: Path) -> UpstreamArguments:

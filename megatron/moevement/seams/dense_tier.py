@@ -105,18 +105,18 @@ def _or_as_given(
 
 def _seen(facts: JobFacts, load: str) -> DenseTier:
     """The checkpoint that upstream would load: the newest of both directories, readable or not."""
-    look_inside = facts.rank == 0
-    found = [_newest_in(load, facts.ckpt_step, look_inside)]
+    reads_metadata = facts.rank == 0
+    found = [_newest_in(load, facts.ckpt_step, reads_metadata)]
     if facts.non_persistent_ckpt_type == 'global':
         within = os.path.join(load, checkpointing._NON_PERSISTENT_CKPT_SUBDIR)
         directory = facts.non_persistent_global_ckpt_dir or within
-        found.insert(0, _newest_in(directory, None, look_inside))  # comes first if equally new
+        found.insert(0, _newest_in(directory, None, reads_metadata))  # comes first if equally new
     # A tracker file that names no checkpoint ends upstream, even if the other directory has one.
     unnamed = (tier for tier in found if tier.problem and tier.iteration < 0)
     return next(unnamed, max(found, key=lambda tier: tier.iteration))
 
 
-def _newest_in(directory: str, step: int | None, look_inside: bool) -> DenseTier:
+def _newest_in(directory: str, step: int | None, reads_metadata: bool) -> DenseTier:
     """The checkpoint that a directory's tracker file names, or that of iteration `step`."""
     tracker = get_checkpoint_tracker_filename(directory)
     iteration, release = -1, False
@@ -134,7 +134,7 @@ def _newest_in(directory: str, step: int | None, look_inside: bool) -> DenseTier
         if not maybe_msc.os.path.isdir(named):
             names = f'--ckpt-step {step}' if step else tracker
             return DenseTier(iteration, f'{named}, which {names} names, does not exist')
-        missing = _missing_in(Path(named)) if look_inside else None
+        missing = _missing_in(Path(named)) if reads_metadata else None
     except OSError as error:
         return DenseTier(iteration, f'{tracker}: {error}')
     return DenseTier(iteration, missing or '')

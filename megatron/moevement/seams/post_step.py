@@ -67,7 +67,7 @@ class PostStep:
         self._iteration = 0
         self._evaluation = self._checkpoint = Due.OVER
         self._valid_before = counters.consumed_valid_samples
-        self._valid_told = 0
+        self._valid_reported = 0
         self._exits_made = -1
 
     def install(self, membership: Membership) -> None:
@@ -87,7 +87,7 @@ class PostStep:
         """Note that iteration `iteration` is committed, and which later steps are due."""
         facts, self._iteration = self._facts, iteration
         self._valid_before = self._counters.consumed_valid_samples
-        self._valid_told = 0
+        self._valid_reported = 0
         evaluates = (
             _due(facts.eval_interval, iteration)
             and self._counters.do_valid
@@ -137,7 +137,7 @@ class PostStep:
         self._checkpoint = Due.OVER if saved else Due.YES
         self._exits_made = max(survivor.exits_made for survivor in survivors)
         self._valid_before = max(survivor.valid_before for survivor in survivors)
-        self._valid_told = max(survivor.valid_now for survivor in survivors)
+        self._valid_reported = max(survivor.valid_now for survivor in survivors)
 
     def catch_up(
         self,
@@ -155,9 +155,9 @@ class PostStep:
             self._checkpoint = Due.YES
         evaluated = self._evaluation is Due.OVER
         self._counters.consumed_valid_samples = (
-            self._valid_told if evaluated else self._valid_before
+            self._valid_reported if evaluated else self._valid_before
         )
-        self._valid_told = 0
+        self._valid_reported = 0
         data.move_validation(self._counters.consumed_valid_samples)
         if self.actions is not None:
             if not evaluated:
@@ -179,13 +179,13 @@ class PostStep:
         A recovery moves the counter of validation samples back. If another failure interrupts the
         recovery, the samples that this rank had consumed before the first failure count.
         """
-        self._valid_told = max(self._valid_told, self._counters.consumed_valid_samples)
+        self._valid_reported = max(self._valid_reported, self._counters.consumed_valid_samples)
         if self._checkpoint is Due.UNLESS_NAMED:
             if upstream.saved_iteration(self._facts.save) == self._iteration:
                 self._checkpoint = Due.OVER
         return PostStepProgress(
             valid_before=self._valid_before,
-            valid_now=self._valid_told,
+            valid_now=self._valid_reported,
             evaluated=self._evaluation is Due.OVER,
             saved=self._checkpoint is Due.OVER,
             exits_made=self._exits_made,

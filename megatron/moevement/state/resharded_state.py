@@ -64,7 +64,7 @@ def streams_of(own: Seat, seats: Mapping[int, Seat], each_data_rank: bool) -> St
     )
 
 
-def told_streams(was: Layout, now: Layout) -> str:
+def text_of_streams(was: Layout, now: Layout) -> str:
     """Text for the log: which streams of random numbers continue, and which are seeded again."""
     anew = []
     for what, before, after in (

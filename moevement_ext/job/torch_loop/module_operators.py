@@ -53,9 +53,9 @@ class ModuleOperators:
     def renew(self) -> None:
         """Look up all tensors again, after a load that replaces tensors, as an optimizer's does."""
         create_state(self._optimizer)
-        self._look_up()
+        self._index()
 
-    def _look_up(self) -> None:
+    def _index(self) -> None:
         model, optimizer = self._model, self._optimizer
         self._members: dict[str, list[nn.Parameter]] = {}
         self.kinds: dict[str, str] = {}
@@ -155,7 +155,7 @@ class ModuleOperators:
 
     def _refuse_replaced(self) -> None:
         before = self._places()
-        self._look_up()
+        self._index()
         if changed := before ^ self._places():
             name, part, _ = min(changed)
             raise ConfigurationError(

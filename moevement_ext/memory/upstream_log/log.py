@@ -288,9 +288,9 @@ class UpstreamLog:
             if self._ring.shrink():  # on this thread: all copies begun are in the queue
                 self._jobs.put(_Shrunk())
             forgotten = self._first != first
-            said = self._forgetting  # report once per regular drop
-            self._forgetting = said or forgotten
-        if forgotten and not said:
+            reported = self._forgetting  # report once per regular drop
+            self._forgetting = reported or forgotten
+        if forgotten and not reported:
             self._report(f'{self._description} is full: {self._consequence}')
         return record
 

@@ -23,7 +23,13 @@ from moevement_ext.memory.window.refusal import (
     UnknownVersion,
     WrongWindow,
 )
-from moevement_ext.memory.window.settings import Differences, RunSettings, decode, differences, told
+from moevement_ext.memory.window.settings import (
+    Differences,
+    RunSettings,
+    decode,
+    differences,
+    first_lines,
+)
 from moevement_ext.memory.window.slot import (
     ALIGNMENT,
     FORMAT_VERSION,
@@ -186,12 +192,10 @@ class Expected(NamedTuple):
         for (field, refusal), expected in zip(IDENTITY.items(), wanted, strict=True):
             found = getattr(header, field)
             if expected is not None and found != expected:
-                named = known if refusal is OtherSettings else []
-                raise refusal(
-                    f'{path}: ' + (told(named) or f'{field} is {found!r}, expected {expected!r}')
-                )
+                named = first_lines(known) if refusal is OtherSettings else ''
+                raise refusal(f'{path}: {named or f"{field} is {found!r}, expected {expected!r}"}')
         if known:
-            raise OtherSettings(f'{path}: {told(known)}')
+            raise OtherSettings(f'{path}: {first_lines(known)}')
 
     def differs(self, header: SlotHeader) -> Differences:
         """Differences of this job from the job that captured the slot; empty if unknown.

@@ -219,15 +219,15 @@ def names_in(directory: Path) -> list[str]:
     return patiently(names)
 
 
-def patiently[Seen](look: Callable[[], Seen], tries: int = TRIES) -> Seen:
-    """The result of `look`, which is called again after an `UnreadableWindow`."""
+def patiently[Seen](read: Callable[[], Seen], tries: int = TRIES) -> Seen:
+    """The result of `read`, which is called again after an `UnreadableWindow`."""
     for _ in range(tries - 1):
         try:
-            return look()
+            return read()
         except UnreadableWindow as refusal:
             logger.warning('read again: %s', refusal)
             time.sleep(READ_AGAIN_S)
-    return look()
+    return read()
 
 
 def free_name(index: int) -> str:

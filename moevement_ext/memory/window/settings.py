@@ -94,7 +94,7 @@ def differences(
     )
 
 
-def told(lines: Sequence[str]) -> str:
+def first_lines(lines: Sequence[str]) -> str:
     """Join the first lines, with the number of those left out."""
     return some(lines, _MAX_LINES, '; ')
 
@@ -201,11 +201,11 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
             'ETP': self.expert_tensor,
             'optimizer instances': self.instances,
         }
-        told = [f'{name} {size}' for name, size in sizes.items() if size > 1]
-        told += ['sharded optimizer'] if self.sharded else []
-        told += [self.stages] if self.stages else []
+        parts = [f'{name} {size}' for name, size in sizes.items() if size > 1]
+        parts += ['sharded optimizer'] if self.sharded else []
+        parts += [self.stages] if self.stages else []
         count = f'{self.ranks} rank{"s" if self.ranks > 1 else ""}'
-        return count + (f' ({", ".join(told)})' if told else '')
+        return count + (f' ({", ".join(parts)})' if parts else '')
 
 
 class Seat(msgspec.Struct, frozen=True, array_like=True):

@@ -56,8 +56,8 @@ class Assembly:
                 continue
             self._require(candidate)
             file, reason = self._resharded(candidate)
-            told = self._rank.exchange(f'resharded/{number}', reason.encode(errors='replace'))
-            reasons = [reason.decode() for reason in told if reason]
+            answers = self._rank.exchange(f'resharded/{number}', reason.encode(errors='replace'))
+            reasons = [reason.decode() for reason in answers if reason]
             if file is not None and not reasons:
                 self._memory.windows.persisted(file.required_name())
                 self._memory.windows.discard_after(candidate.window.start)
@@ -97,14 +97,14 @@ class Assembly:
     def _resharded(self, candidate: Candidate) -> tuple[WindowFile | None, str]:
         """This rank's part, committed in its memory, or the reason why there is none."""
 
-        def look() -> WindowFile:
+        def read() -> WindowFile:
             try:
                 return self._assembled(candidate)
             except PeerLost as lost:  # all ranks are new: only a connection is lost
                 raise UnreadableWindow(str(lost)) from lost
 
         try:
-            return patiently(look), ''
+            return patiently(read), ''
         except (RefusedWindow, HostMemoryError, PeerRefused) as error:
             logger.warning(
                 'refused: window %d of %s: %s', candidate.window.start, candidate.run, error

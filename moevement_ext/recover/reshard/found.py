@@ -16,7 +16,7 @@ from moevement_ext.memory.shelf import Part, Shelf
 from moevement_ext.memory.window import settings
 from moevement_ext.memory.window.name import RankIdentity, Window
 from moevement_ext.memory.window.refusal import UnreadableWindow, not_read
-from moevement_ext.memory.window.settings import Layout, Seat, of_same_training, told
+from moevement_ext.memory.window.settings import Layout, Seat, first_lines, of_same_training
 from moevement_ext.memory.window.slot import SlotHeader
 from moevement_ext.plan.strategy.choice import disk_only
 
@@ -106,7 +106,7 @@ def take_stock(identity: RankIdentity, config: SparseCheckpointConfig, shelf: Sh
     except UnreadableWindow as refusal:
         return Stock([], [], unread=not_read(refusal))
     for run in found:
-        parts = shelf.look(run)
+        parts = shelf.whole_windows(run)
         ours = [one for one in parts if of_same_training(one[1].placed, placed)]
         foreign = [one for _, one in parts if not of_same_training(one.placed, placed)]
         skipped = shelf.unread.get(run, {})
@@ -125,7 +125,7 @@ def _in_what(header: SlotHeader, identity: RankIdentity) -> str:
         return 'it names no layout, so only a job in the same layout can read it'
     was = settings.decode(header.settings) if header.settings else settings.RunSettings()
     was, now = (msgspec.structs.replace(one, layout={}) for one in (was, identity.settings))
-    return told(settings.differences(was, now).decisive) or 'it is of another training'
+    return first_lines(settings.differences(was, now).decisive) or 'it is of another training'
 
 
 def _seen(part: Part, header: SlotHeader) -> _Seen:
@@ -207,8 +207,8 @@ def _say_refused(rank: Rank, refused: Sequence[str]) -> None:
     if refused and rank.config.strict:
         raise UserError(
             '--sparse-ckpt-strict: windows of the run in another layout cannot be used: '
-            f'{told(refused)}. Start it with the flags and the release that it had, or give it '
-            'another --sparse-ckpt-run-id.'
+            f'{first_lines(refused)}. Start it with the flags and the release that it had, or give '
+            'it another --sparse-ckpt-run-id.'
         )
     for reason in refused if rank.number == 0 else ():
         logger.warning('refused: windows in another layout, %s', reason)

@@ -107,8 +107,8 @@ class Fetcher:
             try:
                 return read(number, part)
             except (RefusedWindow, PeerRefused, PeerLost, HostMemoryError) as error:
-                said = 'refused: part of rank %d of another layout, from rank %d: %s'
-                logger.warning(said, owner, number, error)
+                text = 'refused: part of rank %d of another layout, from rank %d: %s'
+                logger.warning(text, owner, number, error)
                 if isinstance(error, UnreadableWindow | PeerLost | HostMemoryError):
                     passing = error
         if passing is not None:

@@ -228,7 +228,7 @@ def lose_b(job: SlurmJob, of: int) -> None:
 
 
 def test_job_waits_for_a_lost_host(job: SlurmJob, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, '_SAY_AGAIN_S', 0.5)
+    monkeypatch.setattr(supervisor, '_REPEAT_S', 0.5)
     causes = []
 
     def note(event: WorkerLaunched) -> None:

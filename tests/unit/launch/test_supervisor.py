@@ -82,7 +82,7 @@ def test_death_is_announced_before_the_memory_is_freed(
     """
     thread, seen = job.folder / 'thread', []
     looked: list[int] = []
-    monkeypatch.setattr(machine, 'BETWEEN_LOOKS_S', 0.0)
+    monkeypatch.setattr(machine, 'BETWEEN_CHECKS_S', 0.0)
     monkeypatch.setattr(machine, 'waits_in_kernel', looked.append)
 
     def kill() -> None:
@@ -351,7 +351,7 @@ def test_workers_that_block_in_the_kernel_have_heartbeats_until_they_are_stuck(
 
     def observed() -> None:
         look()
-        clock.now += machine.BETWEEN_LOOKS_S
+        clock.now += machine.BETWEEN_CHECKS_S
         if not pipe.exists():
             return
         beats.append([counters.read_heartbeats(launcher.store, 0, rank) for rank in range(2)])
@@ -363,7 +363,7 @@ def test_workers_that_block_in_the_kernel_have_heartbeats_until_they_are_stuck(
     launcher._poll_store = observed  # type: ignore[method-assign]
     job.finish_when = lambda: False
     assert launcher.run() == 0
-    assert beats[-1] == [STUCK_S / machine.BETWEEN_LOOKS_S - 1, 0], 'none once it counts as stuck'
+    assert beats[-1] == [STUCK_S / machine.BETWEEN_CHECKS_S - 1, 0], 'none once it counts as stuck'
 
 
 # Eviction

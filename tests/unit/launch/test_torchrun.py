@@ -345,7 +345,7 @@ def test_fork_that_blocks_in_the_kernel_has_heartbeats_until_it_is_stuck(
         looks.append(pid)
         return child.waits_in_kernel(pid)
 
-    monkeypatch.setattr(torchrun_workers, 'BETWEEN_LOOKS_S', STUCK_S / 6)
+    monkeypatch.setattr(torchrun_workers, 'BETWEEN_CHECKS_S', STUCK_S / 6)
     monkeypatch.setattr(torchrun_workers, 'waits_in_kernel', look)
     store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
     write_stuck_timeout(store, STUCK_S)

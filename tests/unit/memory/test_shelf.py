@@ -17,7 +17,7 @@ def test_holder_with_a_linked_lock_is_ignored(tmp_path: Path) -> None:
     holder = other.holder_path(0)
     holder.mkdir(parents=True, mode=0o700)
     (holder / 'lock').symlink_to('/etc/passwd')
-    assert list(Shelf(NodeStore(tmp_path, 'run.b', 'node0'), None).look('run.a')) == []
+    assert list(Shelf(NodeStore(tmp_path, 'run.b', 'node0'), None).whole_windows('run.a')) == []
 
 
 def test_deleted_windows_are_not_kept_mapped() -> None:
@@ -27,7 +27,7 @@ def test_deleted_windows_are_not_kept_mapped() -> None:
         commit(OwnerWindows(other, 0, 0, capacity()), 3)
         other.close()
         shelf = Shelf(NodeStore(shm, 'run.22222222', 'node0'), None)
-        (part,) = (part for part, _ in shelf.look('run.11111111'))
+        (part,) = (part for part, _ in shelf.whole_windows('run.11111111'))
         assert len(shelf.read(part, 0, 0))
         shelf.remove(['run.11111111'])
         assert _mapped(shm)

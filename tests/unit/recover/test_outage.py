@@ -60,7 +60,7 @@ def recover(launcher: Store, rank: int, verdict: Localized = LOST_STAGE) -> Outa
     outage.met(now)
     with outage.replay():
         for other in verdict.ranks:
-            Outage(other).tell_verified(store, Verified(4 + other, 7, ()))
+            Outage(other).publish_verified(store, Verified(4 + other, 7, ()))
     outage.is_over(store, verdict, now, {'starting processes': 1.2})
     return outage
 

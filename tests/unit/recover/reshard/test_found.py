@@ -77,7 +77,7 @@ def test_newer_window_without_all_parts_is_not_passed_over_in_silence(
 def test_disk_only_strategy_skips_host_memory(given: dict[str, Any], counting: list[bool]) -> None:
     window = Window(WindowName(4, 'plan'), 1)
     parts = [(Part('run.a', window, 0, on_disk), HEADER) for on_disk in (False, True)]
-    shelf = SimpleNamespace(runs=lambda: ['run.a'], look=lambda run: parts, unread={})
+    shelf = SimpleNamespace(runs=lambda: ['run.a'], whole_windows=lambda run: parts, unread={})
     identity = RankIdentity('run', 'topology', 0, placed=PLACED)
     stock = take_stock(identity, SparseCheckpointConfig(**given), shelf)  # type: ignore[arg-type]
     assert [seen.part.on_disk for seen in stock.seen] == counting

@@ -155,5 +155,5 @@ def test_most_pages_of_any_moment_count(tmp_path: Path) -> None:
     log.write_bytes(bytes(4096))
     for pages in (1, 3, 2):
         file.write_bytes(bytes(4096 * pages))
-        one._look(tmp_path)
+        one._sample(tmp_path)
     assert (one.tmpfs, one.logs) == (3 * 4096, 4096)
