@@ -122,7 +122,7 @@ def keep_serving(listening: socket.socket, host: str) -> int:
             os.kill(server, signal.SIGKILL)
             os.waitpid(server, 0)
             return ended_by
-        _say(f'process {server} died; another one serves, empty')
+        _print(f'process {server} died; another one serves, empty')
         if time.monotonic() < began + _PAUSE_S:
             time.sleep(_PAUSE_S)
 
@@ -154,7 +154,7 @@ def _serve(listening: socket.socket, host: str) -> NoReturn:
     store = TCPStore(
         address, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
     )
-    _say(
+    _print(
         f'process {os.getpid()} serves at {host}:{port}; the program gets '
         f'--sparse-ckpt-store {host}:{port}'
     )
@@ -163,7 +163,7 @@ def _serve(listening: socket.socket, host: str) -> NoReturn:
     raise AssertionError('a store is something')
 
 
-def _say(what: str) -> None:
+def _print(what: str) -> None:
     with suppress(OSError):  # a full disk or a closed pipe must not end the server
         print(f'[store] {what}', flush=True)
 

@@ -155,7 +155,7 @@ def config_from_args(args: 'UpstreamArguments') -> SparseCheckpointConfig:
     )
 
 
-def let_slots_have_any_experts() -> None:
+def allow_expert_slots() -> None:
     """Have upstream's parser use `validate`, for the lifetime of the process."""
     patches.wrap('megatron.training.arguments:validate_args', validate)
 

@@ -73,7 +73,7 @@ if __name__ != '__mp_main__':  # a subprocess, e.g. one that writes a checkpoint
         is_first_or_last_pipeline_stage,
     )
 
-    from megatron.moevement.arguments import add_arguments, let_slots_have_any_experts
+    from megatron.moevement.arguments import add_arguments, allow_expert_slots
     from megatron.moevement.facts import UpstreamArguments
     from megatron.moevement.job import layout_choice
     from megatron.moevement.job.flags import refuse_unsupported
@@ -260,8 +260,8 @@ def main() -> None:
     quiet.arguments_once()
     if _PROTECTED in sys.argv:
         warming.install()
-        let_slots_have_any_experts()
-        dense_tier.let_flags_count_as_given()  # the parser may load the flags of a checkpoint
+        allow_expert_slots()
+        dense_tier.keep_given_flags()  # the parser may load the flags of a checkpoint
         with leaving.in_one_line():
             wandb_run.keep()
             sys.argv += _take_layout(sys.argv[1:])

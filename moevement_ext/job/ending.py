@@ -21,7 +21,7 @@ from moevement_ext.membership.rendezvous import (
     launcher_store,
     present_round,
 )
-from moevement_ext.recover.whole_job import start_the_whole_job_again
+from moevement_ext.recover.whole_job import restart_whole_job
 
 logger = logger_of(__name__)
 
@@ -82,7 +82,7 @@ def end(
     try:
         barrier.wait()
     except RoundEnded:
-        start_the_whole_job_again(rank, 'a worker died after training had ended')
+        restart_whole_job(rank, 'a worker died after training had ended')
     except DistError as error:
         logger.warning(_STAY, f'the store is lost: {error}')
         return

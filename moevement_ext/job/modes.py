@@ -30,7 +30,7 @@ from moevement_ext.recover.outage import Summary, conversion_line, recovered_lin
 from moevement_ext.recover.rank_state import RankState
 from moevement_ext.recover.trainer import Start, Trainer
 from moevement_ext.recover.verification import Verification, Verified
-from moevement_ext.recover.whole_job import start_the_whole_job_again
+from moevement_ext.recover.whole_job import restart_whole_job
 
 # Time for slower ranks to receive the last messages of this rank and reach the same point; a rank
 # that does not reach this point has the window as well.
@@ -245,7 +245,7 @@ class WholeJobMode:
             return
         self.protection.checkpointer.drain()
         time.sleep(_OTHERS_S)
-        start_the_whole_job_again(self.rank, 'the store in which the ranks meet is lost')
+        restart_whole_job(self.rank, 'the store in which the ranks meet is lost')
 
     # Recovery
 

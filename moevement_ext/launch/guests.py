@@ -65,7 +65,7 @@ class Guests:
                 keepers[owner].add(holder)
         self.seating.keepers = keepers
 
-    def hear(self, seen: messages.MemorySeen) -> None:
+    def on_memory_seen(self, seen: messages.MemorySeen) -> None:
         self._seen[seen.node] = seen
 
     def lose(self, host: str, why: str) -> None:

@@ -216,7 +216,7 @@ class SlurmStarter:
                     node.has_imported |= isinstance(event, SpareReady | SpareEnded | SpareMissing)
                     self._report(event)
             case messages.MemorySeen():
-                self.guests.hear(message)
+                self.guests.on_memory_seen(message)
             case messages.DevicesFail(trouble):
                 self._lose_devices(node, trouble)
             case _:

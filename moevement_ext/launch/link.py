@@ -183,12 +183,12 @@ class Listener:
         while not self._closed.is_set():
             try:
                 sock, _ = self._server.accept()
-                self._hear(sock)
+                self._receive(sock)
             except (OSError, RuntimeError) as error:  # of that connection, or of this process
                 if not self._closed.wait(_PAUSE_S):
                     logger.warning('an agent could not connect: %s', error)
 
-    def _hear(self, sock: socket.socket) -> None:
+    def _receive(self, sock: socket.socket) -> None:
         if not self._strangers.make_room():
             sock.close()
             return

@@ -153,6 +153,6 @@ class LocalStarter:
         while self._messages:
             message = self._messages.popleft()
             if isinstance(message, messages.MemorySeen):
-                self.guests.hear(message)
+                self.guests.on_memory_seen(message)
             else:
                 self._children.act(message)

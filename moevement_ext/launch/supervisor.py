@@ -254,7 +254,7 @@ class Supervisor:
             )
         if survivors:
             self._replace_all()
-        elif not self._may_be_a_consequence():
+        elif not self._may_be_consequence():
             self._start_all_again(min(self._bad_ends, key=lambda end: end.is_error))
 
     def _was_done(self, end: BadEnd) -> bool:
@@ -276,7 +276,7 @@ class Supervisor:
         ending = any(not worker.child.ended for worker in done)
         return ending and time.monotonic() < self._bad_ends[0].at + self.config.grace_s
 
-    def _may_be_a_consequence(self) -> bool:
+    def _may_be_consequence(self) -> bool:
         """True if all ends are errors, and a lost worker that caused them may still be detected."""
         errors_only = all(end.is_error for end in self._bad_ends)
         early = time.monotonic() < self._bad_ends[0].at + _SETTLE_S

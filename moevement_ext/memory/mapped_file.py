@@ -153,11 +153,11 @@ def release_range(array: Bytes, begin: int, end: int) -> None:
     """Give back whole pages from `begin` to `end` of a writable map; readers find zeros there."""
     begin, end = in_pages(begin), in_pages(min(end, array.size))
     if begin < end and (failed := _advise(array, begin, end, _MADV_REMOVE)):
-        _say_kept(failed)
+        _log_kept(failed)
 
 
 @functools.cache
-def _say_kept(failed: int) -> None:
+def _log_kept(failed: int) -> None:
     """Log once that freed pages stay in use, e.g. as they are locked; they no longer count."""
     logger.warning(
         'host memory that is given back stays in use (MADV_REMOVE: %s): --sparse-ckpt-dir must be '

@@ -37,7 +37,7 @@ from moevement_ext.recover.stage_replay import OtherBits, SourceLost, StageRepla
 from moevement_ext.recover.trainer import Start, Trainer
 from moevement_ext.recover.verdict import Localized, Verdict, WholeJob, decide_recovery
 from moevement_ext.recover.verification import Verification, Verified
-from moevement_ext.recover.whole_job import end_with_other_bits, start_the_whole_job_again
+from moevement_ext.recover.whole_job import end_with_other_bits, restart_whole_job
 
 logger = logger_of(__name__)
 
@@ -321,7 +321,7 @@ class LocalizedRecovery:
         """All workers end, and the launcher restarts the whole job, or ends it (`WholeJob`)."""
         if code == EXIT_OTHER_BITS:
             end_with_other_bits(self._rank, reason)
-        start_the_whole_job_again(self._rank, reason)
+        restart_whole_job(self._rank, reason)
 
     def end_job(self, other_bits: str) -> NoReturn:
         """Have all ranks end for what this rank's recovery computed otherwise than before."""

@@ -242,7 +242,7 @@ class Outage:
         """Log the outcome, once an iteration is committed or training has ended."""
         summary, self._unsaid = self._unsaid, None
         if summary is not None:
-            _say(summary)
+            _log(summary)
 
     def _summary(
         self, store: Store, verdict: Localized, away_s: float, seconds: Mapping[str, float]
@@ -292,7 +292,7 @@ def of_the_whole_job(
 
     found = _never_fails(make)
     if found is not None:
-        _say(found)
+        _log(found)
 
 
 def _launcher() -> Store | None:
@@ -300,7 +300,7 @@ def _launcher() -> Store | None:
     return None if store is None else of_launch(store, own_launch())
 
 
-def _say(summary: Summary) -> None:
+def _log(summary: Summary) -> None:
     """Print the summary, and send it to the launcher."""
     line = summary.line(time.time())
     print(highlighted(line, sys.stdout, summary.is_exact), flush=True)

@@ -209,7 +209,7 @@ def _verified(
         return None
 
 
-def start_the_whole_job_again(rank: Rank, reason: str) -> NoReturn:
+def restart_whole_job(rank: Rank, reason: str) -> NoReturn:
     """Take the next tier: all workers end, and the launcher restarts the whole job."""
     rank.events.emit(NextTier(reason=reason, tier='the whole job'))
     logger.warning('the whole job starts again: %s', reason)

@@ -79,7 +79,7 @@ class Nvml:
             fault = self._action(handle)
             rows = self._or_none(lambda: nvml.nvmlDeviceGetRemappedRows(handle))
         except nvml.NVMLError as error:
-            lost = self._says(error, 'NVML_ERROR_GPU_IS_LOST')
+            lost = self._is_error(error, 'NVML_ERROR_GPU_IS_LOST')
             return Finding(device, 'the driver does not reach it' if lost else _RESET)
         if fault is None and rows is not None and rows[3]:
             fault = _NO_ROW_LEFT
@@ -99,11 +99,11 @@ class Nvml:
         try:
             return read()
         except self._nvml.NVMLError as error:
-            if any(self._says(error, name) for name in _OF_NO_USE):
+            if any(self._is_error(error, name) for name in _OF_NO_USE):
                 raise
             return None
 
-    def _says(self, error: Any, name: str) -> bool:
+    def _is_error(self, error: Any, name: str) -> bool:
         return bool(error.value == getattr(self._nvml, name))
 
 

@@ -41,7 +41,7 @@ def main() -> None:
         _note_death(pid, rank, directory, says)
         return
     signal.pidfd_send_signal(process, signal.SIGKILL)  # first, as printing may fail or block
-    _say(f'rank {rank} (pid {pid}) has sent no heartbeat for {silent_s:g} s: killed')
+    _print(f'rank {rank} (pid {pid}) has sent no heartbeat for {silent_s:g} s: killed')
     _note_death(pid, rank, directory, says)
 
 
@@ -102,13 +102,13 @@ def _note_death(pid: int, rank: str, directory: str, says: bool) -> None:
             os.close(file)
     windows = os.path.join(glob.escape(directory), '*', '*', 'window-*.window')
     if says and glob.glob(windows):  # one rank prints this, not necessarily the first to die
-        _say(
+        _print(
             f'this run was cut off; windows of this run stay in {directory}: it goes on from them '
             'when torchrun starts it again, or when the same job is launched again'
         )
 
 
-def _say(what: str) -> None:
+def _print(what: str) -> None:
     with contextlib.suppress(OSError):  # a full disk, or a dead reader
         sys.stderr.write(f'sparse checkpointing: {what}\n')
         sys.stderr.flush()

@@ -149,7 +149,7 @@ class UpstreamTrainer:
                 **patches.shared(call, f'{_TRAINER}:save_checkpoint_and_time'),
             )
 
-        forget = partial(post_step.forget_what_was_cut_off, call['checkpointing_context'])
+        forget = partial(post_step.forget_interrupted_save, call['checkpointing_context'])
         self._post_step.actions = Actions(post_step.evaluation(call), save, forget)
         return self._session.train(partial(self._enter, partial(original, **call)))
 
@@ -192,7 +192,7 @@ class UpstreamTrainer:
         if error is not None and exits:
             raise error
         if error is not None and self._facts.rank == 0:  # only this rank knows the reasons
-            self._say_not_saved(call['iteration'], error)
+            self._log_not_saved(call['iteration'], error)
         return exits
 
     def _save(self, original: Callable[..., object], *args: object, **kwargs: object) -> object:
@@ -208,7 +208,7 @@ class UpstreamTrainer:
             self._not_saved = error
             return None
 
-    def _say_not_saved(self, iteration: int, error: CheckpointException) -> None:
+    def _log_not_saved(self, iteration: int, error: CheckpointException) -> None:
         reason = '; '.join(f'rank {rank}: {why[0]}' for rank, why in error.failures.items())
         self._session.job.rank.events.emit(DenseSaveFailed(iteration=iteration, reason=reason))
         logger.warning(

@@ -75,7 +75,7 @@ def dense_iteration(facts: JobFacts, exchange: Callable[[str, bytes], list[bytes
     return 0 if facts.finetune and newest >= 0 else newest
 
 
-def let_flags_count_as_given() -> None:
+def keep_given_flags() -> None:
     """Ignore `--use-checkpoint-args` if the checkpoint cannot be read. Call before parsing.
 
     If the flags differ from those of a window, the window is refused by name later; without windows

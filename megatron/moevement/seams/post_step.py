@@ -253,7 +253,7 @@ def evaluation(call: Mapping[str, Any]) -> Callable[[int], None]:
     return evaluate
 
 
-def forget_what_was_cut_off(checkpointing_context: dict[str, object] | None) -> None:
+def forget_interrupted_save(checkpointing_context: dict[str, object] | None) -> None:
     """Drop remains of an interrupted report or save, and state that a new process lacks.
 
     Strategies of dense checkpoints keep the structure from one save to the next

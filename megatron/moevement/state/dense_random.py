@@ -112,12 +112,12 @@ class DenseRandom:
         if kept is not None:
             restore_rng(kept.rng)
             return result
-        if made is not None and not _shares_experts_with_the_first():
+        if made is not None and not _shares_experts():
             tracker.set_states(tracker.get_states() | {experts: made})
-        self._say_missing(int(result[0]), folders)
+        self._log_missing(int(result[0]), folders)
         return result
 
-    def _say_missing(self, iteration: int, folders: list[Path]) -> None:
+    def _log_missing(self, iteration: int, folders: list[Path]) -> None:
         """Warn once for the job, or on each rank whose states alone are missing."""
         alone = any(folder.is_dir() for folder in folders)
         if self._experts_draw and (alone or self._facts.rank == 0):
@@ -191,7 +191,7 @@ def _digest_of(checkpoint: Path) -> str:
     return ''
 
 
-def _shares_experts_with_the_first() -> bool:
+def _shares_experts() -> bool:
     """True if the rank whose states upstream saves for this stage has the same experts."""
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     same = parallel_state.get_expert_data_parallel_group()

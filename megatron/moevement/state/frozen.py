@@ -59,7 +59,7 @@ class FrozenOperators:
             stack.enter_context(patches.wrapped(_RECORDED, _compute))
             stack.enter_context(_reduced_after_backward(self._model))
             stack.enter_context(_gradient_through_embedding(self._model))
-            stack.enter_context(_no_delayed_gradient_of_frozen(self._model))
+            stack.enter_context(_without_delayed_gradients(self._model))
             stack.enter_context(patches.wrapped(_GATING, _without_weight_gradient))
             stack.enter_context(patches.wrapped(_CLIPPING, _unless_all_are_frozen))
             config = get_model_config(self._model[0])
@@ -185,7 +185,7 @@ def _gradient_through_embedding(model: Chunks) -> Iterator[None]:
 
 
 @contextmanager
-def _no_delayed_gradient_of_frozen(model: Chunks) -> Iterator[None]:
+def _without_delayed_gradients(model: Chunks) -> Iterator[None]:
     """Make layers of Transformer Engine compute only delayed gradients that exist.
 
     With `--delay-wgrad-compute` a backward pass stores the inputs of a weight's gradient, unless

@@ -102,13 +102,13 @@ class Routes:
             places: int = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
             if len(broken) == places // unit_size():
                 reason = _NO_OTHER_UNIT
-        self._say(guests, reason)
+        self._log(guests, reason)
         if not guests or reason is not None:
             return original(**call)
         call['model'] = call['model'] if isinstance(call['model'], list) else [call['model']]
         return _Iteration(original, call, Line(), broken, self._operators()).run()
 
-    def _say(self, guests: Sequence[int], reason: str | None) -> None:
+    def _log(self, guests: Sequence[int], reason: str | None) -> None:
         if guests == self._before or torch.distributed.get_rank() != 0:
             return
         self._before = guests

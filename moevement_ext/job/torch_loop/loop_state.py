@@ -75,7 +75,7 @@ class LoopState:
                 'state_dict() holds an integer of more than 64 bits; give it as a string or bytes.'
             ) from error
         if self._bound is not None and len(state) > self._bound:
-            _say_too_large(len(state), self._bound)
+            _log_too_large(len(state), self._bound)
             self._bound = None
         return state
 
@@ -113,7 +113,7 @@ class LoopState:
         return _decode(state).reduced
 
 
-def _say_too_large(nbytes: int, bound: int) -> None:
+def _log_too_large(nbytes: int, bound: int) -> None:
     logger.warning(
         'state_dict() of the loop has grown: the state of an iteration takes %d bytes, and '
         'windows have room for %d. TRAINING IS UNPROTECTED while no window has room for it; set '

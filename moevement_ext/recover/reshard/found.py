@@ -149,7 +149,7 @@ def find(rank: Rank, shelf: Shelf, dense_iteration: int, last_iteration: int | N
         if dense_iteration <= one.window.dense_at < (last_iteration or one.window.dense_at + 1)
     ]
     whole = [one for one in everything if not one.missing]
-    _say_refused(rank, sorted({reason for stock in stocks for reason in stock.refused}))
+    _log_refused_layouts(rank, sorted({reason for stock in stocks for reason in stock.refused}))
     unread = {
         reason: start
         for stock in stocks
@@ -202,7 +202,7 @@ def require_exact(candidate: Candidate, ranks: int) -> None:
         )
 
 
-def _say_refused(rank: Rank, refused: Sequence[str]) -> None:
+def _log_refused_layouts(rank: Rank, refused: Sequence[str]) -> None:
     """Report windows that cannot be used; raises `UserError` with `--sparse-ckpt-strict`."""
     if refused and rank.config.strict:
         raise UserError(

@@ -145,7 +145,7 @@ def _with_setting(name: str) -> None:
 def delayed_gradients_of_frozen_asked_for() -> None:
     """A replay computes later also what was not put aside."""
     delayed_gradients()
-    frozen._no_delayed_gradient_of_frozen = lambda model: nullcontext()
+    frozen._without_delayed_gradients = lambda model: nullcontext()
 
 
 def steps_of_groups_not_taken_away() -> None:

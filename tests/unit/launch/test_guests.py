@@ -129,14 +129,14 @@ def test_guests_stay_while_only_they_keep_a_window(job: SlurmJob, memory: Path) 
     job.on(WorkerLaunched, let_it_return, rank=3, restarts=1)
     job.finish_when = lambda: len(job.started(3)) == 3
     running = job.on_hosts('abcd', nodes=4, when_no_spare=GUESTS)
-    hear = running._starter.guests.hear
+    hear = running._starter.guests.on_memory_seen
 
     def note(message: messages.MemorySeen) -> None:
         hear(message)
         if len(job.started(3)) == 2:
             copy_it(message)
 
-    running._starter.guests.hear = note
+    running._starter.guests.on_memory_seen = note
     report_files(job, memory, 4)
     for rank, host in enumerate('abc'):
         keep_windows(memory, host, rank, rank)

@@ -105,10 +105,10 @@ def test_ranges_of_a_file_are_reserved_and_released(shm: Path) -> None:
 def test_pages_that_cannot_be_freed_are_reported_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    mapped_file._say_kept.cache_clear()
+    mapped_file._log_kept.cache_clear()
     monkeypatch.setattr(mapped_file, '_advise', lambda *_: errno.EINVAL)
     for _ in range(2):
         mapped_file.release_range(np.zeros(2 * PAGESIZE, np.uint8), 0, PAGESIZE)
     (record,) = caplog.records
     assert 'Invalid argument' in record.getMessage()
-    mapped_file._say_kept.cache_clear()
+    mapped_file._log_kept.cache_clear()

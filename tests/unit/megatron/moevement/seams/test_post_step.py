@@ -22,7 +22,7 @@ from megatron.moevement.seams.post_step import (
     Actions,
     PostStep,
     PostStepProgress,
-    forget_what_was_cut_off,
+    forget_interrupted_save,
 )
 from moevement_ext.membership.rendezvous import RoundEnded
 from tests.support.each import each
@@ -340,5 +340,5 @@ def test_losses_of_further_tokens_that_were_not_reported_are_forgotten(
 ) -> None:
     """Otherwise the report of the next iteration adds them to its own."""
     monkeypatch.setattr(MTPLossLoggingHelper, 'tracker', {'loss_values': torch.tensor([3.0])})
-    forget_what_was_cut_off(None)
+    forget_interrupted_save(None)
     assert MTPLossLoggingHelper.tracker['loss_values'].tolist() == [0.0]

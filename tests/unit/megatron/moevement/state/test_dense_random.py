@@ -32,7 +32,7 @@ def generators(monkeypatch: pytest.MonkeyPatch) -> Any:
     tracker = get_cuda_rng_tracker()
     tracker.reset()
     tracker.add(EXPERTS, 7)
-    monkeypatch.setattr(dense_random, '_shares_experts_with_the_first', lambda: False)
+    monkeypatch.setattr(dense_random, '_shares_experts', lambda: False)
     yield
     tracker.reset()
 
@@ -166,7 +166,7 @@ def test_foreign_or_damaged_file_is_ignored_with_a_warning(
 def test_first_rank_takes_its_generators_from_upstream(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dense_random, '_shares_experts_with_the_first', lambda: True)
+    monkeypatch.setattr(dense_random, '_shares_experts', lambda: True)
     on_rank(0, tmp_path).load(upstream_loads)
     torch.manual_seed(99)
     assert torch.equal(get_cuda_rng_tracker().get_states()[EXPERTS], torch.get_rng_state())
