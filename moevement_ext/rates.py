@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 
 # Number of newest measurements in the average: several windows, to smooth noise yet follow changes.
 _NEWEST = 32
@@ -94,6 +95,7 @@ def _cpu_s(thread: int | None) -> float:
     return 0.0
 
 
+@dataclass(eq=False)
 class TokenBucket:
     """Delays a thread to limit its rate. One thread uses it.
 
@@ -101,15 +103,11 @@ class TokenBucket:
     (0 or more) and returns True to end the wait; `clock` returns seconds of a monotonic clock.
     """
 
-    def __init__(
-        self,
-        wait: Callable[[float], object],
-        burst: int = 0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._wait = wait
-        self._burst = burst
-        self._clock = clock
+    _wait: Callable[[float], object]
+    _burst: int = 0
+    _clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
         # Time at which all bytes taken so far are within the rate.
         self._paid_at = -float('inf')
         self.held_up = 0

@@ -221,25 +221,20 @@ def attach(
         session.job.keeps_windows = counters.iteration < plan.train_iters
 
 
+@dataclass(eq=False)
 class Attachment:
     """One rank's view of a protected job; created by `attach`. Training thread only."""
 
-    def __init__(
-        self,
-        session: Session,
-        facts: JobFacts,
-        counters: LoopCounters,
-        data: ReplayableData,
-        plan: TrainingPlan,
-    ) -> None:
-        self._session = session
-        self._facts = facts
-        self._counters = counters
-        self._data = data
-        self._plan = plan
+    _session: Session
+    _facts: JobFacts
+    _counters: LoopCounters
+    _data: ReplayableData
+    _plan: TrainingPlan
+
+    def __post_init__(self) -> None:
         self._random = LoopRandom()
         self._updates: list[bool] = []
-        self._micro_batches = MicroBatches(facts)
+        self._micro_batches = MicroBatches(self._facts)
         self._micro_batches.install()
         self._connected = False
         self._built: Built | None = None

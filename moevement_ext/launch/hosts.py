@@ -16,6 +16,7 @@ import itertools
 import socket
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import InitVar, dataclass
 from pathlib import Path
 
 from moevement_ext.coordinator.keeper import Keeper
@@ -50,6 +51,7 @@ _GATHER_S = 60.0
 _CLOSING_S = 10.0
 
 
+@dataclass(eq=False)
 class SlurmStarter:
     """`Starter` of workers on other nodes; the first `hosts` take the seats, in this order.
 
@@ -57,20 +59,16 @@ class SlurmStarter:
     message.
     """
 
-    def __init__(
-        self,
-        hosts: Sequence[str],
-        start_step: StartStep,
-        config: LaunchConfig,
-        loop: FdLoop,
-        report: Callable[[Event], None],
-    ) -> None:
-        self._config = config
-        self._loop = loop
-        self._report = report
-        self._start_step = start_step
+    hosts: InitVar[Sequence[str]]
+    _start_step: StartStep
+    _config: LaunchConfig
+    _loop: FdLoop
+    _report: Callable[[Event], None]
+
+    def __post_init__(self, hosts: Sequence[str]) -> None:
+        config, report = self._config, self._report
         self._nodes = {
-            host: Node(host, loop, self._act, self._lost, self._missed) for host in hosts
+            host: Node(host, self._loop, self._act, self._lost, self._missed) for host in hosts
         }
         self._children = Children(report)
         own = list(range(config.workers_per_node))

@@ -9,6 +9,7 @@ import re
 import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -74,25 +75,18 @@ def left_by_elastic(store: NodeStore) -> list[str]:
     ]
 
 
+@dataclass(eq=False)
 class Copy:
     """One copy of an owner's part of a window. Everything but its payload is verified.
 
     `data` returns the bytes of a record of a slot; with `mapped`, the same memory each time.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        headers: list[SlotHeader],
-        data: Callable[[int, Record], memoryview],
-        *,
-        mapped: bool,
-    ) -> None:
-        self.headers = headers
-        self._path = path
-        self._data = data
-        self._mapped = mapped
-        self._verified: set[tuple[int, int]] = set()
+    _path: Path
+    headers: list[SlotHeader]
+    _data: Callable[[int, Record], memoryview]
+    mapped: bool
+    _verified: set[tuple[int, int]] = field(default_factory=set)
 
     def read(self, slot: int, index: int) -> memoryview:
         """Verified bytes of record `index`; `RefusedWindow` if they are damaged."""
@@ -101,7 +95,7 @@ class Copy:
         if (slot, index) not in self._verified:
             if xxhash.xxh3_64_intdigest(data) != record.checksum:
                 raise damaged(self._path, slot, record)
-            if self._mapped:
+            if self.mapped:
                 self._verified.add((slot, index))
         return data
 

@@ -11,6 +11,7 @@ of all experts of the model nor repeat the first rank's computation.
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import InitVar, dataclass
 from datetime import timedelta
 from functools import partial
 
@@ -95,6 +96,7 @@ def handed_out(store: Store, stage: int, version: int) -> Cycle | None:
     return unpacked(store.get(key))
 
 
+@dataclass(eq=False)
 class Replanner:
     """Follows the load of the windows on a separate thread.
 
@@ -106,20 +108,17 @@ class Replanner:
         adopt: called on the replanner's thread with each new plan.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        rank: int,
-        world_size: int,
-        present: Cycle,
-        decide: Decide,
-        next_plan: Callable[[int, Store], Cycle | None],
-        adopt: Callable[[Cycle], None],
-    ) -> None:
-        store.set_timeout(_TIMEOUT)
-        self._store, self._lost = store, False
-        self._rank = rank
-        self._world_size = world_size
+    _store: Store
+    _rank: int
+    _world_size: int
+    present: InitVar[Cycle]
+    _decide: Decide
+    _next_plan: Callable[[int, Store], Cycle | None]
+    _adopt: Callable[[Cycle], None]
+
+    def __post_init__(self, present: Cycle) -> None:
+        self._store.set_timeout(_TIMEOUT)
+        self._lost = False
         self._version = present.version
         # On rank 0: the plan to compare the next one with; without shares until they are read.
         self._present = PlanParameters(
@@ -129,9 +128,6 @@ class Replanner:
             idle=present.idle,
             experts=present.experts,
         )
-        self._decide = decide
-        self._next_plan = next_plan
-        self._adopt = adopt
         self._changed = threading.Condition()
         self._observed: WindowLoad | None = None
         self._published: deque[int] = deque()  # newest windows, with loads in the store

@@ -10,6 +10,7 @@ continues (paper section 3.4).
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import msgspec
@@ -47,35 +48,32 @@ _POLL_S = 0.02
 _ADDRESSES = msgspec.msgpack.Decoder(tuple[tuple[str, int], tuple[str, int] | None])
 
 
+@dataclass(eq=False)
 class LocalizedRecovery:
     """Recovers this rank from failures of other ranks, or rebuilds a lost rank's state.
 
     `position` is this rank's part of the training state.
     """
 
-    def __init__(
-        self,
-        rank: Rank,
-        membership: Membership,
-        trainer: Trainer,
-        protection: Protection,
-        position: RankState,
-    ) -> None:
-        self._rank = rank
-        self._membership = membership
-        self._trainer = trainer
-        self._protection = protection
-        self._position = position
-        self._replay = StageReplay(rank, trainer, protection, self._enters, self._trust_collectives)
+    _rank: Rank
+    _membership: Membership
+    _trainer: Trainer
+    _protection: Protection
+    _position: RankState
+
+    def __post_init__(self) -> None:
+        job = self._rank, self._membership, self._trainer, self._protection
+        then = self._enters, self._trust_collectives
+        self._replay = StageReplay(self._rank, self._trainer, self._protection, *then)
         self._refused: list[Window] = []
         self._other_bits = ''
         self._lost_sources = 0
         self._fruitless = Fruitless()
-        self._report = OwnReport(rank, membership, trainer, protection, position, self._fruitless)
+        self._report = OwnReport(*job, self._position, self._fruitless)
         self._phases = Phases()
         self._first_iteration = False
         self._went_on = 0
-        self._outage = Outage(rank.number)
+        self._outage = Outage(self._rank.number)
 
     # Called by the training thread in every iteration
 

@@ -10,6 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import InitVar, dataclass
 
 import torch
 import xxhash
@@ -372,6 +373,7 @@ class ReaderClosed(SparseCheckpointError):
     """A reader of a log or window was closed while, or before, something was taken from it."""
 
 
+@dataclass(eq=False)
 class LogReader:
     """All records of one direction from one neighbour, fetched in order on a background thread.
 
@@ -384,24 +386,20 @@ class LogReader:
         max_bytes: limit of prefetched bytes; host memory holds at most one record more.
     """
 
-    def __init__(
-        self,
-        client: ReplicaClient,
-        direction: Direction,
-        counts: Sequence[tuple[int, int]],
-        max_bytes: int = MAX_BYTES_AHEAD,
-    ) -> None:
-        self._client = client
-        self._direction = direction
-        self._max_bytes = max_bytes
-        keys = [LogKey(t, direction, sequence) for t, n in counts for sequence in range(n)]
+    _client: ReplicaClient
+    _direction: Direction
+    counts: InitVar[Sequence[tuple[int, int]]]
+    max_bytes: int = MAX_BYTES_AHEAD
+
+    def __post_init__(self, counts: Sequence[tuple[int, int]]) -> None:
+        keys = [LogKey(t, self._direction, sequence) for t, n in counts for sequence in range(n)]
         self._to_take = deque(keys)
         self._fetched: deque[tuple[torch.Tensor, int]] = deque()
         self._bytes_ahead = 0
         self._error: Exception | None = None
         self._changed = threading.Condition()
         self._thread = threading.Thread(
-            target=self._run, args=(keys,), name=f'log-reader-{direction}', daemon=True
+            target=self._run, args=(keys,), name=f'log-reader-{self._direction}', daemon=True
         )
         self._thread.start()
 
@@ -472,7 +470,7 @@ class LogReader:
     def _may_go_on(self) -> bool:
         """Wait until there is room for another record; False if the reader was closed."""
         with self._changed:
-            self._changed.wait_for(lambda: self._bytes_ahead < self._max_bytes or self._error)
+            self._changed.wait_for(lambda: self._bytes_ahead < self.max_bytes or self._error)
             return self._error is None
 
     def _fail(self, error: Exception) -> None:

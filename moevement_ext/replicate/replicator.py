@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import InitVar, dataclass
 from functools import partial
 
 from moevement_ext.logger import logger_of
@@ -72,6 +73,7 @@ class _Job:
         return self.file.name != self.name
 
 
+@dataclass(eq=False)
 class Replicator:
     """Background thread that keeps the replicas of one owner up to date. Any thread calls it.
 
@@ -95,19 +97,14 @@ class Replicator:
         hurries: ignore all rates, as in a recovery.
     """
 
-    def __init__(
-        self,
-        owner: int,
-        peers: Mapping[int, ReplicaClient],
-        on_window_replicated: Callable[[WindowName], None],
-        on_degraded: Callable[[str], None],
-        max_windows: int = 2,
-    ) -> None:
-        self.owner = owner
+    owner: int
+    peers: InitVar[Mapping[int, ReplicaClient]]
+    _on_window_replicated: Callable[[WindowName], None]
+    _on_degraded: Callable[[str], None]
+    max_windows: int = 2
+
+    def __post_init__(self, peers: Mapping[int, ReplicaClient]) -> None:
         self.cost = CpuCost()
-        self._on_window_replicated = on_window_replicated
-        self._on_degraded = on_degraded
-        self._max_windows = max_windows
         self._peers = {rank: _Peer(client) for rank, client in peers.items()}
         self._retired: deque[ReplicaClient] = deque()
         self._jobs: deque[_Job] = deque()
@@ -123,7 +120,9 @@ class Replicator:
         self._stopping = threading.Event()
         self._bucket = TokenBucket(self._stopping.wait, CHUNK_BYTES)
         self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._run, name=f'replicator-{owner}', daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, name=f'replicator-{self.owner}', daemon=True
+        )
         self._thread.start()
 
     def submit(self, file: WindowFile, slot: int, urgent: bool = False) -> None:
@@ -225,7 +224,7 @@ class Replicator:
             peer.client.close()
 
     def _give_up_oldest(self) -> None:
-        while len(self._jobs) > self._max_windows:
+        while len(self._jobs) > self.max_windows:
             late = self._jobs[0].name
             self._drop(late)
             if self._agreed.is_outdated(late):

@@ -2,7 +2,7 @@
 """How recovery leaves and enters Megatron's training loop, upstream's or a custom one."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from functools import cache
 
 import msgspec
@@ -87,26 +87,23 @@ def decode_handover(encoded: bytes) -> MegatronHandover:
     return _HANDOVER.decode(encoded)
 
 
+@dataclass(eq=False)
 class MegatronLoop:
     """Megatron's training loop, a `moevement_ext.recover.trainer.Loop`. Training thread only.
 
     `broken` undoes interrupted iterations; None if the loop is never entered again.
     """
 
-    def __init__(
-        self,
-        training: TrainingState,
-        counters: Counters,
-        around: Surroundings,
-        broken: BrokenIteration | None,
-    ) -> None:
-        self._training = training
-        self._counters = counters
+    _training: TrainingState
+    _counters: Counters
+    around: InitVar[Surroundings]
+    _broken: BrokenIteration | None
+
+    def __post_init__(self, around: Surroundings) -> None:
         self._data = around.data
         self._post_step = around.post_step
         self._operations = around.operations
         self._after_steps = around.after_steps
-        self._broken = broken
 
     def start(self) -> None:
         """Start counting and reporting from upstream's counters."""

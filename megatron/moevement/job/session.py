@@ -8,6 +8,7 @@ Creates the engine's job for Megatron's model, optimizer and data. `upstream_tra
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import NoReturn
 
 import torch
@@ -37,6 +38,7 @@ from moevement_ext.logger import logger_of
 logger = logger_of(__name__)
 
 
+@dataclass(eq=False)
 class Session:
     """A protected Megatron job in this process. Training thread only.
 
@@ -44,18 +46,13 @@ class Session:
         alone: contexts of a joining process, which connects to no other rank before training.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        facts: JobFacts,
-        counters: Counters,
-        around: Surroundings,
-    ) -> None:
-        self.job = job
-        self.around = around
-        job.keeps_windows = False
-        self._facts = facts
-        self._counters = counters
+    job: Job
+    _facts: JobFacts
+    _counters: Counters
+    around: Surroundings
+
+    def __post_init__(self) -> None:
+        self.job.keeps_windows = False
         self.alone = ExitStack()
         self._trainer: MegatronTrainer | None = None
 

@@ -2,6 +2,7 @@
 """Connects a session to upstream's trainer."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -54,23 +55,18 @@ class _StepResult(NamedTuple):
     max_attention_logit: int = 0
 
 
+@dataclass(eq=False)
 class UpstreamTrainer:
     """Wraps the functions that upstream's `pretrain` calls. Training thread only."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        facts: JobFacts,
-        counters: Counters,
-        session: Session,
-        data: UpstreamData,
-    ) -> None:
-        self._settings = settings
-        self._facts = facts
-        self._counters = counters
-        self._session = session
-        self._data = data
-        self._post_step = session.around.post_step
+    _settings: Settings
+    _facts: JobFacts
+    _counters: Counters
+    _session: Session
+    _data: UpstreamData
+
+    def __post_init__(self) -> None:
+        self._post_step = self._session.around.post_step
         self._logged_losses: dict[str, object] = {}
         self._before_log: dict[str, object] = {}
         self._job_has_logged = False

@@ -9,6 +9,7 @@ skips parameters without a gradient.
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -30,26 +31,21 @@ _CLIPPING = 'megatron.core.optimizer.optimizer:clip_grad_by_total_norm_fp32'
 _OF_A_GROUP = re.compile(r'\.(?:weight|bias)\d+$')
 
 
+@dataclass(eq=False)
 class FrozenOperators:
     """Freezes operators while iterations are replayed. Training thread only.
 
     `skips`: weight gradients of frozen operators are not computed; else they are dropped.
     """
 
-    def __init__(
-        self,
-        operators: Mapping[str, Operator],
-        states: Mapping[torch.nn.Parameter, ParameterState],
-        model: Chunks,
-        optimizer: MegatronOptimizer,
-        skips: bool = True,
-    ) -> None:
-        self._operators = operators
-        self._computed_together = list(_computed_together(operators))
-        self._states = states
-        self._model = model
-        self._optimizer = optimizer
-        self._skips = skips
+    _operators: Mapping[str, Operator]
+    _states: Mapping[torch.nn.Parameter, ParameterState]
+    _model: Chunks
+    _optimizer: MegatronOptimizer
+    _skips: bool = True
+
+    def __post_init__(self) -> None:
+        self._computed_together = list(_computed_together(self._operators))
         self.names: frozenset[str] = frozenset()
 
     @contextmanager

@@ -13,6 +13,7 @@ unit with a guest in any pipeline stage is routed as a whole, each place to the 
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import InitVar, dataclass
 from typing import Any
 
 import msgspec
@@ -65,6 +66,7 @@ def not_routed(settings: Settings, config: SparseCheckpointConfig) -> str | None
     return None
 
 
+@dataclass(eq=False)
 class Routes:
     """Routes around the guests of this iteration. Training thread only.
 
@@ -75,18 +77,11 @@ class Routes:
         operators: returns the operators of this rank.
     """
 
-    def __init__(
-        self,
-        reason: str | None,
-        guests: Callable[[], Sequence[int]],
-        stage_of: Callable[[], Sequence[int]],
-        operators: Callable[[], Mapping[str, Operator]],
-    ) -> None:
-        self._reason = reason
-        self._guests = guests
-        self._stage_of = stage_of
-        self._operators = operators
-        self._before: Sequence[int] = []
+    _reason: str | None
+    _guests: Callable[[], Sequence[int]]
+    _stage_of: Callable[[], Sequence[int]]
+    _operators: Callable[[], Mapping[str, Operator]]
+    _before: Sequence[int] = ()
 
     def install(self) -> None:
         """Wrap the schedules, for the lifetime of the process, before any wrapper of results."""
@@ -148,24 +143,21 @@ def pieces(micro_batches: int, hosts: int) -> list[int]:
     ]
 
 
+@dataclass(eq=False)
 class _Iteration:
     """One iteration of this rank with routes."""
 
-    def __init__(
-        self,
-        schedule: Callable[..., Any],
-        call: dict[str, Any],
-        line: Line,
-        broken: Sequence[int],
-        operators: Mapping[str, Operator],
-    ) -> None:
-        self._schedule = schedule
-        self._call = call
-        self._line = line
-        self._broken = broken
+    _schedule: Callable[..., Any]
+    _call: dict[str, Any]
+    _line: Line
+    _broken: Sequence[int]
+    operators: InitVar[Mapping[str, Operator]]
+
+    def __post_init__(self, operators: Mapping[str, Operator]) -> None:
+        call, line = self._call, self._line
         self._size = unit_size()
         self._unit, self._place = divmod(line.place, self._size)
-        self._hosts = [n for n in range(len(line.ranks) // self._size) if n not in broken]
+        self._hosts = [n for n in range(len(line.ranks) // self._size) if n not in self._broken]
         self._model: Chunks = call['model']
         self._total: int = call['num_microbatches']
         self._state = Accumulating(self._model, operators)

@@ -2,6 +2,7 @@
 """Model, optimizer and scheduler of this rank, from the view of sparse checkpointing."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -33,6 +34,7 @@ from moevement_ext.memory.tensors import dtype_of
 from moevement_ext.memory.window.slot import Record, SlotContext, SlotHeader
 
 
+@dataclass(eq=False)
 class TrainingState:
     """The training state of this rank: a `moevement_ext.capture.layout.Operators`.
 
@@ -43,23 +45,18 @@ class TrainingState:
         SparseCheckpointError: the type of optimizer or model is unknown.
     """
 
-    def __init__(
-        self,
-        model: Chunks,
-        optimizer: MegatronOptimizer,
-        scheduler: OptimizerParamScheduler,
-        skips: bool = True,
-    ) -> None:
-        self.model = model
-        self.optimizer = optimizer
-        self.scheduler = scheduler
-        self._skips = skips
-        for _, router in router_modules(model):
+    model: Chunks
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
+    _skips: bool = True
+
+    def __post_init__(self) -> None:
+        for _, router in router_modules(self.model):
             router._maintain_float32_expert_bias()  # upstream does this in the first forward pass
-        low_precision.create_scaling(model)
-        self.operators = operator_inventory(model)
-        self.tied = tied_operators(model, self.operators)
-        self.device = next(model[0].parameters()).device
+        low_precision.create_scaling(self.model)
+        self.operators = operator_inventory(self.model)
+        self.tied = tied_operators(self.model, self.operators)
+        self.device = next(self.model[0].parameters()).device
         self.states, self.slices, self.frozen = self._taken_apart()
 
     def renew(self) -> None:

@@ -2,6 +2,7 @@
 """Auxiliary state of a loop on plain torch: all state before an iteration except operators."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -29,6 +30,7 @@ class _Encoded(msgspec.Struct, array_like=True):
     loop: Any
 
 
+@dataclass(eq=False)
 class LoopState:
     """Counters, random number generators, and the loop's own state. Training thread only.
 
@@ -43,15 +45,11 @@ class LoopState:
         reduced: values reduced over all ranks in the newest iteration.
     """
 
-    def __init__(
-        self,
-        state_dict: Callable[[], Any],
-        load_state_dict: Callable[[Any], None],
-        state_bytes: int = 0,
-    ) -> None:
-        self._state_dict = state_dict
-        self._load_state_dict = load_state_dict
-        self._state_bytes = state_bytes
+    _state_dict: Callable[[], Any]
+    _load_state_dict: Callable[[Any], None]
+    state_bytes: int = 0
+
+    def __post_init__(self) -> None:
         self._bound: int | None = None
         self.iteration = 0
         self.reduced: list[float] = []
@@ -61,7 +59,7 @@ class LoopState:
     def max_bytes(self) -> int:
         """Upper bound of the encoded size: room for `state_bytes`, or for the state to double."""
         present = len(self.now())
-        self._bound = present + max(present, self._state_bytes) + _SPARE_BYTES
+        self._bound = present + max(present, self.state_bytes) + _SPARE_BYTES
         return self._bound
 
     def now(self) -> bytes:
