@@ -67,14 +67,11 @@ def connect(host: str, port: int, timeout: timedelta) -> 'TCPStore':
     try:
         return in_time(lambda: TCPStore(host, port, is_master=False, timeout=timeout), limit_s)
     except DistError as error:
+        reason = (str(error).splitlines() or ['no reason given'])[0]
         raise ConfigurationError(
             f'--sparse-ckpt-store {host}:{port} is not reached: start moevement store '
-            f'--host {host} --port {port} there ({_first_line(error)}).'
+            f'--host {host} --port {port} there ({reason}).'
         ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or ['no reason given'])[0]
 
 
 # All ranks connect at the same time.

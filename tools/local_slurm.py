@@ -29,7 +29,7 @@ from pathlib import Path
 
 import psutil
 
-from .lab.launch import free_port
+from .lab.launch import free_port, kill_all
 from .lab.programs import LabError, Parser
 
 PACKAGES = ('slurm-wlm', 'munge')
@@ -207,9 +207,7 @@ def _step_daemons(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
 
 def _kill(processes: Sequence[psutil.Process]) -> None:
     """Kill processes and wait for their death; zombies count as dead."""
-    for process in processes:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
+    kill_all(processes)
     while any(map(_lives, processes)):
         time.sleep(_POLL_S)
 

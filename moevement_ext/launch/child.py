@@ -55,9 +55,7 @@ class Child(ABC):
 
     def dies(self) -> bool:
         """Wait for the death of a killed process; False if it does not die in time."""
-        poll = select.poll()
-        poll.register(self.death, select.POLLIN)
-        return bool(poll.poll(1000.0 * self.to_die_s))
+        return is_ready(self.death, self.to_die_s)
 
     def ended_well(self) -> bool:
         """Wait until the process is dead; True if its exit status is 0."""
@@ -84,6 +82,13 @@ class Child(ABC):
 
     @abstractmethod
     def _reap(self) -> int: ...
+
+
+def is_ready(fd: int, timeout_s: float | None = 0.0, event: int = select.POLLIN) -> bool:
+    """Wait for a descriptor at most these seconds (None: forever); True if it is ready."""
+    poll = select.poll()
+    poll.register(fd, event)
+    return bool(poll.poll(None if timeout_s is None else 1000.0 * timeout_s))
 
 
 def bound(command: Sequence[str]) -> list[str]:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from moevement_ext.launch.child import is_ready
 from moevement_ext.launch.messages import FROM_AGENT, Alive, FromAgent, Here
 from moevement_ext.logger import logger_of
 from moevement_ext.replicate.connection import Connection, Strangers, listen
@@ -70,7 +71,7 @@ class Link[Received]:
         A peer therefore does not count as silent while this process is busy or stopped.
         """
         now = time.monotonic()
-        if _is_ready(self.fd, select.POLLIN):
+        if is_ready(self.fd):
             self._silent_s = 0.0
         else:
             self._silent_s += min(now - self._checked_at, _MOST_BETWEEN_CHECKS_S)
@@ -94,7 +95,7 @@ class Link[Received]:
             return  # another thread is sending a message
         try:
             is_time = time.monotonic() - self._sent >= _HEARTBEAT_S
-            if is_time and not self._closed and _is_ready(self.fd, select.POLLOUT):
+            if is_time and not self._closed and is_ready(self.fd, event=select.POLLOUT):
                 self._send(Alive())
         finally:
             self._sending.release()
@@ -133,12 +134,6 @@ class Beats:
             for link in self._links():
                 with suppress(OSError):  # the thread that uses the link will notice
                     link.heartbeat()
-
-
-def _is_ready(fd: int, event: int) -> bool:
-    poll = select.poll()
-    poll.register(fd, event)
-    return bool(poll.poll(0))
 
 
 logger = logger_of(__name__)

@@ -82,16 +82,13 @@ def slurm_step(
     if len(environment) < len(os.environ) and 'SLURM_GPUS_ON_NODE' in os.environ:
         command += [f'--gpus-per-node={os.environ["SLURM_GPUS_ON_NODE"]}']
     if 'SLURM_CPUS_PER_TASK' in os.environ:  # srun ignores this variable since Slurm 22.05
-        command += [f'--cpus-per-task={int(os.environ["SLURM_CPUS_PER_TASK"]) * _tasks()}']
+        # Tasks per node as given to sbatch; the minimum where nodes differ (`8(x3),4`).
+        nodes = os.environ.get('SLURM_TASKS_PER_NODE', '1').split(',')
+        tasks = min(int(node.partition('(')[0]) for node in nodes)
+        command += [f'--cpus-per-task={int(os.environ["SLURM_CPUS_PER_TASK"]) * tasks}']
     return Step(
         [*command, *flags, *python, *AGENT], {**environment, ADDRESS_VARIABLE: str(address)}
     )
-
-
-def _tasks() -> int:
-    """Tasks per node as given to sbatch; the minimum where nodes differ (`8(x3),4`)."""
-    nodes = os.environ.get('SLURM_TASKS_PER_NODE', '1').split(',')
-    return min(int(node.partition('(')[0]) for node in nodes)
 
 
 @dataclass(eq=False)

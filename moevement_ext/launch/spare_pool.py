@@ -86,9 +86,12 @@ class SparePool:
 
     def _fill(self) -> None:
         """Start the missing spares; a failure does not end any worker."""
+        config = self._config
         while len(self._ready) + len(self._importing) < self._needed:
             try:
-                spare = self._new_spare()
+                with config.log_of_spares() as log:
+                    of_program = config.program, config.flags
+                    spare = Template.spawn(*of_program, self._environment, log)
             except OSError as error:  # process limit, file limit or log
                 self._wanted -= 1
                 self._report(SpareMissing(str(error)))
@@ -100,11 +103,6 @@ class SparePool:
     @property
     def _needed(self) -> int:
         return self._wanted if self._each_is_one else min(self._wanted, 1)
-
-    def _new_spare(self) -> Template:
-        config = self._config
-        with config.log_of_spares() as log:
-            return Template.spawn(config.program, config.flags, self._environment, log)
 
     def _on_message(self, spare: Template) -> None:
         """Record that a spare is ready; ignore a connection that ended, as at the spare's death."""

@@ -208,7 +208,8 @@ class Supervisor:
     def _start_all(self, restarts: int) -> None:
         known, ranks = len(self.workers), self._nodes * self.config.workers_per_node
         self.workers = [*self.workers, *map(Worker, range(known, ranks))][:ranks]
-        self._tail = self._log_tail()
+        log = self.config.log_of(ranks - 1)
+        self._tail = LogTail(log, self._read) if log is not None and self._faults.pending else None
         self._starter.open(self.store.port, ranks)
         for worker in self.workers:
             self._start(worker, restarts)
@@ -245,8 +246,9 @@ class Supervisor:
         refuse_mistakes(self._bad_ends, self.workers)
         self._refuse_size(self._bad_ends[0])
         survivors = read_survivors(self._mailbox)
-        if done and self._may_end_first(done):
-            return
+        ending = any(not worker.child.ended for worker in done)
+        if ending and time.monotonic() < self._bad_ends[0].at + self.config.grace_s:
+            return  # finished workers may take time to free their memory
         if done:
             raise LaunchError(
                 f'{self._bad_ends[0].how} when rank {done[0].rank} had already finished: '
@@ -270,11 +272,6 @@ class Supervisor:
         worker.finished = True
         self._announced_code = max(self._announced_code, announced)
         return True
-
-    def _may_end_first(self, done: list[Worker]) -> bool:
-        """True while finished workers may take time to free their memory before the job ends."""
-        ending = any(not worker.child.ended for worker in done)
-        return ending and time.monotonic() < self._bad_ends[0].at + self.config.grace_s
 
     def _may_be_consequence(self) -> bool:
         """True if all ends are errors, and a lost worker that caused them may still be detected."""
@@ -503,10 +500,6 @@ class Supervisor:
                 worker.child.signal(signal.SIGKILL)
                 self._report(WorkerEvicted(worker.rank, worker.pid))
         self._evictions = asked
-
-    def _log_tail(self) -> LogTail | None:
-        log = self.config.log_of(len(self.workers) - 1)
-        return LogTail(log, self._read) if log is not None and self._faults.pending else None
 
     def _read(self, line: str) -> None:
         iteration = logged_iteration(line)

@@ -68,7 +68,8 @@ def parse(argv: Sequence[str]) -> Namespace:
             '--rdzv-backend and --rdzv-endpoint.'
         )
     split_address(store)
-    _check_nodes(args.nnodes)
+    if not re.fullmatch(r'([1-9]\d*)(:\1)?', args.nnodes):  # torchrun does so with a traceback
+        raise ConfigurationError(f'--nnodes {args.nnodes} must be the number of nodes, 1 or more.')
     args.rdzv_backend, args.rdzv_endpoint = STORE_BACKEND, store
     rank = f'rank={args.node_rank}'
     args.rdzv_conf = f'{args.rdzv_conf},{rank}' if args.rdzv_conf else rank
@@ -83,12 +84,6 @@ def _listen_for_exit_signals(args: Namespace) -> None:
     args.signals_to_handle = ','.join(
         dict.fromkeys([*given, *(one.name for one in sorted(asking))])
     )
-
-
-def _check_nodes(nodes: str) -> None:
-    """Check the number that torchrun checks later, with a traceback."""
-    if not re.fullmatch(r'([1-9]\d*)(:\1)?', nodes):
-        raise ConfigurationError(f'--nnodes {nodes} must be the number of nodes, 1 or more.')
 
 
 def _processes(wanted: str) -> int:

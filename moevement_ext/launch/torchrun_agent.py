@@ -86,11 +86,14 @@ class OutsideStore(RendezvousHandler):
         Keys of agents with another number of nodes are not read. Raises `ConfigurationError` if
         another agent has taken this one's place since its first call.
         """
-        server = connect(self._host, self._port, self._timeout)
-        store = PrefixStore(f'agents/{self._run_id}/{self._nodes}', server)
+        store = self._connect()
         self._take_place(store)
         at = RendezvousStoreInfo(self._host, self._port)
         return RendezvousInfo(store, self._rank, self._nodes, at)
+
+    def _connect(self) -> Store:
+        server = connect(self._host, self._port, self._timeout)
+        return PrefixStore(f'agents/{self._run_id}/{self._nodes}', server)
 
     def _take_place(self, store: Store) -> None:
         """Claim this node rank for the newest agent; workers of two would fence each other out."""
@@ -165,10 +168,6 @@ class Seats(OutsideStore):
 
     def get_backend(self) -> str:
         return 'moevement'
-
-    def _connect(self) -> Store:
-        server = connect(self._host, self._port, self._timeout)
-        return PrefixStore(f'agents/{self._run_id}/{self._nodes}', server)
 
     def _seat(self, store: Store) -> int:
         seen: dict[str, tuple[int, float]] = {}

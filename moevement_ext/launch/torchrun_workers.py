@@ -14,7 +14,6 @@ the next round; see `system/death_notice.py`.
 
 import math
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -30,7 +29,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, api
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from moevement_ext.config import ConfigurationError
-from moevement_ext.launch.child import BETWEEN_CHECKS_S, Child, waits_in_kernel
+from moevement_ext.launch.child import BETWEEN_CHECKS_S, Child, is_ready, waits_in_kernel
 from moevement_ext.launch.launch_config import store_address
 from moevement_ext.launch.launcher_events import describe_exit, name_of
 from moevement_ext.launch.output import say_of_launcher
@@ -93,7 +92,7 @@ class _Source:
 
     def _living(self, program: str, flags: Sequence[str]) -> Template:
         if self._template is not None:
-            if not _is_readable(self._template.process.death, 0.0):
+            if not is_ready(self._template.process.death):
                 return self._template
             self._template.close()
         return Template.spawn(program, flags, {**os.environ, 'PYTHONUNBUFFERED': '1'})
@@ -170,7 +169,7 @@ class _Process:
         """
         if self.returncode is None:
             left_s = self._worker.to_die_s
-            if not _is_readable(self._worker.death, timeout if left_s == math.inf else left_s):
+            if not is_ready(self._worker.death, timeout if left_s == math.inf else left_s):
                 raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
             self.returncode = self._worker.reap()
             self._notice.close()
@@ -203,9 +202,3 @@ class _Process:
         if address is None and self._env['TORCHELASTIC_USE_AGENT_STORE'] == 'True':
             address = self._env['MASTER_ADDR'], int(self._env['MASTER_PORT'])
         return None if address is None else connect(*address, _STORE_TIMEOUT)
-
-
-def _is_readable(fd: int, timeout_s: float | None) -> bool:
-    poll = select.poll()
-    poll.register(fd, select.POLLIN)
-    return bool(poll.poll(None if timeout_s is None else 1000.0 * timeout_s))

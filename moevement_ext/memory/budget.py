@@ -157,7 +157,8 @@ class HostMemoryPlan:
                 f'({here}){others} but only {gib(free)} are free. '
                 f'{NO_SPACE_REMEDY}'
             )
-        spares = spare_bytes()  # they import the program once the workers have started
+        # Hot spares, which some launchers keep, import the program once the workers have started.
+        spares = int(os.environ.get(SPARES, '0')) * _SPARE_BYTES
         if left is not None and missing > 0 and missing + margin + spares > left.nbytes + deleted:
             others = f', and {gib(margin)} for processes that start later,' if margin else ''
             others += f' hot spares take {gib(spares)} (--spares 0: none),' if spares else ''
@@ -186,11 +187,6 @@ class HostMemoryPlan:
                         kept += whole * status.st_blocks * 512
                         deleted += (not whole) * status.st_blocks * 512
         return kept, deleted
-
-
-def spare_bytes() -> int:
-    """Memory of all hot spares of this node, in bytes; 0 under launchers that keep none."""
-    return int(os.environ.get(SPARES, '0')) * _SPARE_BYTES
 
 
 def _is_shared(directory: Path) -> bool:
@@ -235,17 +231,6 @@ def window_lengths(longest_window: int) -> list[int]:
     return sorted({1, *range(longest_window, 0, -step)})
 
 
-def log_reach(longest_window: int) -> int:
-    """Whole iterations that the log must hold, without the one in which a window is persisted.
-
-    A window that starts with the state after iteration s is replayed from the sends of s+1. Its
-    last slot is the state after s+W-1, copied and persisted during iteration s+W. Until then a
-    recovery starts from the previous window, hence from iteration s-W+1: that is 2W - 1 whole
-    iterations, and the sends of iteration s+W.
-    """
-    return 2 * longest_window - 1
-
-
 def log_ring_bytes(own: Logged, most: Logged, longest_window: int, lag: float) -> int:
     """Size of the ring of a rank's upstream log; 0 if it logs nothing.
 
@@ -253,12 +238,17 @@ def log_ring_bytes(own: Logged, most: Logged, longest_window: int, lag: float) -
     window's last slot until the window is persisted; with 1 the log is never full, as no window
     begins before. They count in bytes of the rank that logs `most`: a stage at the end of the
     pipeline sends as fast as others while micro-batches fill the pipeline.
+
+    A window that starts with the state after iteration s is replayed from the sends of s+1. Its
+    last slot is the state after s+W-1, copied and persisted during iteration s+W. Until then a
+    recovery starts from the previous window, hence from iteration s-W+1: that is 2W - 1 whole
+    iterations, and the sends of iteration s+W.
     """
     if not own.iteration_bytes:
         return 0
     late = align_up(math.ceil(lag * most.iteration_bytes))
     # A record does not wrap: the unused end of the ring is smaller than the largest record.
-    return log_reach(longest_window) * own.iteration_bytes + late + own.record_bytes
+    return (2 * longest_window - 1) * own.iteration_bytes + late + own.record_bytes
 
 
 def memory_of_files(nbytes: int) -> RankMemory:

@@ -26,7 +26,7 @@ from megatron.training.theoretical_memory_usage import compute_weight_and_optimi
 from moevement_ext.config import ConfigurationError
 from moevement_ext.config_file import value_of
 from moevement_ext.memory.budget import rank_memory, window_file_bytes
-from moevement_ext.memory.file_system import GIB, gib
+from moevement_ext.memory.file_system import GIB, existing_parent, gib
 
 FLAG = '--sparse-ckpt-elastic-layouts'
 _FLAGS = {
@@ -267,9 +267,7 @@ def _host_memory(args: argparse.Namespace) -> tuple[int, str]:
     """Bytes for windows on a node, and what limits them."""
     if args.sparse_ckpt_host_memory_gb is not None:
         return int(args.sparse_ckpt_host_memory_gb * GIB), '--sparse-ckpt-host-memory-gb gives'
-    directory = Path(args.sparse_ckpt_dir)
-    while not directory.exists():
-        directory = directory.parent
+    directory = existing_parent(Path(args.sparse_ckpt_dir))
     return shutil.disk_usage(directory).total, f'{directory} has'
 
 

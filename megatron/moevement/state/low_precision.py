@@ -21,8 +21,6 @@ import torch
 from megatron.core import fp8_utils
 from megatron.core.utils import get_model_config
 
-from megatron.moevement.facts import TransformerConfig
-
 # For tensors with one scale, and for weights with a scale per block.
 _BYTES = ('_data', '_rowwise_data')
 _SCALES = ('_scale_inv', '_rowwise_scale_inv')
@@ -64,11 +62,6 @@ _TENSORS = ('scale', 'amax_history')
 _PRODUCTS = {'DotProductAttention': 3, 'LayerNormMLP': 2}
 
 
-def is_delayed(config: TransformerConfig) -> bool:
-    """True if a model of this configuration has scaling state."""
-    return bool(config.fp8) and config.fp8_recipe == 'delayed'
-
-
 @torch.no_grad()
 def create_scaling(model: Sequence[torch.nn.Module]) -> None:
     """Create the state now instead of in the first forward pass, so that captures have sources.
@@ -76,8 +69,8 @@ def create_scaling(model: Sequence[torch.nn.Module]) -> None:
     Nothing is reduced: reductions belong to the end of a pass with gradients.
     """
     config = get_model_config(model[0])
-    if not is_delayed(config):
-        return
+    if not config.fp8 or config.fp8_recipe != 'delayed':
+        return  # no scaling state
     with fp8_utils.get_fp8_context(config):
         for chunk in model:
             for module in chunk.modules():

@@ -74,16 +74,14 @@ class RouterTokenCounter(TokenCounter):
         def count(
             router: torch.nn.Module, inputs: object, output: tuple[torch.Tensor, ...]
         ) -> None:
-            if self.counting and torch.is_grad_enabled() and not self._is_recorded():
+            is_recorded = self._counts.is_cuda and torch.cuda.is_current_stream_capturing()
+            if self.counting and torch.is_grad_enabled() and not is_recorded:
                 counted = output[0 if self.soft else 1].detach()
                 self._counts[index] += counted.sum(dim=0, dtype=torch.float64)
                 if index == 0:
                     self._capacity += _capacity(router.config, *counted.shape)
 
         return count
-
-    def _is_recorded(self) -> bool:
-        return self._counts.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _capacity(config: TransformerConfig, tokens: int, experts: int) -> int:

@@ -178,14 +178,11 @@ def require_parts(elsewhere: Elsewhere, own: int) -> None:
                 f'--sparse-ckpt-elastic: another layout {reason}; --sparse-ckpt-forget goes on '
                 'without it.'
             )
-    newer = [one for one in elsewhere.torn if one.window.dense_at > _replaced_up_to(own, one)]
+    # A replaced layout may also have begun the next window.
+    begun = int(own >= 0)
+    newer = [one for one in elsewhere.torn if one.window.dense_at > own + begun * one.window.length]
     if newer:
         raise UserError(_missing(newer))
-
-
-def _replaced_up_to(own: int, torn: Candidate) -> int:
-    """Newest dense iteration of a replaced layout, which also had begun the next window."""
-    return own if own < 0 else own + torn.window.length
 
 
 def require_exact(candidate: Candidate, ranks: int) -> None:

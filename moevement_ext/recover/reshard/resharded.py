@@ -227,7 +227,9 @@ class ReshardedWindow:
         for headers in self._headers.values():
             index.add(headers[header.slot])
         places: dict[int, list[Place]] = {}
-        view, volatile = memoryview(payload), self._volatile()
+        kinds = (kind for held in self._slices.values() for kind in held)
+        volatile = {(one.tensor, one.part) for kind in kinds for one in kind if one.volatile}
+        view = memoryview(payload)
         for record in header.records:
             at = record.offset
             for need in self._needs(record, volatile):
@@ -247,10 +249,6 @@ class ReshardedWindow:
         for start, end in self._division_of(record, None).ranges(record.start, record.end):
             nbytes = size * (end - start)
             yield Wanted(name, record.part, record.dtype, start, end, nbytes, varies)
-
-    def _volatile(self) -> set[tuple[str, str]]:
-        kinds = (kind for held in self._slices.values() for kind in held)
-        return {(item.tensor, item.part) for kind in kinds for item in kind if item.volatile}
 
     def _name_of(self, operator: str, tensor: str, owner: int) -> str:
         return self._resharding.name_of(operator, tensor, self._seats[owner])
