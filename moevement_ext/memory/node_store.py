@@ -113,7 +113,7 @@ class NodeStore:
             logger.warning('windows of earlier processes are not used: %s', error)
             return []
         except OSError as error:
-            raise UnreadableWindow(f'{self.path}: cannot be listed: {error.strerror}') from error
+            raise UnreadableWindow(f'cannot be listed: {error.strerror}', self.path) from error
         found = [
             window
             for holder, holder_path in _numbered(self.path)

@@ -26,13 +26,13 @@ class ForeignFileError(HostMemoryError):
     """A path is not this user's alone; it was not used. Costs protection, not the training.
 
     Attributes:
-        problem: what is wrong, without the remedy.
+        fault: what is wrong with the path.
+        problem: the path and its fault, without the remedy.
     """
 
-    def __init__(self, problem: str, remedy: str = f'. {_REMEDY}') -> None:
-        super().__init__(problem + remedy.format(flag='--sparse-ckpt-dir'))
-        self.problem = problem
-        self._remedy = remedy
+    def __init__(self, path: Path | str, fault: str, remedy: str = f'. {_REMEDY}') -> None:
+        self.fault, self.problem, self._remedy = fault, f'{path} {fault}', remedy
+        super().__init__(self.about('--sparse-ckpt-dir'))
 
     def about(self, flag: str) -> str:
         """The message, about a directory that this flag has named."""
@@ -55,7 +55,7 @@ def make_directories(root: Path, path: Path) -> None:
                 os.mkdir(level, 0o700)
             _check_directory(level)
     except PermissionError as error:
-        raise ForeignFileError(f'{error.filename} cannot be used: {error.strerror}') from error
+        raise ForeignFileError(error.filename, f'cannot be used: {error.strerror}') from error
 
 
 def check_directories(root: Path, path: Path) -> None:
@@ -78,7 +78,7 @@ def open_file(path: Path, flags: int) -> int:
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
-        raise ForeignFileError(f'{path} is a symbolic link') from error
+        raise ForeignFileError(path, 'is a symbolic link') from error
     try:
         _check_file(path, os.fstat(fd))
     except BaseException:
@@ -108,14 +108,15 @@ def check_root(root: Path) -> None:
     status = os.stat(root)
     for owner in (link.st_uid, status.st_uid):
         if owner not in (0, os.geteuid()):
-            raise ForeignFileError(f'{root} belongs to user {owner}', f': {_OWN}')
+            raise ForeignFileError(root, f'belongs to user {owner}', f': {_OWN}')
     if not stat.S_ISDIR(status.st_mode):
-        raise ForeignFileError(f'{root} is not a directory')
+        raise ForeignFileError(root, 'is not a directory')
     # A group may write: it can rename what lies here, which must be this user's to be used.
     if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
         raise ForeignFileError(
-            f'{root} can be written by other users (mode {stat.filemode(status.st_mode)}), who '
-            'could replace what lies in it',
+            root,
+            f'can be written by other users (mode {stat.filemode(status.st_mode)}), who could '
+            'replace what lies in it',
             f': chmod o-w, or {_OWN}',
         )
 
@@ -125,8 +126,9 @@ def require_modes(made: os.stat_result) -> None:
     if made.st_uid == os.geteuid() and not made.st_mode & 0o077:
         return
     raise ForeignFileError(
-        f'its file system gives a new file mode {stat.filemode(made.st_mode)} and user '
-        f'{made.st_uid}, not -rw------- and user {os.geteuid()}',
+        'its file system',
+        f'gives a new file mode {stat.filemode(made.st_mode)} and user {made.st_uid}, not '
+        f'-rw------- and user {os.geteuid()}',
         ': mount it with this user, file mode 0600 and directory mode 0700 (CIFS: uid=, '
         'file_mode=, dir_mode=; gcsfuse: --uid, --file-mode, --dir-mode), train as a user that is '
         'not squashed (NFS: root), or choose another {flag}.',
@@ -136,22 +138,22 @@ def require_modes(made: os.stat_result) -> None:
 def _check_directory(path: Path) -> None:
     status = os.lstat(path)
     if not stat.S_ISDIR(status.st_mode):
-        raise ForeignFileError(f'{path} is not a directory')
+        raise ForeignFileError(path, 'is not a directory')
     if status.st_uid != os.geteuid():
-        raise ForeignFileError(f'{path} belongs to user {status.st_uid}')
+        raise ForeignFileError(path, f'belongs to user {status.st_uid}')
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise ForeignFileError(f'{path} can be written by other users')
+        raise ForeignFileError(path, 'can be written by other users')
     if status.st_mode & 0o077:
         os.chmod(path, 0o700)  # no other user could write there before
 
 
 def _check_file(path: Path, status: os.stat_result) -> None:
     if not stat.S_ISREG(status.st_mode):
-        raise ForeignFileError(f'{path} is not a regular file')
+        raise ForeignFileError(path, 'is not a regular file')
     if status.st_uid != os.geteuid():
-        raise ForeignFileError(f'{path} belongs to user {status.st_uid}')
+        raise ForeignFileError(path, f'belongs to user {status.st_uid}')
     if status.st_mode & 0o077:
         mode = stat.filemode(status.st_mode)
-        raise ForeignFileError(f'{path} is open to other users (mode {mode})')
+        raise ForeignFileError(path, f'is open to other users (mode {mode})')
     if status.st_nlink != 1:
-        raise ForeignFileError(f'{path} has a second name (a hard link)')
+        raise ForeignFileError(path, 'has a second name (a hard link)')

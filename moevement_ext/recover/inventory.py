@@ -122,10 +122,9 @@ class _Found:
             tries = 1 if self.unread else TRIES  # one file has waited for all
             headers = patiently(lambda: opened(stored.path).verify_identity(own), tries)
         except RefusedWindow as refusal:
-            reason = str(refusal).removeprefix(f'{stored.path}: ')
-            self._refused.setdefault(reason, []).append(stored.path)
+            self._refused.setdefault(refusal.reason, []).append(stored.path)
             if isinstance(refusal, OtherSettings):
-                self.other_settings.add(reason)
+                self.other_settings.add(refusal.reason)
             if stored.name.start > max(self.unread.values(), default=-1):
                 self.unread |= not_read(refusal, stored.name.start)
             return

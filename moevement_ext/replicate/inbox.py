@@ -171,7 +171,7 @@ class Inbox:
             raise
         except OSError as error:  # the file was removed
             self._abandon()
-            raise RefusedWindow(f'{file.path}: cannot be committed: {error.strerror}') from error
+            raise RefusedWindow(f'cannot be committed: {error.strerror}', file.path) from error
         self._receiving = None
         return protocol.Ack()
 

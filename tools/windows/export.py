@@ -199,5 +199,5 @@ def _opened(path: Path) -> Copy:
     if not path.parent.name.startswith(STUB):
         return copy_in_file(path)
     if not base_path(path).exists():
-        raise RefusedWindow(f'{path}: the window that it belongs to is not there')
+        raise RefusedWindow('the window that it belongs to is not there', path)
     return copy_in_memory(path)

@@ -175,8 +175,7 @@ def _inspect(path: Path, verify: bool) -> Found | None:
 
 def _refused(one: Found, refusal: RefusedWindow) -> Found:
     cause = refusal.__cause__
-    text = cause.problem if isinstance(cause, ForeignFileError) else str(refusal)
-    problem = text.removeprefix(str(one.path)).removeprefix(': ').strip()
+    problem = cause.fault if isinstance(cause, ForeignFileError) else refusal.reason
     if isinstance(cause, ForeignFileError | PermissionError):
         problem = f'{problem}: run as its owner, after chmod 600'
     foreign = isinstance(refusal, UnreadableWindow)

@@ -148,7 +148,7 @@ class WindowFile:
         try:
             array = np.frombuffer(map_existing(path, writable, PREAMBLE_BYTES), np.uint8)
         except ValueError as error:
-            raise TruncatedWindow(f'{path}: {error}') from error
+            raise TruncatedWindow(str(error), path) from error
         except (OSError, ForeignFileError) as error:
             raise unopened(path, error) from error
         file = cls(path, array, read_directory(path, array, array.size))
@@ -286,7 +286,7 @@ class WindowFile:
                 raise ValueError(f'the header is that of slot {header.slot}')
         except ValueError as error:
             fill(payload)
-            raise CorruptWindow(f'{self.path}: slot {slot}: {error}') from error
+            raise CorruptWindow(f'slot {slot}: {error}', self.path) from error
         bad = _fill(payload, header.records, fill)
         if bad is not None:
             raise damaged(self.path, slot, bad)
@@ -415,7 +415,7 @@ class WindowFile:
     def _sealed(self, slot: int) -> Entry:
         entry = self._entry(slot)
         if entry is None:
-            raise TruncatedWindow(f'{self.path}: has no sealed slot {slot}')
+            raise TruncatedWindow(f'has no sealed slot {slot}', self.path)
         return entry
 
 

@@ -104,23 +104,23 @@ def read_directory(path: Path, preamble: Bytes, size: int) -> Directory:
         RefusedWindow: not a readable, whole window file of this version (typed by the reason).
     """
     if min(size, preamble.size) < PREAMBLE_BYTES:
-        raise TruncatedWindow(f'{path}: {size} bytes, less than the preamble')
+        raise TruncatedWindow(f'{size} bytes, less than the preamble', path)
     magic, version, length, capacity, checksum = _PREAMBLE.unpack_from(preamble)
     if magic != _MAGIC:
-        raise CorruptWindow(f'{path}: not a window file')
+        raise CorruptWindow('not a window file', path)
     if version != FORMAT_VERSION:
         raise unknown_version(path, version)
     if length > PREAMBLE_BYTES - _PREAMBLE.size:
-        raise CorruptWindow(f'{path}: impossible directory of {length} bytes')
+        raise CorruptWindow(f'impossible directory of {length} bytes', path)
     encoded = preamble[_PREAMBLE.size : _PREAMBLE.size + length].tobytes()
     if _preamble_checksum(version, capacity, encoded) != checksum:
-        raise CorruptWindow(f'{path}: checksum of the directory does not match')
+        raise CorruptWindow('checksum of the directory does not match', path)
     if size < capacity:
-        raise TruncatedWindow(f'{path}: {size} of {capacity} bytes')
+        raise TruncatedWindow(f'{size} of {capacity} bytes', path)
     try:
         directory = _DIRECTORY.decode(encoded)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise CorruptWindow(f'{path}: directory cannot be decoded: {error}') from error
+        raise CorruptWindow(f'directory cannot be decoded: {error}', path) from error
     _check_entries(path, size, directory)
     return directory
 
@@ -149,10 +149,8 @@ def check_layout(header: SlotHeader, name: WindowName | None, payload_bytes: int
 
 
 def unknown_version(path: Path, version: int) -> UnknownVersion:
-    return UnknownVersion(
-        f'{path}: format version {version}, this program reads {FORMAT_VERSION}; '
-        'it was written by another release'
-    )
+    reads = f'format version {version}, this program reads {FORMAT_VERSION}'
+    return UnknownVersion(f'{reads}; it was written by another release', path)
 
 
 def _preamble_checksum(version: int, capacity: int, directory: bytes) -> int:
@@ -163,11 +161,11 @@ def _preamble_checksum(version: int, capacity: int, directory: bytes) -> int:
 def _check_entries(path: Path, size: int, directory: Directory) -> None:
     slots = [entry.slot for entry in directory.entries]
     if len(set(slots)) != len(slots):
-        raise CorruptWindow(f'{path}: a slot is listed twice: {slots}')
+        raise CorruptWindow(f'a slot is listed twice: {slots}', path)
     for entry in directory.entries:
         ends = (entry.payload_offset + entry.payload_bytes, entry.frame_offset + entry.frame_bytes)
         if min(entry.payload_offset, entry.frame_offset) < PREAMBLE_BYTES or max(ends) > size:
-            raise CorruptWindow(f'{path}: slot {entry.slot} lies outside of the file')
+            raise CorruptWindow(f'slot {entry.slot} lies outside of the file', path)
 
 
 class Expected(NamedTuple):
@@ -193,9 +191,9 @@ class Expected(NamedTuple):
             found = getattr(header, field)
             if expected is not None and found != expected:
                 named = first_lines(known) if refusal is OtherSettings else ''
-                raise refusal(f'{path}: {named or f"{field} is {found!r}, expected {expected!r}"}')
+                raise refusal(named or f'{field} is {found!r}, expected {expected!r}', path)
         if known:
-            raise OtherSettings(f'{path}: {first_lines(known)}')
+            raise OtherSettings(first_lines(known), path)
 
     def differs(self, header: SlotHeader) -> Differences:
         """Differences of this job from the job that captured the slot; empty if unknown.
@@ -222,7 +220,7 @@ def verified_header(
             raise ValueError(f'the header is that of slot {header.slot}')
         check_layout(header, name, entry.payload_bytes)
     except ValueError as error:
-        raise CorruptWindow(f'{path}: slot {entry.slot}: {error}') from error
+        raise CorruptWindow(f'slot {entry.slot}: {error}', path) from error
     return header
 
 
@@ -232,22 +230,23 @@ def check_whole(path: Path, headers: Sequence[SlotHeader], expected: Expected) -
     Raises a `RefusedWindow` typed by the reason; `path` is for its message.
     """
     if not headers:
-        raise TruncatedWindow(f'{path}: holds no slot')
+        raise TruncatedWindow('holds no slot', path)
     if len({header.window for header in headers}) > 1:
-        raise CorruptWindow(f'{path}: slots disagree on the length of the window')
+        raise CorruptWindow('slots disagree on the length of the window', path)
     window = headers[0].window
     if len(headers) != window or headers[-1].slot != window - 1:
         present = [header.slot for header in headers]
-        raise TruncatedWindow(f'{path}: has slots {present} of a window of {window}')
+        raise TruncatedWindow(f'has slots {present} of a window of {window}', path)
     for field in IDENTITY:
         found = {getattr(header, field) for header in headers}
         if len(found) > 1:
-            raise CorruptWindow(f'{path}: slots disagree on {field}: {sorted(found)}')
+            raise CorruptWindow(f'slots disagree on {field}: {sorted(found)}', path)
     expected.check(headers[0], path)
 
 
 def damaged(path: Path, slot: int, record: Record) -> CorruptWindow:
     return CorruptWindow(
-        f'{path}: slot {slot}: checksum mismatch in operator {record.operator}, tensor '
-        f'{record.tensor}, part {record.part}, elements [{record.start}, {record.end})'
+        f'slot {slot}: checksum mismatch in operator {record.operator}, tensor {record.tensor}, '
+        f'part {record.part}, elements [{record.start}, {record.end})',
+        path,
     )

@@ -165,7 +165,7 @@ class OwnerWindows:
         """
         slots = file.slots()
         if not slots or slots != list(range(file.length())):
-            raise TruncatedWindow(f'{file.path}: cannot be committed with only slots {slots}')
+            raise TruncatedWindow(f'cannot be committed with only slots {slots}', file.path)
         with self._lock:
             self._require_being_filled(file)
             file.freeze()
@@ -374,7 +374,7 @@ class OwnerWindows:
                 room = self._room if fits else None
                 file = WindowFile.open(found.path, writable=True, room=room)
                 if file.name != found.name:
-                    raise RefusedWindow(f'{found.path}: holds window {file.name}')
+                    raise RefusedWindow(f'holds window {file.name}', found.path)
             except RefusedWindow as refusal:
                 if isinstance(refusal.__cause__, OSError) and found.path.exists():
                     raise HostMemoryError(f'{refusal}; mend that, or remove the file') from refusal

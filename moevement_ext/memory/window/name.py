@@ -214,7 +214,7 @@ def names_in(directory: Path) -> list[str]:
         except (FileNotFoundError, NotADirectoryError):
             return []
         except OSError as error:
-            raise UnreadableWindow(f'{directory}: cannot be listed: {error.strerror}') from error
+            raise UnreadableWindow(f'cannot be listed: {error.strerror}', directory) from error
 
     return patiently(names)
 

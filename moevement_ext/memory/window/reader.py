@@ -141,8 +141,7 @@ class WindowReader:
             try:
                 count = os.preadv(self._fd, [view], offset)
             except OSError as error:
-                reason = f'{self.path}: cannot be read: {error.strerror}'
-                raise UnreadableWindow(reason) from error
+                raise UnreadableWindow(f'cannot be read: {error.strerror}', self.path) from error
             if not count:
-                raise TruncatedWindow(f'{self.path}: ends at byte {offset}')
+                raise TruncatedWindow(f'ends at byte {offset}', self.path)
             view, offset = view[count:], offset + count

@@ -12,7 +12,14 @@ UNKNOWN = 2**62
 
 
 class RefusedWindow(SparseCheckpointError):
-    """A window must not be loaded; recovery continues with the next tier."""
+    """A window must not be loaded; recovery continues with the next tier.
+
+    `reason` is the message without the path of its file, if it is about one.
+    """
+
+    def __init__(self, reason: str, path: Path | str | None = None) -> None:
+        super().__init__(reason if path is None else f'{path}: {reason}')
+        self.reason = reason
 
 
 class UnreadableWindow(RefusedWindow):
@@ -48,7 +55,7 @@ def unopened(path: Path, error: OSError | SparseCheckpointError) -> RefusedWindo
     if isinstance(error, SparseCheckpointError):
         return UnreadableWindow(str(error))
     kind = RefusedWindow if isinstance(error, FileNotFoundError) else UnreadableWindow
-    return kind(f'{path}: cannot be opened: {error.strerror}')
+    return kind(f'cannot be opened: {error.strerror}', path)
 
 
 def joined(refusals: Sequence[RefusedWindow], nothing: str = '') -> RefusedWindow:

@@ -76,7 +76,7 @@ def owner_header(stub: SlotHeader, path: Path | str) -> SlotHeader:
             raise ValueError(f'it is of rank {header.owner}, window {header.name}')
         return header
     except ValueError as error:
-        raise CorruptWindow(f'{path}: slot {stub.slot} of a stub: {error}') from error
+        raise CorruptWindow(f'slot {stub.slot} of a stub: {error}', path) from error
 
 
 class TwinWindow:
@@ -174,9 +174,8 @@ def _require_part(stub: SlotHeader, header: SlotHeader, path: Path) -> None:
     for record in stub.records:
         found = owned.get(_identity(record))
         if found is None or msgspec.structs.replace(record, offset=found.offset) != found:
-            raise CorruptWindow(
-                f'{path}: slot {stub.slot} of a stub: its owner has no such record: {record.key}'
-            )
+            reason = f'slot {stub.slot} of a stub: its owner has no such record: {record.key}'
+            raise CorruptWindow(reason, path)
 
 
 def _require_same(header: SlotHeader, base: SlotHeader, stub: SlotHeader, path: Path) -> None:
@@ -184,9 +183,9 @@ def _require_same(header: SlotHeader, base: SlotHeader, stub: SlotHeader, path: 
     own = {_identity(record) for record in stub.records}
     theirs = {_identity(record): record for record in base.records}
     if (header.run, header.topology, header.name) != (base.run, base.topology, base.name):
-        raise RefusedWindow(f'{path}: its base is of another run, layout or window')
+        raise RefusedWindow('its base is of another run, layout or window', path)
     if header.payload_bytes != base.payload_bytes or len(theirs) != len(header.records):
-        raise OtherBytes(f'{path}: slot {header.slot} has other records than that of its base')
+        raise OtherBytes(f'slot {header.slot} has other records than that of its base', path)
     differing = [
         record
         for record in header.records
