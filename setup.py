@@ -82,7 +82,7 @@ setup(
         ],
     },
     package_data={
-        'moevement_ext': ['py.typed'],
+        'moevement_ext': ['py.typed', '*.toml'],
         'moevement_ext.launch': ['*.toml'],
         'megatron.moevement': ['py.typed'],
         'megatron.moevement.job': ['*.toml'],

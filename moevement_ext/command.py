@@ -8,6 +8,7 @@ as `moevement_ext.programs`, because a top-level package `tools` could collide w
 import os
 import re
 import sys
+import tomllib
 from collections.abc import Iterable, Sequence
 from contextlib import redirect_stdout, suppress
 from difflib import get_close_matches
@@ -22,36 +23,9 @@ TRAINER = 'pretrain_gpt.py'
 PROGRAM = TRAINER if (ROOT / TRAINER).exists() else f'megatron/moevement/{TRAINER}'
 """File of the trainer below `ROOT`; launchers take a file."""
 
-_GROUPS = {
-    'run a job': {
-        'launch': ('moevement_ext.launch.command_line', 'on emulated nodes of this machine'),
-        'slurm': ('moevement_ext.launch.slurm', 'in a batch script of Slurm, with spare nodes'),
-        'torchrun': ('moevement_ext.launch.torchrun', 'torchrun with its rendezvous in a store'),
-        'store': ('moevement_ext.store', 'serve the store of a job outside its nodes'),
-        'pretrain': ('megatron.moevement.pretrain_gpt', 'train a GPT: one worker of a launcher'),
-    },
-    'before a job': {
-        'check': ('tools.check', 'whether a job can be protected, and how it recovers'),
-        'plan': ('tools.plan.__main__', 'window, memory and times, before there is a cluster'),
-        'drill': ('tools.drill', 'run your job for a minute with failures, compare the bits'),
-        'prepare-data': ('tools.prepare_data', 'make data for the trainer from text'),
-        'deploy': ('tools.deploy', 'write the dashboard, alerts, a JobSet or examples'),
-    },
-    'during and after a job': {
-        'status': ('tools.status', 'a running job in the terminal'),
-        'report': ('tools.report.__main__', 'one page about a run'),
-        'windows': ('tools.windows.__main__', 'list, verify, prune, export and try windows'),
-        'compare-digests': ('tools.compare_digests', 'compare two final states'),
-    },
-    'learn and measure': {
-        'demo': ('tools.demo', 'see a lost node recovered, without a GPU'),
-        'local-slurm': ('tools.local_slurm', 'a Slurm with several nodes on this machine'),
-        'simulate': ('tools.simulate.__main__', 'systems for fault tolerance compared'),
-        'compare': ('tools.compare.__main__', 'ways to survive failures side by side'),
-        'chaos': ('tools.chaos.__main__', 'random failures, bits compared'),
-        'bench': ('tools.bench.__main__', 'costs of protection, durations of recoveries'),
-    },
-}
+_GROUPS: dict[str, dict[str, list[str]]] = tomllib.loads(
+    Path(__file__).with_suffix('.toml').read_text('utf-8')
+)
 PROGRAMS = {name: program for group in _GROUPS.values() for name, program in group.items()}
 """Module in a checkout, and what it does, by name."""
 _MORE = """
