@@ -133,7 +133,8 @@ class Supervisor:
         self._newest_end: BadEnd | None = None
         self._nodes = config.nodes  # 0: the job waits for nodes
         self._sizes = config.sizes
-        self._resize_at = math.inf
+        self._resize_at = self._repeat_at = math.inf
+        self._pending: AllStartAgain | None = None
         self._tail: LogTail | None = None
         self._failed_at_exit: list[str] = []
         self._find_store_at: float | None = None
@@ -381,7 +382,7 @@ class Supervisor:
         else:
             why, pause_s = 'nodes are back', self.config.grow_after_s if self._nodes else 0.0
         self._resize_at = min(self._resize_at, now + pause_s) if nodes != self._nodes else math.inf
-        if not self._nodes and now >= self._repeat_at:
+        if self._pending is not None and not self._nodes and now >= self._repeat_at:
             self._repeat_at = now + _REPEAT_S
             self._report(self._pending)
         if now < self._resize_at or any(map(self._is_done, self.workers)):
