@@ -240,8 +240,7 @@ class SparseCheckpointConfig:
     a replay may differ.""")
     stuck_timeout: float = setting(600.0)("""Seconds for which the training thread of a worker may
     block without waiting for another worker (in a data loader, a file system) before the worker
-    ends and is replaced; 0: no limit. Under plain torchrun a page fault of a mapped file counts
-    as a hang.""")
+    ends and is replaced; 0: no limit.""")
     elastic: str = setting(OFF)("""'restart': a job restarted with another number of ranks, or
     another pipeline, expert or data parallel layout, continues from the windows of the previous
     start. Set it from the first start.""")

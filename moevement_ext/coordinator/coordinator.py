@@ -50,6 +50,13 @@ UNREAD_BYTES = 64 * 2**20
 LEARNING_S = 10.0
 TO_RECONNECT_S = 1.0
 _LOOK_S = 0.5
+# A machine that is gone answers nothing, and counts as lost after half a minute.
+_KEEPALIVE = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4),
+)
 _MOST_BETWEEN_LOOKS_S = 2.0
 # Part of the CPU time that conclusions may take, as each looks at all ranks.
 _CONCLUDING = 0.2
@@ -94,10 +101,10 @@ class _Connected:
 class Coordinator:
     """Serves the board of a job to the processes that know its secret.
 
-    Used on the loop that runs `serve` only. `decide` and `rules` are those of `Board`; `silent_s`
-    is the time without a message after which a process counts as lost. Unless it `leads`, others
-    begin and end the rounds and processes, and it tells only what follows in a round, and its end.
-    Then a process that was never connected is not missed: it may have no way to here.
+    Used on the loop that runs `serve` only. `decide` and `rules` are those of `Board`. Unless it
+    `leads`, others begin and end the rounds and processes, and it tells only what follows in a
+    round, and its end. Then a process that was never connected is not missed: it may have no way to
+    here.
     """
 
     def __init__(
@@ -105,14 +112,13 @@ class Coordinator:
         secret: bytes,
         decide: Rule,
         rules: Mapping[str, Rule] | None = None,
-        silent_s: float = float('inf'),
         leads: bool = True,
     ) -> None:
         self.board: Board | None = None
         """None while no process is connected."""
         self._secret = secret
         self._decide, self._rules = decide, rules
-        self._silent_s, self._leads = silent_s, leads
+        self._leads = leads
         self._peers: dict[int, _Connected] = {}  # by rank
         self._strangers: dict[asyncio.StreamWriter, None] = {}  # oldest first
         self._learned_s = 0.0
@@ -121,6 +127,8 @@ class Coordinator:
 
     async def serve(self, listening: socket.socket) -> None:
         """Serve until cancelled; the listening socket stays open."""
+        for level, option, value in _KEEPALIVE:
+            listening.setsockopt(level, option, value)  # of all its connections
         server = await asyncio.start_server(
             self._accept, sock=listening.dup(), limit=STRANGER_BYTES // 4
         )
@@ -134,15 +142,6 @@ class Coordinator:
             server.close()
             for peer in self._peers.values():
                 peer.cut()
-
-    def ended(self, rank: int, token: int) -> None:
-        """Note that a process has ended, by the word of its launcher."""
-        peer = self._peers.get(rank)
-        if peer is None or (peer.hello and peer.hello.token == token):
-            if peer is not None:
-                peer.cut()
-                self._leave(peer)
-            self._miss(self.board, rank)
 
     # Connections
 
@@ -242,7 +241,8 @@ class Coordinator:
             self._conclude_soon()
         for peer in [*self._peers.values()]:
             peer.silent_s += min(passed_s, _MOST_BETWEEN_LOOKS_S)
-            if peer.silent_s >= self._silent_s and not self.board.learning:
+            limit_s = peer.hello.silent_s if peer.hello else 0.0
+            if 0 < limit_s <= peer.silent_s and not self.board.learning:
                 peer.cut()
 
     def _miss(self, board: Board | None, rank: int) -> None:

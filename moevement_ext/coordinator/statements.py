@@ -179,6 +179,8 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     """Values by name, about the round that it is in."""
     facts: dict[str, bytes] = {}
     """Values by name, about the whole life of the process."""
+    silent_s: float = 0.0
+    """Seconds without a message after which it counts as lost; 0: never."""
     version: int = VERSION
 
     @property

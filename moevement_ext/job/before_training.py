@@ -8,7 +8,7 @@ from pathlib import Path
 from moevement_ext.config import ConfigurationError, node_name
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.membership.exchange import leave, left_by
-from moevement_ext.membership.mailbox import own_process, write_files
+from moevement_ext.membership.mailbox import write_files
 from moevement_ext.membership.membership import Membership
 from moevement_ext.membership.rank import Rank
 from moevement_ext.membership.rendezvous import launcher_store
@@ -59,14 +59,12 @@ def check_limits(rank: Rank, reserved: Reserved | None, joining: bool) -> None:
 
 
 def guarded(rank: Rank) -> Guard | None:
-    """Start hang detection; None without a launcher's store. Collective."""
-    processes = rank.exchange('processes', str(own_process()).encode())
+    """Start the detection of a stuck training thread; None without a launcher's store."""
     store = launcher_store(_STORE_TIMEOUT)
     if store is None:
         return None
-    timeouts = rank.config.hang_timeout, rank.config.stuck_timeout
     waits.show()  # the guard must not end processes that wait for other ranks
-    return Guard(store, rank.number, [int(process) for process in processes], *timeouts)
+    return Guard(store, rank.number, rank.config.hang_timeout, rank.config.stuck_timeout)
 
 
 # Store key of a rank's list of files.

@@ -5,7 +5,6 @@ Set-up finds the windows of a predecessor and prepares host memory; then one of 
 training loop: `UnprotectedMode`, `WholeJobMode` or `LocalizedMode`.
 """
 
-import math
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -54,7 +53,7 @@ from moevement_ext.recover.after_steps import AfterSteps
 from moevement_ext.recover.own_report import handovers
 from moevement_ext.recover.trainer import Trainer
 from moevement_ext.regroup import nccl_environment
-from moevement_ext.system import death_notice, leaving, watchdog
+from moevement_ext.system import leaving, watchdog
 from moevement_ext.system.nvml import DeviceWatch
 
 logger = logger_of(__name__)
@@ -326,11 +325,13 @@ class Job:
             self.membership.wait_for_first_rendezvous()
         else:
             self._guard = before_training.guarded(self.rank)
-        if watchdog.under_torchrun():
-            config, says = self.rank.config, self.rank.number == 0  # one line per job, not per rank
-            # Only agents of this project send the heartbeats of a blocked worker.
-            blocked_s = (config.stuck_timeout or math.inf) if death_notice.is_held() else 0.0
-            self._watchdog = watchdog.Watchdog(config.hang_timeout, self.kept_in, says, blocked_s)
+        if watchdog.is_launched():
+            config, kept_in, says = self.rank.config, None, False
+            if watchdog.under_torchrun():  # other launchers say themselves what remains
+                kept_in, says = self.kept_in, self.rank.number == 0  # one line per job
+            self._watchdog = watchdog.Watchdog(
+                config.hang_timeout, kept_in, says, config.stuck_timeout
+            )
         watchdog.set_up_is_over()
         self._device_watch = own_device.watch(self.rank.events, self._lose_device)
         self._mode = self._start()

@@ -96,6 +96,8 @@ def join(
         config = dataclasses.replace(config, replicas=0, recovery=WHOLE_JOB)
     membership, store = _meet(identity, world_size, run_id, config, timeout, not_localized)
     joining = membership is not None and membership.joining
+    if not joining:  # builds may block the heartbeats
+        watch_set_up(max(timeout.total_seconds(), config.hang_timeout), config.stuck_timeout)
     rank = Rank(
         identity=identity,
         world_size=world_size,
@@ -143,7 +145,7 @@ def _meet(
     isolate_children()
     death_notice.hold()
     orphans = find_orphans(directory / of_all_layouts)
-    watch_set_up(max(timeout.total_seconds(), config.hang_timeout))
+    watch_set_up(config.hang_timeout, config.stuck_timeout)
     warn_unless_in_memory(directory)
     use_outside_store(config, of_all_layouts, timeout)
     _let_agent_serve(identity.rank, world_size, config)
@@ -161,7 +163,6 @@ def _meet(
     if launcher is None:
         return None, None
     mailbox.write_memory(launcher, directory / run_id)
-    mailbox.write_stuck_timeout(launcher, config.stuck_timeout)
     if config.recovery != WHOLE_JOB and not_localized is None:
         mailbox.write_joining(launcher, identity.rank)
         mailbox.write_survivors(launcher)

@@ -90,7 +90,7 @@ class Agent:
         try:
             while self._link.silent_s < messages.SILENT_S:
                 self._loop.turn(_TURN_S)
-                self._machine.report_waits()
+                self._machine.report_kills()
         except OSError:
             pass  # the job is over, or the supervisor is lost
         finally:

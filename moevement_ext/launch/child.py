@@ -18,8 +18,6 @@ from typing import BinaryIO
 TO_DIE_S = 120.0
 """Limit for a death after SIGKILL: freeing hundreds of GB takes long, and a process that is blocked
 in a driver never dies."""
-BETWEEN_CHECKS_S = 0.5
-"""Between two looks whether a worker waits in the kernel; it does if both find it so."""
 _BOUND = Path(__file__).with_name('bound.py')
 
 
@@ -96,19 +94,6 @@ def bound(command: Sequence[str]) -> list[str]:
     program = shutil.which(command[0]) or command[0]
     isolated = [sys.executable, '-I', '-S', str(_BOUND), str(os.getpid())]
     return [*isolated, program, *command[1:]]
-
-
-def waits_in_kernel(pid: int) -> bool:
-    """True if the main thread waits, out of reach of signals but SIGKILL, not for a core dump.
-
-    In a page fault of a mapped file the thread holds Python's lock meanwhile, so that no thread of
-    the process can send its heartbeats.
-    """
-    try:
-        status = Path(f'/proc/{pid}/status').read_text()
-    except OSError:  # it has ended
-        return False
-    return 'State:\tD' in status and 'CoreDumping:\t1' not in status
 
 
 def how_it_ended(pid: int, options: int = 0) -> int:

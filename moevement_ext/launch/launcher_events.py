@@ -99,12 +99,6 @@ class AllStartAgain(Event, frozen=True):
         return f'{what}, since {self.reason}'
 
 
-class WorkerEvicted(_WorkerEvent, frozen=True):
-    """The launcher killed a worker that the other ranks reported as hung."""
-
-    what = 'was found hung by the others: killed'
-
-
 class StoreGone(Event, frozen=True):
     """The store does not answer; dead workers are replaced once it is back."""
 

@@ -98,7 +98,7 @@ class LocalStarter:
 
     def poll(self) -> None:
         if self._machine is not None:
-            self._machine.report_waits()
+            self._machine.report_kills()
         if not self._seating.hosts:  # the job waits, so that no iteration lets a node return
             self.guests.usable = self._names
         for name in self.guests.usable:

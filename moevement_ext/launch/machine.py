@@ -5,6 +5,7 @@ The launcher itself owns the machine of emulated nodes; under Slurm each agent o
 """
 
 import errno
+import math
 import os
 import queue
 import signal
@@ -21,13 +22,7 @@ from moevement_ext.config_file import value_of
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.events import Event
 from moevement_ext.launch import messages
-from moevement_ext.launch.child import (
-    BETWEEN_CHECKS_S,
-    Child,
-    FdLoop,
-    SpawnedChild,
-    waits_in_kernel,
-)
+from moevement_ext.launch.child import Child, FdLoop, SpawnedChild
 from moevement_ext.launch.launch_config import LaunchConfig
 from moevement_ext.launch.output import Relay, last_lines, say_of_launcher
 from moevement_ext.launch.remote import NO_ENDS
@@ -97,8 +92,6 @@ class Machine:
         self.spares = SparePool(self._config, self._environment, loop, report, start)
         self._ordered: deque[messages.StartWorker] = deque()
         self._running: dict[int, _Running] = {}
-        self._blocked: dict[int, float] = {}  # since when, by key
-        self._checked_at = 0.0
         self._logs = set[Path]()
         self._pages: ReservedPages | None = None
         self._reserving: threading.Thread
@@ -128,18 +121,12 @@ class Machine:
             case messages.SimulateNodeLoss(node, directory, run_id):
                 self._simulate_node_loss(node, NodeStore(Path(directory), run_id, node))
 
-    def report_waits(self) -> None:
-        """Report workers that wait in the kernel, at two looks or more. Called often."""
-        now = time.monotonic()
-        if now < self._checked_at + BETWEEN_CHECKS_S:
-            return
-        self._checked_at = now
-        living = {key: one for key, one in self._running.items() if key not in self._freeing}
-        waiting = [key for key, one in living.items() if waits_in_kernel(one.child.pid)]
-        self._blocked = {key: self._blocked.get(key, now) for key in waiting}
-        for key, since in self._blocked.items():
-            if since < now:
-                self._send(messages.Blocked(key, now - since))
+    def report_kills(self) -> None:
+        """Report workers that another process has killed, as they may never die. Called often."""
+        for key, one in self._running.items():
+            known = key in self._freeing or one.child.to_die_s < math.inf
+            if not known and signal_that_kills(one.child.pid) == signal.SIGKILL:
+                self._send(messages.Killed(key))
 
     def close(self) -> None:
         for running in self._running.values():

@@ -53,12 +53,10 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
     last_lines: list[str]
 
 
-class Blocked(msgspec.Struct, frozen=True, tag=True):
-    """The main thread of a worker waits in the kernel; sent about once per second."""
+class Killed(msgspec.Struct, frozen=True, tag=True):
+    """Another process has killed the worker, such as its watchdog; it may not have died yet."""
 
     key: int
-    seconds: float
-    """For which it has been seen there."""
 
 
 class IterationLogged(msgspec.Struct, frozen=True, tag=True):
@@ -162,7 +160,7 @@ class SimulateNodeLoss(_OfNode, frozen=True, tag=True):
 
 
 FromAgent = (
-    Alive | Here | DevicesFail | Started | Ended | Blocked | IterationLogged | MemorySeen | Happened
+    Alive | Here | DevicesFail | Started | Ended | Killed | IterationLogged | MemorySeen | Happened
 )
 FromSupervisor = (
     Alive

@@ -16,11 +16,11 @@ from moevement_ext.events import Event
 from moevement_ext.launch.child import Child
 from moevement_ext.launch.launcher_events import WorkerLaunched
 from moevement_ext.launch.messages import (
-    Blocked,
     Ended,
     FromAgent,
     FromSupervisor,
     IterationLogged,
+    Killed,
     Signal,
     Started,
     StartWorker,
@@ -69,7 +69,6 @@ class RemoteChild(Child):
         lost_with: host with which this process was lost; empty otherwise.
         moves_to: host to which the rank moves, so that this process ends; empty otherwise.
         node: node of the process; None before one is assigned.
-        blocked_s: seconds for which its main thread has waited in the kernel, for one reader.
         is_settled: it has joined the other ranks, or was killed because it did not.
     """
 
@@ -83,7 +82,6 @@ class RemoteChild(Child):
         self.restarts = restarts
         self.on_iteration = on_iteration
         self.node: Commands | None = None
-        self.blocked_s = 0.0
         self.is_settled = False
         self._code: int | None = None
         self._asked_for_at = self._started_at = math.inf
@@ -188,8 +186,8 @@ class Children:
                 child = self._children[key]
                 child.started(pid)
                 self._report(WorkerLaunched(child.order.rank, pid, child.restarts, was_spare))
-            case Blocked(key, seconds):
-                self._children[key].blocked_s = seconds
+            case Killed(key) if key in self._children:
+                self._children[key].signal(signal.SIGKILL)  # from now on its death is awaited
             case IterationLogged(key, iteration):
                 on_iteration = self._children[key].on_iteration
                 if on_iteration is not None:

@@ -40,7 +40,6 @@ from moevement_ext.launch.launcher_events import (
     StoreFound,
     StoreGone,
     WorkerEnded,
-    WorkerEvicted,
     WorkerLate,
     WorkerStopped,
     WorkerUnkillable,
@@ -58,18 +57,14 @@ from moevement_ext.launch.worker import (
     refuse_mistakes,
     refuse_useless,
 )
-from moevement_ext.membership.counters import Heartbeats
 from moevement_ext.membership.mailbox import (
-    evictions,
     of_launch,
     read_files,
     read_finished,
     read_memory,
-    read_stuck_timeout,
     read_survivors,
-    take_eviction,
 )
-from moevement_ext.membership.rendezvous import announce_failure, present_round
+from moevement_ext.membership.rendezvous import announce_failure
 from moevement_ext.memory.node_store import holds_windows, is_in_use
 from moevement_ext.store_answers import AnswerWatch
 from moevement_ext.system.leaving import listened_for
@@ -120,7 +115,6 @@ class Supervisor:
         self._report = Journal(config.log_dir, on_event)
         self._starter = starter(config, self._loop, self._report)
         self._answers: AnswerWatch | None = None
-        self._evictions = 0  # as counted in the present store
         self._reserved = not self._starter.moves_ranks
         self.store = self._connect(_STORE_TIMEOUT)
         self._mailbox = of_launch(self.store, config.launch)
@@ -153,7 +147,6 @@ class Supervisor:
     def _use_new_store(self, to_connect: timedelta = _STORE_TIMEOUT) -> None:
         self.store = self._connect(to_connect)
         self._mailbox = of_launch(self.store, self.config.launch)
-        self._evictions = 0
         self._reserved = not self._starter.moves_ranks
 
     def run(self) -> int:
@@ -302,7 +295,6 @@ class Supervisor:
 
     def _start_all_again(self, cause: BadEnd) -> None:
         """Kill and restart all workers, as they may wait for the dead worker forever."""
-        self._evict()  # a worker that ended because of a hung worker has requested this
         refuse_useless(cause, self.config.max_restarts, self.workers)
         self._restart(self._nodes, cause.how, cause)
 
@@ -435,8 +427,6 @@ class Supervisor:
     def _poll_store(self) -> None:
         try:
             if self._find_store_at is None or self._find_store():
-                self._send_heartbeats()
-                self._evict()
                 self._kill_the_late()
                 self._outcome.poll(self._mailbox)
                 self._reserve_elsewhere()
@@ -483,24 +473,6 @@ class Supervisor:
         for worker in late_workers(self._mailbox, self._living()):
             worker.child.signal(signal.SIGKILL)
             self._report(WorkerLate(worker.rank, worker.pid))
-
-    def _send_heartbeats(self) -> None:
-        """Send those of workers that cannot, blocked in the kernel, until they count as stuck."""
-        for worker in self._living():
-            blocked_s, worker.child.blocked_s = worker.child.blocked_s, 0.0
-            if blocked_s and blocked_s < read_stuck_timeout(self._mailbox):
-                Heartbeats(self.store, present_round(self.store), worker.rank).send()
-
-    def _evict(self) -> None:
-        asked = evictions(self._mailbox)
-        if asked == self._evictions:
-            return
-        for worker in self._living():
-            # A request about an earlier process of the rank is outdated.
-            if take_eviction(self._mailbox, worker.rank) == worker.process:
-                worker.child.signal(signal.SIGKILL)
-                self._report(WorkerEvicted(worker.rank, worker.pid))
-        self._evictions = asked
 
     def _read(self, line: str) -> None:
         iteration = logged_iteration(line)

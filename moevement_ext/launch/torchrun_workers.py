@@ -29,18 +29,18 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, api
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from moevement_ext.config import ConfigurationError
-from moevement_ext.launch.child import BETWEEN_CHECKS_S, Child, is_ready, waits_in_kernel
+from moevement_ext.launch.child import Child, is_ready
 from moevement_ext.launch.launch_config import store_address
 from moevement_ext.launch.launcher_events import describe_exit, name_of
 from moevement_ext.launch.output import say_of_launcher
 from moevement_ext.launch.template import Template, TemplateLost, not_importable
-from moevement_ext.membership.counters import Heartbeats
-from moevement_ext.membership.mailbox import read_stuck_timeout, read_survivors
-from moevement_ext.membership.rendezvous import announce_failure, present_round
+from moevement_ext.membership.mailbox import read_survivors
+from moevement_ext.membership.rendezvous import announce_failure
 from moevement_ext.store import connect
 from moevement_ext.system.death_notice import DeathNotice, signal_that_kills
 
 _STDOUT, _STDERR = 1, 2
+_POLL_S = 0.5
 _STORE_TIMEOUT = timedelta(seconds=60)
 _UNBUFFERED, _MODULE = '-u', '-m'
 
@@ -133,9 +133,8 @@ def _note(dying: threading.Event) -> None:
 class _Process:
     """What torch asks of a worker's process, as `subprocess.Popen` answers it.
 
-    A thread of this object announces the worker's death, and sends its heartbeats while the worker
-    is blocked in the kernel. `dying` is set when the worker begins to die; `command` and `env` are
-    the worker's.
+    A thread of this object announces the worker's death. `dying` is set when the worker begins to
+    die; `command` and `env` are the worker's.
     """
 
     def __init__(
@@ -176,11 +175,8 @@ class _Process:
         return self.returncode
 
     def _attend(self) -> None:
-        checks = 0
-        while self.returncode is None and not self._dying.wait(BETWEEN_CHECKS_S):
-            checks = checks + 1 if waits_in_kernel(self.pid) else 0
-            if checks > 1:
-                self._send_heartbeat((checks - 1) * BETWEEN_CHECKS_S)
+        while self.returncode is None and not self._dying.wait(_POLL_S):
+            pass
         code = -signal_that_kills(self.pid) or self.returncode or 0
         if self._dying.is_set() and code < 0:
             with suppress(DistError, ConfigurationError):  # then its successor ends the round
@@ -188,13 +184,6 @@ class _Process:
                 if store is not None and read_survivors(store):
                     how = f'{name_of(rank, self.pid)} {describe_exit(code)}'
                     announce_failure(store, rank, how)
-
-    def _send_heartbeat(self, blocked_s: float) -> None:
-        """Send that of the worker, which cannot, until it counts as stuck."""
-        with suppress(DistError, ConfigurationError):
-            store = self._connect()
-            if store is not None and blocked_s < read_stuck_timeout(store):
-                Heartbeats(store, present_round(store), int(self._env['RANK'])).send()
 
     def _connect(self) -> TCPStore | None:
         """Connect to the store in which the workers meet; None if that does not outlive them."""

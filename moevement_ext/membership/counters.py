@@ -1,13 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arrivals, heartbeats and barriers in the store; several ranks share a counter.
+"""Arrivals, heartbeats and barriers in the store; several ranks share a counter of arrivals.
 
-Sixteen ranks share a counter of arrivals. The rank that completes one also counts the completed
-counters, so the arrival of all ranks costs one request per rank, and a search for missing ranks one
-per counter. Several processes may claim the same rank; its bits show which process was the first.
-
-Eight ranks share a counter of heartbeats. The request that sends a heartbeat also returns those of
-the other ranks of the counter. All ranks of a counter send at the same times, by the clock of their
-node, and ranks of other counters at other times.
+Sixteen ranks share a counter of arrivals, with one bit each. The rank that completes one also
+counts the completed counters, so the arrival of all ranks costs one request per rank, and a search
+for missing ranks one per counter.
 
 A rank that waits at a barrier sends no requests. The last rank to arrive opens the barrier, or the
 process that ends the round closes it. Whichever comes first is final: no rank passes a barrier that
@@ -16,9 +12,8 @@ so a round's barriers have fixed names.
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
-from typing import NamedTuple
 
 from torch.distributed import DistStoreError, Store
 
@@ -64,13 +59,6 @@ def is_open(found: bytes | None) -> bool:
 _BETWEEN_HEARTBEATS_S = 30.0
 
 
-class Absent(NamedTuple):
-    """A rank that other ranks wait for, and the last round in which its process took part."""
-
-    round: int
-    rank: int
-
-
 class Deadline:
     """Ends after a `timeout` in which some missing rank sent no heartbeat. Used by one thread.
 
@@ -80,11 +68,11 @@ class Deadline:
     """
 
     def __init__(
-        self, timeout: timedelta, heartbeats: Callable[[], Mapping[Absent, int]] = dict
+        self, timeout: timedelta, heartbeats: Callable[[], Mapping[int, int]] = dict
     ) -> None:
         self._timeout_s = timeout.total_seconds()
         self._heartbeats = heartbeats
-        self._counts: Mapping[Absent, int] | None = None
+        self._counts: Mapping[int, int] | None = None
         self._ends = self.until = time.monotonic() + self._timeout_s
 
     def is_over(self) -> bool:
@@ -101,61 +89,36 @@ class Deadline:
         return now >= self._ends
 
 
-def _all_rose(before: Mapping[Absent, int], now: Mapping[Absent, int]) -> bool:
-    return bool(now) and all(count != before.get(one) for one, count in now.items())
+def _all_rose(before: Mapping[int, int], now: Mapping[int, int]) -> bool:
+    return bool(now) and all(count != before.get(rank) for rank, count in now.items())
 
 
 _RANKS_OF_A_COUNTER = 16
-# Bits of one rank: enough for seven processes, as each one after the first ends the round.
-_BITS = 3
-_MOST = (1 << _BITS) - 1
-_SPREAD = 8
 
 
-class RankArrival(NamedTuple):
-    """What a process learns when it signs for its rank."""
-
-    is_first: bool
-    """No other process has signed for the rank."""
-    order: int
-    """Position among the ranks of its counter that have arrived, from 1."""
-    is_last: bool
-    """The rank is the last of all ranks to arrive."""
-    is_spread: bool
-    """The rank's counter is one of at most fifteen that are spread evenly over all counters."""
-
-
-def sign(store: Store, name: str, rank: int, world_size: int) -> RankArrival:
-    """Record that `rank` has arrived at `name`; a process calls this once per name."""
+def sign(store: Store, name: str, rank: int, world_size: int) -> bool:
+    """Record, once, that `rank` has arrived at `name`; True if it is the last of all ranks."""
     place = rank // _RANKS_OF_A_COUNTER
-    counters = -(-world_size // _RANKS_OF_A_COUNTER)
-    ranks = _ranks(place, world_size)
-    counter = store.add(_counter(name, place), 1 << _shift(rank))
-    is_first = _processes(counter, rank) == 1
-    order = sum(_processes(counter, one) > 0 for one in ranks)
-    is_full = is_first and order == len(ranks)
-    is_last = is_full and store.add(f'{name}/full', 1) == counters
-    is_spread = place % max(counters // _SPREAD, 1) == 0
-    return RankArrival(is_first, order, is_last, is_spread)
+    counter = store.add(_counter(name, place), _bit(rank))
+    is_full = counter.bit_count() == len(_ranks(place, world_size))
+    return is_full and store.add(f'{name}/full', 1) == _counters(world_size)
 
 
 def place_in(round_id: int, rank: int) -> str:
-    """Key of a rank's report in a round."""
+    """Key of a rank's report in a round; the process that sets it has the place of the rank."""
     return f'join/{round_id}/{rank}'
 
 
 def has_signed(store: Store, name: str, rank: int) -> bool:
-    """True if a process has signed for this rank."""
-    found = peek(store, _counter(name, rank // _RANKS_OF_A_COUNTER))
-    return _processes(int(found or 0), rank) > 0
+    return bool(int(peek(store, _counter(name, rank // _RANKS_OF_A_COUNTER)) or 0) & _bit(rank))
 
 
 def missing(store: Store, name: str, world_size: int) -> list[int]:
     """Ranks that have not arrived, in ascending order."""
     found = []
-    for place in range(-(-world_size // _RANKS_OF_A_COUNTER)):
+    for place in range(_counters(world_size)):
         counter = int(peek(store, _counter(name, place)) or 0)
-        found += [one for one in _ranks(place, world_size) if not _processes(counter, one)]
+        found += [one for one in _ranks(place, world_size) if not counter & _bit(one)]
     return found
 
 
@@ -164,82 +127,39 @@ def _ranks(place: int, world_size: int) -> range:
     return range(first, min(first + _RANKS_OF_A_COUNTER, world_size))
 
 
-def _processes(counter: int, rank: int) -> int:
-    return counter >> _shift(rank) & _MOST
+def _counters(world_size: int) -> int:
+    return -(-world_size // _RANKS_OF_A_COUNTER)
 
 
-def _shift(rank: int) -> int:
-    return rank % _RANKS_OF_A_COUNTER * _BITS
+def _bit(rank: int) -> int:
+    return 1 << rank % _RANKS_OF_A_COUNTER
 
 
 def _counter(name: str, place: int) -> str:
     return f'{name}/{place}'
 
 
-_SENDERS_OF_A_COUNTER = 8
-# Bits of one rank; all ranks of a counter use fewer than 63, so that it is never negative.
-_BEAT_BITS = 7
-_MOST_BEATS = (1 << _BEAT_BITS) - 1
-# Fraction of a period between one counter and the next; the golden ratio keeps them all apart.
-_APART = 0.618
-# Twice the longest period between two heartbeats.
-_SURELY_HEARD_S = 10.0
+LONGEST_PERIOD_S = 5.0
+"""Between two heartbeats of a rank."""
 _PAUSE_S = 0.2
 
 
-class Heartbeats:
-    """The heartbeats of a rank in a round. Used by one thread."""
-
-    def __init__(self, store: Store, round_id: int, rank: int) -> None:
-        self._store = store
-        self._round = round_id
-        self._rank = rank
-        self._counter = store.add(_beat_key(round_id, rank), 0)
-
-    def send(self) -> None:
-        # The rank's bits wrap around. If a launcher has sent some of its heartbeats meanwhile, they
-        # may carry over, which only counts as one more heartbeat of another rank.
-        step = 1 if _beats(self._counter, self._rank) < _MOST_BEATS else -_MOST_BEATS
-        added = step << _beat_shift(self._rank)
-        self._counter = self._store.add(_beat_key(self._round, self._rank), added)
-
-    def read(self, rank: int) -> int:
-        """A value that changes with each heartbeat of a rank.
-
-        Costs no request for ranks of the same counter, whose value is that of the last `send`.
-        """
-        if _beat_key(self._round, rank) == _beat_key(self._round, self._rank):
-            return _beats(self._counter, rank)
-        return read_heartbeats(self._store, self._round, rank)
+def send_heartbeat(store: Store, rank: int) -> None:
+    store.add(_heartbeats(rank), 1)
 
 
-def read_heartbeats(store: Store, round_id: int, rank: int) -> int:
-    """A value that changes with each heartbeat of a rank."""
-    return _beats(store.add(_beat_key(round_id, rank), 0), rank)
+def count_heartbeats(store: Store, ranks: Iterable[int]) -> dict[int, int]:
+    """Values that change with each heartbeat, by rank; 0: a rank has never sent one."""
+    return {rank: store.add(_heartbeats(rank), 0) for rank in ranks}
 
 
-def lives(store: Store, round_id: int) -> bool:
-    """True if one of the first ranks sends a heartbeat in the round; waits for it."""
-    before, until = store.add(_beat_key(round_id, 0), 0), time.monotonic() + _SURELY_HEARD_S
-    while (now := store.add(_beat_key(round_id, 0), 0)) == before and time.monotonic() < until:
+def lives(store: Store) -> bool:
+    """True if rank 0 sends a heartbeat; waits for it."""
+    before, until = count_heartbeats(store, [0]), time.monotonic() + 2 * LONGEST_PERIOD_S
+    while (now := count_heartbeats(store, [0])) == before and time.monotonic() < until:
         time.sleep(_PAUSE_S)
     return now != before
 
 
-def turn_of(rank: int, period_s: float) -> tuple[int, float]:
-    """Number of a rank's present heartbeat period, and its remaining seconds."""
-    later_s = rank // _SENDERS_OF_A_COUNTER * _APART % 1.0 * period_s
-    number, since_s = divmod(time.monotonic() - later_s, period_s)
-    return int(number), period_s - since_s
-
-
-def _beat_key(round_id: int, rank: int) -> str:
-    return f'beat/{round_id}/{rank // _SENDERS_OF_A_COUNTER}'
-
-
-def _beat_shift(rank: int) -> int:
-    return rank % _SENDERS_OF_A_COUNTER * _BEAT_BITS
-
-
-def _beats(counter: int, rank: int) -> int:
-    return counter >> _beat_shift(rank) & _MOST_BEATS
+def _heartbeats(rank: int) -> str:
+    return f'beat/{rank}'

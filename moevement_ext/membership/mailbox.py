@@ -5,16 +5,12 @@ A store may outlive a launch, and messages of an earlier launch refer to process
 a launcher draws a random name for each launch, and all keys below begin with it. Workers pass the
 store of the job; the launcher passes the part of its own launch.
 
-Written by workers: `memory` (directory of the run's host memory), `stuck` (seconds after which a
-worker that is blocked in the kernel counts as stuck), `survivors` (set if workers
+Written by workers: `memory` (directory of the run's host memory), `survivors` (set if workers
 survive the death of another worker), `finished/<rank>` (process number and exit status of a
 finished rank, which needs no replacement even if its process is killed), `joining/<rank>` (process
 number of a rank that joins the other ranks, which detect a hang from then on), `files/<rank>`
 (files that a rank keeps in host memory), `files` (number of such reports), `needed` (number of
-ranks without which the job cannot go on), `recovered` (one line about the newest recovery),
-`evict/<rank>` (number of a hanging process that the launcher is to kill), `evictions` (number of
-these requests: the launcher reads it several times a second, and the keys of its ranks only when it
-has changed).
+ranks without which the job cannot go on), `recovered` (one line about the newest recovery).
 
 Written by the launcher: `ended/<process>` (time and cause of the death of this process),
 `cause/<restarts>` (the same for the death that restarted all workers for this time).
@@ -22,7 +18,6 @@ Written by the launcher: `ended/<process>` (time and cause of the death of this 
 
 from __future__ import annotations
 
-import math
 import os
 import secrets
 import time
@@ -60,35 +55,6 @@ def of_launch(store: Store, launch: str) -> Store:
     from torch.distributed import PrefixStore
 
     return PrefixStore(f'launch/{launch}', store) if launch else store
-
-
-_EVICTIONS = 'evictions'
-
-
-def evict(store: Store, rank: int, process: int, launch: str | None = None) -> None:
-    """Ask the launcher of a hanging rank to kill this process.
-
-    `store` belongs to the job; `launch` is the launch of that process, None for the present one.
-    """
-    store = of_launch(store, own_launch() if launch is None else launch)
-    store.set(f'evict/{rank}', str(process))
-    store.add(_EVICTIONS, 1)
-
-
-def evictions(store: Store) -> int:
-    """Number of requests so far; costs one store request.
-
-    Called by the launcher, with the part of the store of its launch.
-    """
-    return store.add(_EVICTIONS, 0)
-
-
-def take_eviction(store: Store, rank: int) -> int | None:
-    """Remove and return the number of the process to kill, if any. Called by the launcher."""
-    process = _number(store, f'evict/{rank}')
-    if process is not None:
-        store.delete_key(f'evict/{rank}')
-    return process
 
 
 _RECOVERED = 'recovered'
@@ -151,7 +117,6 @@ def read_recovery(store: Store) -> str:
 
 _MEMORY = 'memory'
 _SURVIVORS = 'survivors'
-_STUCK = 'stuck'
 _FILES = 'files'
 
 
@@ -164,16 +129,6 @@ def write_memory(store: Store, directory: Path) -> None:
 def read_memory(store: Store) -> Path | None:
     found = _peek(store, _MEMORY)
     return None if found is None else Path(os.fsdecode(found))
-
-
-def write_stuck_timeout(store: Store, seconds: float) -> None:
-    """Report `--sparse-ckpt-stuck-timeout`; 0: no limit."""
-    _own(store).set(_STUCK, str(seconds or math.inf))
-
-
-def read_stuck_timeout(store: Store) -> float:
-    """Return the reported seconds; 0 until a worker has reported them."""
-    return float(_told(store, _STUCK) or 0)
 
 
 def write_files(store: Store, rank: int, files: bytes) -> None:

@@ -17,8 +17,8 @@ trains, and *leaves* when the round ends. Which thread meets and leaves depends 
   the process with status `EXIT_STUCK`, and its launcher replaces it.
 - A training thread that waits for longer than a collective may take ends the round: another rank
   hangs although it sends heartbeats, or the network hangs. This need not cost a process.
-- Heartbeats continue until the training thread has left, so that a late rank does not count as
-  hung.
+- Heartbeats continue until the training thread has left: the other ranks wait for a late rank as
+  long as it sends them.
 """
 
 import threading
@@ -50,7 +50,7 @@ from moevement_ext.membership.rendezvous_runner import (
     waiting_survivor,
 )
 from moevement_ext.membership.report import NOWHERE, Report, decode_all
-from moevement_ext.membership.round_watch import HEARTBEAT_S, Connections, RoundWatch
+from moevement_ext.membership.round_watch import LOOK_S, Connections, RoundWatch
 from moevement_ext.membership.standstill import Standstill, ends_within, replace_this_process
 from moevement_ext.membership.store_loss import StoreLoss, StoreLost
 from moevement_ext.membership.training_thread import TrainingThread
@@ -102,7 +102,7 @@ class Membership:
         self._rendezvous = rendezvous
         self._store = store = rendezvous.store
         self._loss = StoreLoss(store, hang_timeout_s, self._without_store)
-        self._runner = RendezvousRunner(rendezvous, self._loss, timeout, hang_timeout_s)
+        self._runner = RendezvousRunner(rendezvous, self._loss, timeout)
         self._watching = Connections(self._loss.connect)
         self._timeout = timeout
         self._hang_timeout_s = hang_timeout_s
@@ -144,7 +144,7 @@ class Membership:
         Args:
             rendezvous: this process's rendezvous in the launcher's store.
             timeout: limit of waits for other ranks, and of a collective.
-            hang_timeout_s: as of `RoundWatch`.
+            hang_timeout_s: seconds after which an unreachable store counts as lost.
             report: makes this process's report for each rendezvous during its set-up; called once.
             stuck_timeout_s: as of `Standstill`; also applies to the set-up of a process that joins
                 a running job.
@@ -252,7 +252,6 @@ class Membership:
         """
         self._wake = wake
         self._standstill.thread = TrainingThread()
-        self._joined.watch.judge()
         if self._groups is None:
             self._groups = ProcessGroups(distributed_backend, self._timeout)
         if self.broken:
@@ -350,7 +349,7 @@ class Membership:
             self._interrupt()
 
     def barrier(self, name: str) -> None:
-        """Wait for all ranks of the round; for a busy rank, as long as it sends heartbeats.
+        """Wait for all ranks of the round; for a busy rank, as long as it lives.
 
         Raises:
             RoundEnded: a failure was announced meanwhile.
@@ -435,8 +434,6 @@ class Membership:
             self._watching,
             result.round,
             self._rendezvous.rank,
-            [report.process for report in reports],
-            self._hang_timeout_s,
             self._on_broken,
             self._check_training_thread,
         )
@@ -502,7 +499,6 @@ class Membership:
                 if goes_on:
                     # The other ranks wait until all know each other's addresses.
                     self._rendezvous.sign(result, 'ready')
-                    self._joined.watch.judge()
                     beside.add(Met(watch.reason or '', detect_s, before, result, reports))
             except DistError:
                 goes_on = False  # the training thread opens another connection
@@ -522,13 +518,13 @@ class Membership:
         return self._runner.meet(report, after)
 
     def _check_training_thread(self, store: Store) -> None:
-        """On the heartbeat thread."""
+        """On the looking thread."""
         round_id = self._joined.result.round
         if self._standstill.thread is None:
             self._standstill.check_set_up(store, round_id, self.joining)
         else:
-            processes = [report.process for report in self._joined.reports]
-            self._standstill.check(store, round_id, processes, self.committed)
+            world_size = self._rendezvous.world_size
+            self._standstill.check(store, round_id, world_size, self.committed)
 
     def _check_device(self) -> None:
         """End this process if its GPU is lost."""
@@ -547,7 +543,7 @@ class Membership:
         the other ranks had not left then.
         """
         self._standstill.got_on_to = None
-        while self._loss.lost.is_set() and not self._closed.wait(HEARTBEAT_S):
+        while self._loss.lost.is_set() and not self._closed.wait(LOOK_S):
             if self.broken:
                 return
             if self._standstill.waits_for_others_s(self.committed) > self._hang_timeout_s:

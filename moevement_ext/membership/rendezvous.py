@@ -3,7 +3,7 @@
 
 A *round* is a set of processes, one per rank, that met under a new number; process groups are
 connected under its name. A round is ended by a rank that lost a peer, the launcher that saw a
-worker die, a rank whose neighbour sends no more heartbeats, or a new process that finds its
+worker die, a rank that hears of a death from the coordinator, or a new process that finds its
 predecessor in the round. An ended round states that a failure happened: each rank joins the next
 round with a report, or is gone.
 
@@ -16,6 +16,7 @@ rank that reads the new number can rely on closed barriers.
 import math
 import os
 import re
+import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -28,15 +29,13 @@ from moevement_ext.errors import SparseCheckpointError
 from moevement_ext.logger import logger_of
 from moevement_ext.membership import counters, exchange
 from moevement_ext.membership.counters import (
-    Absent,
     Deadline,
-    RankArrival,
     close_barrier,
+    count_heartbeats,
     has_moved,
     is_open,
     open_barrier,
     place_in,
-    read_heartbeats,
 )
 from moevement_ext.store_answers import peek
 
@@ -44,19 +43,14 @@ logger = logger_of(__name__)
 
 BARRIERS = ('ready', 'replayed', 'trained', 'ended', 'left', 'over')
 """All names of barriers; each is used once in a round."""
-UNKNOWN = -1
-"""Stands for a rank that the store does not name."""
+NO_RANK = -1
+"""Stands for no rank."""
 # Deleting keys earlier would delay a recovery, in which a large job sends many requests.
 _END_OF_A_RECOVERY = 'replayed'
-_FIRST_LOOKERS = 3
-_OTHER_LOOKERS = 8
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.002, 0.064
 _FINISH_S = 5.0
 _REPLACED = 'rank {} was replaced by another process; this one ends (a --node-rank given twice?)'
-_OF_A_ROUND = re.compile(
-    r'(?:broken|coming|join|here|begun|full|met|answered|gathers|beat|progress|round)'
-    r'/(\d+)(?:/.*)?'
-)
+_OF_A_ROUND = re.compile(r'(?:broken|join|here|met|progress|round)/(\d+)(?:/.*)?')
 _OF_AN_ATTEMPT = re.compile(r'job/[0-9a-f]+/(\d+)/.*')
 
 
@@ -93,14 +87,15 @@ def present_round(store: Store) -> int:
     return store.add('round', 0)
 
 
-def end_round(store: Store, round_id: int, reason: str) -> bool:
+def end_round(store: Store, round_id: int, reason: str, hangs: int = NO_RANK) -> bool:
     """End `round_id`; True if this call was the first.
 
-    If this process is killed, another one completes it.
+    The process of the rank `hangs` ends itself. If this process is killed, another one completes
+    it.
     """
     if is_over(store, round_id):
         return False
-    announced = f'{time.time():.6f} {reason or "unknown"}'
+    announced = f'{time.time():.6f} {hangs} {reason or "unknown"}'
     if store.compare_set(f'broken/{round_id}', '', announced) == announced.encode():
         _finish_breaking(store, round_id)
         return True
@@ -110,7 +105,7 @@ def end_round(store: Store, round_id: int, reason: str) -> bool:
 
 def _finish_breaking(store: Store, round_id: int) -> None:
     of_all = (_barrier_key(round_id, name) for name in BARRIERS)
-    for barrier in (f'full/{round_id}', f'met/{round_id}', *of_all):
+    for barrier in (f'met/{round_id}', *of_all):
         close_barrier(store, barrier)
     store.compare_set('round', str(round_id), str(round_id + 1))
 
@@ -152,6 +147,8 @@ class Ending(NamedTuple):
     since: float
     """Time of the announcement: seconds since the epoch, by the announcing process's clock."""
     reason: str
+    hangs: int = NO_RANK
+    """A rank that the others have waited for too long."""
 
 
 def is_broken(store: Store, round_id: int) -> bool:
@@ -167,21 +164,13 @@ def how_broken(store: Store, round_id: int, reason: str = 'unknown') -> Ending:
     found = peek(store, f'broken/{round_id}')
     if found is None:
         return Ending(time.time(), reason)
-    since, _, reason = found.decode().partition(' ')
-    return Ending(float(since), reason)
+    since, hangs, reason = found.decode().split(' ', 2)
+    return Ending(float(since), reason, int(hangs))
 
 
 def is_over(store: Store, round_id: int) -> bool:
     """True once the round's number is outdated; costs one request."""
     return present_round(store) > round_id
-
-
-def absent(store: Store, world_size: int) -> list[Absent]:
-    """Ranks that have not joined the present round; empty before the first rendezvous."""
-    round_id = present_round(store)
-    missing = _absent_in(store, round_id, world_size)
-    last_met = _last_met_before(store, round_id) if missing else None
-    return [] if last_met is None else [Absent(last_met, rank) for rank in missing]
 
 
 def _last_met_before(store: Store, round_id: int) -> int | None:
@@ -195,28 +184,12 @@ def _last_met_before(store: Store, round_id: int) -> int | None:
     return None
 
 
-def holding_up(store: Store, world_size: int) -> list[Absent]:
-    """Ranks that delay the present round, which all ranks have joined.
-
-    These are the ranks that do not answer, as they may have stopped since they joined; if all have
-    answered, the rank that packs the reports, or `UNKNOWN` until that rank has named itself.
-    """
-    round_id = present_round(store)
-    if not store.check([f'full/{round_id}']) or store.check([f'met/{round_id}']):
-        return []
-    silent = counters.missing(store, f'answered/{round_id}', world_size)
-    packs = peek(store, f'gathers/{round_id}')
-    found = silent or [UNKNOWN if packs is None else int(packs)]
-    return [Absent(round_id, rank) for rank in found]
-
-
 def report_of(store: Store, round_id: int, rank: int) -> bytes | None:
     """A rank's report in a round; None if there is none, or its keys are deleted.
 
-    If the rank has stopped while joining: the report of the new process, or that of the previous
-    rendezvous.
+    If the rank has not joined it: its report of the previous rendezvous.
     """
-    found = peek(store, place_in(round_id, rank)) or peek(store, f'coming/{round_id}/{rank}')
+    found = peek(store, place_in(round_id, rank))
     if found is not None:
         return exchange.unpacked(found)
     before = _last_met_before(store, round_id)
@@ -236,8 +209,8 @@ class Rendezvous:
         self.world_size = world_size
         self._joined: set[int] = set()
         self._signed: set[str] = set()
-        self.monitors_missing_ranks = False
-        """True if this rank is one of the few that detect missing ranks. Any thread."""
+        # Follows the report, which `unpacked` ignores: two processes may bring equal ones.
+        self._token = secrets.token_bytes(8)
         self._forgetting: threading.Thread | None = None
 
     def predecessor_took_part(self) -> bool:
@@ -273,13 +246,12 @@ class Rendezvous:
             if not self._join(round_id, report(), survivor=after is not None):
                 end_round(self.store, round_id, f'rank {self.rank} was started again')
                 continue
-            reports = self._wait_for_all(round_id, deadline)
-            if reports is not None:
+            if self._pass(self.store, round_id, f'met/{round_id}', deadline):
                 if after is None:
                     self._forget_before(self.store, round_id)
-                return RendezvousResult(
-                    round_id, _of_round(self.store, round_id), reports, self.store
-                )
+                of_round = _of_round(self.store, round_id)
+                reports = exchange.handed_out(of_round)
+                return RendezvousResult(round_id, of_round, reports, self.store)
 
     @property
     def newest_joined(self) -> int | None:
@@ -318,48 +290,25 @@ class Rendezvous:
         slept_through = range(max(self._joined, default=round_id) + 1, round_id)
         if any(counters.has_signed(self.store, f'here/{one}', self.rank) for one in slept_through):
             raise FencedOut(_REPLACED.format(self.rank))
-        left = exchange.packed(report)
-        # Otherwise no rank could evict this process if it stops between the requests.
-        if not survivor:
-            self.store.set(f'coming/{round_id}/{self.rank}', left)  # type: ignore[arg-type]
+        left = exchange.packed(report) + self._token
         self._joined.add(round_id)  # even if the store's answer is lost
-        arrival = counters.sign(self.store, f'here/{round_id}', self.rank, self.world_size)
-        if not arrival.is_first:
+        place = place_in(round_id, self.rank)
+        found = self.store.compare_set(place, '', left)  # type: ignore[arg-type]
+        if bytes(found) != left:
             if survivor:
                 raise FencedOut(_REPLACED.format(self.rank))
             self._joined.discard(round_id)
             return False
-        self.store.set(place_in(round_id, self.rank), left)  # type: ignore[arg-type]
-        self.monitors_missing_ranks = self._elected_as_monitor(round_id, arrival)
-        if arrival.is_last:
-            open_barrier(self.store, f'full/{round_id}')
+        if counters.sign(self.store, f'here/{round_id}', self.rank, self.world_size):
+            self._hand_out_reports(round_id)
         return True
 
-    def _elected_as_monitor(self, round_id: int, arrival: RankArrival) -> bool:
-        """Elect the first ranks that join, and some that are spread over the others.
-
-        Ranks of a node join together, and are lost together.
-        """
-        every = max(self.world_size // _OTHER_LOOKERS, 1)
-        is_early = arrival.order <= _FIRST_LOOKERS or arrival.order % every == 1 % every
-        is_first = arrival.order == 1 and self.store.add(f'begun/{round_id}', 1) <= _FIRST_LOOKERS
-        return is_first or (arrival.is_spread and is_early)
-
-    def _wait_for_all(self, round_id: int, deadline: Deadline) -> list[bytes] | None:
-        """Reports of all ranks; None if the round was broken before all ranks had answered."""
-        if not self._await(self.store, round_id, f'full/{round_id}', deadline):
-            return None
-        # Each rank answers, as a rank that has joined may have died since.
-        answer = counters.sign(self.store, f'answered/{round_id}', self.rank, self.world_size)
-        if answer.is_last:
-            self.store.set(f'gathers/{round_id}', str(self.rank))
-            places = [place_in(round_id, rank) for rank in range(self.world_size)]
-            everything = exchange.gather(self.store, places)
-            exchange.hand_out(_of_round(self.store, round_id), everything)
-            open_barrier(self.store, f'met/{round_id}')
-        if not self._pass(self.store, round_id, f'met/{round_id}', deadline):
-            return None
-        return exchange.handed_out(_of_round(self.store, round_id))
+    def _hand_out_reports(self, round_id: int) -> None:
+        """Give the reports of all ranks to all, by the last one to join."""
+        places = [place_in(round_id, rank) for rank in range(self.world_size)]
+        everything = exchange.gather(self.store, places)
+        exchange.hand_out(_of_round(self.store, round_id), everything)
+        open_barrier(self.store, f'met/{round_id}')
 
     def _pass(self, store: Store, round_id: int, barrier: str, deadline: Deadline | None) -> bool:
         """Wait at a barrier; False if the round is over."""
@@ -400,12 +349,11 @@ class Rendezvous:
             )
             self._forgetting.start()
 
-    def _heartbeats(self) -> dict[Absent, int]:
-        """Heartbeats of missing ranks, in their previous rounds."""
-        return {
-            one: read_heartbeats(self.store, one.round, one.rank)
-            for one in absent(self.store, self.world_size)
-        }
+    def _heartbeats(self) -> dict[int, int]:
+        """Heartbeats of missing ranks; none if one of them has not sent any yet."""
+        missing = _absent_in(self.store, present_round(self.store), self.world_size)
+        found = count_heartbeats(self.store, missing)
+        return found if all(found.values()) else {}
 
     def _missing(self, store: Store, round_id: int) -> str:
         missing = _absent_in(store, round_id, self.world_size)

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Joins rounds: reconnects to the store if the connection is lost, and detects missing ranks.
+"""Joins rounds, and reconnects to the store if the connection is lost.
 
-A rank that neither joins a rendezvous nor sends heartbeats hangs; its launcher replaces it. A rank
-that is merely late (it completes a write first) still sends heartbeats in its previous round, and a
-new process joins on a separate thread during its set-up (see `membership`). A rank that has joined
-sends no heartbeats while it waits for the last rank, but answers once that rank has joined.
+A rank that is merely late (it completes a write first) still sends heartbeats, and a new process
+joins on a separate thread during its set-up (see `membership`).
 
 A replay depends only on neighbouring stages. When a stage is lost that is no neighbour, all ranks
 rendezvous, but the training threads of replaying ranks are not interrupted: a separate thread
@@ -13,9 +11,7 @@ submits the report, evaluates the verdict, and interrupts the replay only if it 
 """
 
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import NamedTuple
@@ -25,109 +21,22 @@ from torch.distributed import DistError, Store
 
 from moevement_ext.logger import logger_of
 from moevement_ext.membership import exchange
-from moevement_ext.membership.counters import Absent, place_in, read_heartbeats
-from moevement_ext.membership.mailbox import evict, own_launch
+from moevement_ext.membership.counters import place_in
+from moevement_ext.membership.mailbox import own_launch
 from moevement_ext.membership.rendezvous import (
-    UNKNOWN,
     Rendezvous,
     RendezvousResult,
     RoundEnded,
-    absent,
     end_round,
-    holding_up,
     present_round,
-    repair,
-    report_of,
 )
 from moevement_ext.membership.report import Report, decode_all, encode
-from moevement_ext.membership.round_watch import (
-    HEARTBEAT_S,
-    MOST_BETWEEN_CHECKS_S,
-    heartbeat_period_s,
-)
 from moevement_ext.membership.store_loss import StoreLoss
 from moevement_ext.store_answers import peek
 
-_REPORT = msgspec.msgpack.Decoder(Report)
-
-
-@dataclass(eq=False)
-class MissingRanks:
-    """Background thread that detects missing ranks; active only on elected ranks.
-
-    It checks as often as heartbeats are sent. More often, it checks whether a process died while it
-    ended the round in which ranks meet, and then completes the end: no other thread watches that
-    round yet. A new process checks as well, as it may be the only one that can. `connect` opens a
-    separate connection to the store. `is_ours`, called each time, is true if this rank is elected.
-    A rank without a heartbeat for `hang_timeout_s` seconds counts as hung.
-    """
-
-    _connect: Callable[[], Store]
-    _world_size: int
-    _hang_timeout_s: float
-    _is_ours: Callable[[], bool]
-
-    def __post_init__(self) -> None:
-        self._between_checks_s = heartbeat_period_s(self._hang_timeout_s)
-        self._counts: dict[Absent, int] = {}
-        self._silent_s: dict[Absent, float] = {}
-        self._stopping = threading.Event()
-        threading.Thread(target=self._run, name='sparse-ckpt-missing-ranks', daemon=True).start()
-
-    def close(self) -> None:
-        self._stopping.set()
-
-    def _run(self) -> None:
-        woke = time.monotonic()
-        since_check_s = 0.0
-        store: Store | None = None
-        lost = False
-        while not self._stopping.wait(2 * HEARTBEAT_S):
-            now = time.monotonic()
-            since_check_s += min(now - woke, MOST_BETWEEN_CHECKS_S)
-            woke = now
-            if not self._is_ours():
-                continue
-            try:
-                store = store or self._connect()
-                repair(store)
-                if since_check_s >= self._between_checks_s:
-                    self._check(store, since_check_s)
-                    since_check_s = 0.0
-            except Exception as error:  # tried again, on another connection
-                store = None
-                if not (lost or self._stopping.is_set()):
-                    logger.warning('missing ranks are not detected at present: %s', error)
-                lost = True
-
-    def _check(self, store: Store, between_s: float) -> None:
-        silent = [
-            one for one in absent(store, self._world_size) if not self._sends_heartbeats(store, one)
-        ]
-        silent += holding_up(store, self._world_size)
-        self._silent_s = {one: self._silent_s.get(one, 0.0) + between_s for one in silent}
-        for one, silent_s in self._silent_s.items():
-            if silent_s > self._hang_timeout_s:
-                self._evict(store, one)
-                self._silent_s[one] = 0.0
-
-    def _sends_heartbeats(self, store: Store, one: Absent) -> bool:
-        count = read_heartbeats(store, one.round, one.rank)
-        before, self._counts[one] = self._counts.get(one, -1), count
-        return count != before
-
-    def _evict(self, store: Store, one: Absent) -> None:
-        """Evict the process that took part in that round, if its launcher still runs it."""
-        if one.rank == UNKNOWN:  # evicted once it does not join the next round
-            end_round(store, one.round, 'the rank that was to pack the reports has stopped')
-            return
-        brought = report_of(store, one.round, one.rank)
-        if brought is not None:
-            report = _REPORT.decode(brought)
-            evict(store, one.rank, report.process, report.launch)
-
-
 logger = logger_of(__name__)
+
+_REPORT = msgspec.msgpack.Decoder(Report)
 
 
 @dataclass(eq=False)
@@ -137,7 +46,6 @@ class RendezvousRunner:
     _rendezvous: Rendezvous
     _loss: StoreLoss
     _timeout: timedelta
-    _hang_timeout_s: float
 
     def meet(self, report: Callable[[], Report], after: int | None) -> RendezvousResult:
         """Join the round after `after`; None: any round.
@@ -146,8 +54,7 @@ class RendezvousRunner:
         """
         while True:
             try:
-                with closing(self._missing_ranks()):
-                    return self._rendezvous.meet(lambda: encode(report()), self._timeout, after)
+                return self._rendezvous.meet(lambda: encode(report()), self._timeout, after)
             except DistError as error:
                 logger.warning('the ranks start a new rendezvous: %s', error)
             self.reconnect()
@@ -173,14 +80,6 @@ class RendezvousRunner:
         store = self._rendezvous.store = self._loss.reconnect()
         store.set_timeout(self._timeout)
         return store
-
-    def _missing_ranks(self) -> MissingRanks:
-        return MissingRanks(
-            self._loss.connect,
-            self._rendezvous.world_size,
-            self._hang_timeout_s,
-            lambda: self._rendezvous.monitors_missing_ranks,
-        )
 
 
 _MOST_ASKED = 4

@@ -8,7 +8,7 @@ ends the round: a rank that still sends heartbeats hangs, or the network hangs.
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import NoReturn
 
@@ -16,10 +16,10 @@ from torch.distributed import DistError, Store
 
 from moevement_ext.errors import EXIT_STUCK
 from moevement_ext.logger import logger_of
-from moevement_ext.membership.mailbox import evict
-from moevement_ext.membership.rendezvous import end_round, present_round
+from moevement_ext.membership.counters import send_heartbeat
+from moevement_ext.membership.rendezvous import NO_RANK, end_round
 from moevement_ext.membership.report import NOWHERE
-from moevement_ext.membership.round_watch import Connections, RoundWatch
+from moevement_ext.membership.round_watch import LOOK_S, LOOKS_PER_HEARTBEAT
 from moevement_ext.membership.store_loss import StoreLoss
 from moevement_ext.membership.training_thread import Probe, TrainingThread
 from moevement_ext.system.leaving import end_at_once
@@ -74,7 +74,7 @@ _PUBLICATIONS_IN_A_TIMEOUT = 10
 
 
 class Standstill:
-    """Checks the training thread of this process, on its heartbeat thread.
+    """Checks the training thread of this process, on its looking thread.
 
     Args:
         rank: of this process.
@@ -102,11 +102,10 @@ class Standstill:
         self.got_on_to: int | None = None
         self.thread: TrainingThread | None = None
 
-    def check(self, store: Store, round_id: int, processes: Sequence[int], committed: int) -> None:
+    def check(self, store: Store, round_id: int, world_size: int, committed: int) -> None:
         """End this process if its training thread will never leave.
 
-        `processes` are the numbers of those in the round, by rank; `committed` is this rank's
-        newest iteration.
+        `committed` is this rank's newest iteration.
         """
         thread = self.thread
         assert thread is not None  # otherwise only the set-up is checked
@@ -123,7 +122,7 @@ class Standstill:
             still_s = min(probe.same_place_s, time.monotonic() - unblocked_at)  # a wait may spin
         else:
             if not at_barrier:
-                self._end_hang(store, round_id, processes, probe)
+                self._end_hang(store, round_id, world_size, probe)
             return
         if limit and still_s > limit:
             what = f'its training thread has stood still for {still_s:.0f} s'
@@ -132,7 +131,7 @@ class Standstill:
     def waits_for_others_s(self, committed: int) -> float:
         """Seconds for which the training thread has waited since it committed that iteration.
 
-        Replaces `publish` once the heartbeat thread no longer calls that.
+        Replaces `publish` once the looking thread no longer calls that.
         """
         if self.thread is None:
             return 0.0
@@ -152,9 +151,7 @@ class Standstill:
             what = f'its set-up has stood still for {probe.still_s:.0f} s'
             replace_this_process(store, round_id, self._rank, what, self._setting_up)
 
-    def _end_hang(
-        self, store: Store, round_id: int, processes: Sequence[int], probe: Probe
-    ) -> None:
+    def _end_hang(self, store: Store, round_id: int, world_size: int, probe: Probe) -> None:
         """End the round if this rank has waited for others for longer than a collective may last.
 
         A hanging rank cannot leave and is then detected; a single rank that is behind all others is
@@ -163,11 +160,10 @@ class Standstill:
         if probe.same_place_s <= self._timeout_s:
             return
         reason = f'rank {self._rank} has waited for others for {probe.same_place_s:.0f} s'
-        behind = _furthest_behind(store, round_id, len(processes))
-        if behind is not None:
-            evict(store, behind, processes[behind])
+        behind = _furthest_behind(store, round_id, world_size)
+        if behind != NO_RANK:
             reason += f', and rank {behind} is behind all of them'
-        end_round(store, round_id, reason)
+        end_round(store, round_id, reason, behind)
 
 
 class _Progress:
@@ -196,14 +192,14 @@ class _Progress:
         return got_on
 
 
-def _furthest_behind(store: Store, round_id: int, world_size: int) -> int | None:
-    """The rank that has committed less than all others; None if there is not exactly one."""
+def _furthest_behind(store: Store, round_id: int, world_size: int) -> int:
+    """The rank that has committed less than all others; `NO_RANK` if there is not exactly one."""
     keys = [_key(round_id, rank) for rank in range(world_size)]
     if not store.check(keys):
-        return None  # a rank has not trained yet
+        return NO_RANK  # a rank has not trained yet
     committed = [int(found) for found in store.multi_get(keys)]
     least = min(committed)
-    return committed.index(least) if committed.count(least) == 1 and world_size > 1 else None
+    return committed.index(least) if committed.count(least) == 1 and world_size > 1 else NO_RANK
 
 
 def _key(round_id: int, rank: int) -> str:
@@ -211,34 +207,26 @@ def _key(round_id: int, rank: int) -> str:
 
 
 class Guard:
-    """Created by the training thread of each rank when training begins.
+    """Detects that the training thread of this process is stuck, if all workers restart together.
+
+    Created by that thread when training begins.
 
     Args:
-        store: a separate connection to the launcher's store, in which all ranks have met.
+        store: a separate connection to the launcher's store.
         rank: of this process.
-        processes: process numbers by rank.
-        hang_timeout_s: as of `RoundWatch`.
+        hang_timeout_s: seconds after which an unreachable store counts as lost.
         stuck_timeout_s: as of `Standstill`.
     """
 
     def __init__(
-        self,
-        store: Store,
-        rank: int,
-        processes: Sequence[int],
-        hang_timeout_s: float,
-        stuck_timeout_s: float,
+        self, store: Store, rank: int, hang_timeout_s: float, stuck_timeout_s: float
     ) -> None:
-        self._store = store
         self._rank = rank
         self._stuck_timeout_s = stuck_timeout_s
         self._thread = TrainingThread()
         self._loss = StoreLoss(store, hang_timeout_s)
-        connections, round_id = Connections(self._loss.connect), present_round(store)
-        self._watch = RoundWatch(
-            connections, round_id, rank, processes, hang_timeout_s, lambda reason: None, self._check
-        )
-        self._watch.start().judge()
+        self._closed = threading.Event()
+        threading.Thread(target=self._run, name='sparse-ckpt-watch', daemon=True).start()
 
     @property
     def store_lost(self) -> threading.Event:
@@ -247,15 +235,27 @@ class Guard:
 
     def lose_device(self, what: str) -> NoReturn:
         """End this process, whose GPU is lost. Any thread."""
-        store, round_id = self._store.clone(), self._watch.round
-        replace_this_process(store, round_id, self._rank, f'its GPU is lost: {what}', None)
+        self._end(f'its GPU is lost: {what}', None)
 
     def close(self) -> None:
-        self._watch.stop()
+        self._closed.set()
         self._loss.close()
 
-    def _check(self, store: Store) -> None:
-        probe = self._thread.probe()
-        if not probe.waits_for_others and 0 < self._stuck_timeout_s < probe.still_s:
-            what = f'its training thread has stood still for {probe.still_s:.0f} s'
-            replace_this_process(store, self._watch.round, self._rank, what, self._thread)
+    def _run(self) -> None:
+        looks, store = self._rank, None
+        while not self._closed.wait(LOOK_S):
+            looks += 1
+            if looks % LOOKS_PER_HEARTBEAT == 0:  # shows that the job lives, and the store
+                try:
+                    store = store or self._loss.connect()
+                    send_heartbeat(store, self._rank)
+                except DistError:
+                    store = None
+            probe = self._thread.probe()
+            if not probe.waits_for_others and 0 < self._stuck_timeout_s < probe.still_s:
+                what = f'its training thread has stood still for {probe.still_s:.0f} s'
+                self._end(what, self._thread)
+
+    def _end(self, what: str, thread: TrainingThread | None) -> NoReturn:
+        _log(self._rank, what, thread)
+        end_at_once(EXIT_STUCK)

@@ -67,13 +67,17 @@ class Persistence:
         given = kept_by_launcher(host) if rank.number == 0 else None
         keeps = rank.number == 0 and given is None
         self._keeper = Keeper(host, secret) if keeps else None
+        # Its watchdog kills a process that hangs, if that does not stand still, too.
+        hang_s, stuck_s = rank.config.hang_timeout, rank.config.stuck_timeout
         self.coordinator = given if self._keeper is None else self._keeper.address
         own, now = own_process(), time.time_ns()
         told = msgspec.msgpack.encode(_AtStart(own, self.coordinator, now))
         self.at_start = [_AT_START.decode(one) for one in rank.exchange('coordinator', told)]
         # The coordinator may outlive all workers: it ignores those of an earlier start.
         job = JobStart(self.at_start[0].began, rank.world_size, '')
-        self._hello, self._secret = Hello(rank.number, own, job, born=now), secret
+        silent_s = hang_s + stuck_s if stuck_s else 0.0
+        self._hello = Hello(rank.number, own, job, now, silent_s=silent_s)
+        self._secret = secret
         self._client: CoordinatorClient | None = None
         self.trackers: dict[str, WindowTracker] = {}
         self.on_over: Callable[[int, str], None] = lambda number, why: None

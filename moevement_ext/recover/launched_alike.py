@@ -100,7 +100,7 @@ def refuse_stranger(place: Rendezvous, identity: RankIdentity, strict: bool) -> 
     found = report_of(store, number, place.rank) or report_of(store, number, 0)
     if found is None or decode_all([found])[0].launched == launch_of(identity):
         return
-    if waiting_survivor(place) is not None or lives(store, number):
+    if waiting_survivor(place) is not None or lives(store):
         reason = why_not(store, [], identity, strict)
         if reason is not None:
             raise UserError(f'{reason}. {REMEDY} Another job needs another --master-port.')

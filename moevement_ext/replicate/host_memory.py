@@ -40,6 +40,7 @@ from moevement_ext.replicate.inbox import Inbox
 from moevement_ext.replicate.own_address import local_host
 from moevement_ext.replicate.replica_server import ReplicaServer
 from moevement_ext.replicate.secret import (
+    CoordinatorSecrets,
     closed_between_nodes,
     mark,
     of_attempt,

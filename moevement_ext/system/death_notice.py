@@ -91,11 +91,6 @@ def hold() -> None:
             time.sleep(_PAUSE_S)
 
 
-def is_held() -> bool:
-    """True if a launcher of this project has started this process and sees its death."""
-    return bool(_held)
-
-
 def signal_that_kills(pid: int) -> int:
     """The signal that ends a process, which may not have ended yet; 0: none does."""
     with suppress(OSError):

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kills this process when it hangs under torchrun, as torchrun itself does not.
+"""Kills this process when it hangs.
 
-A process that is stopped, or whose Python threads all hang, cannot end itself, and torchrun starts
-a replacement only once it is dead. So a small child process listens for its heartbeats. A process
-that merely waits, or whose training thread alone is stuck, still sends heartbeats.
+A process that is stopped, or whose Python threads all hang, cannot end itself, and a launcher
+starts another one only once it is dead. So a small child process listens for its heartbeats. A
+process that merely waits, or whose training thread alone is stuck, still sends heartbeats.
 """
 
+import math
 import os
 import subprocess
 import sys
@@ -23,17 +24,20 @@ _of_set_up: 'list[Watchdog]' = []
 
 
 def under_torchrun() -> bool:
-    """True if torchrun launched this process; unlike this package's launchers it kills no hangs."""
+    """True if torchrun launched this process, not one of this package's launchers."""
     return 'TORCHELASTIC_RUN_ID' in os.environ
 
 
-def watch_set_up(silent_s: float) -> None:
-    """Under torchrun, watch this process until `set_up_is_over`. Main thread.
+def is_launched() -> bool:
+    """True if a launcher starts another process once this one is dead."""
+    return 'TORCHELASTIC_RESTART_COUNT' in os.environ
 
-    `silent_s` is generous, as builds during set-up may block the heartbeat thread.
-    """
-    if under_torchrun() and not _of_set_up:
-        _of_set_up.append(Watchdog(silent_s, None))
+
+def watch_set_up(silent_s: float, blocked_s: float) -> None:
+    """Watch this process until `set_up_is_over` or the next call, if launched. Main thread."""
+    set_up_is_over()
+    if is_launched():
+        _of_set_up.append(Watchdog(silent_s, None, blocked_s=blocked_s))
 
 
 def set_up_is_over() -> None:
@@ -45,10 +49,10 @@ def set_up_is_over() -> None:
 class Watchdog:
     """A child process that watches this one until closed, and never outlives it.
 
-    It kills this process after `silent_s` without a heartbeat, and after `blocked_s` in which it
-    was blocked in the kernel. `kept_in` is the directory of the run on this node, where it records
-    the death of this process (None: not recorded); with `says` it also prints that the windows
-    there stay.
+    It kills this process after `silent_s` without a heartbeat, and after `blocked_s` (0: never) in
+    which it was blocked in the kernel. `kept_in` is the directory of the run on this node, where it
+    records the death of this process (None: not recorded); with `says` it also prints that the
+    windows there stay.
     """
 
     def __init__(
@@ -58,7 +62,7 @@ class Watchdog:
         self._dog: subprocess.Popen[bytes] | None = None
         rank = os.environ.get('RANK', '?')
         command = [sys.executable, '-I', '-S', str(_PROGRAM)]
-        command += [str(os.getpid()), str(silent_s), str(blocked_s), rank]
+        command += [str(os.getpid()), str(silent_s), str(blocked_s or math.inf), rank]
         command += [] if kept_in is None else [str(kept_in), str(int(says))]
         try:
             self._dog = subprocess.Popen(

@@ -30,7 +30,7 @@ PP2 = f'{UNTIED} --pipeline-model-parallel-size 2 --train-iters 40'
 @pytest.mark.parametrize(
     ('fault', 'mutation', 'said'),
     [
-        (['--stop', '2@7'], None, 'rank 2 (pid {pid}) was found hung by the others: killed'),
+        (['--stop', '2@7'], None, 'rank 2 (pid {pid}) has sent no heartbeat for 10 s: killed'),
         ([], 'liveness.loader_of_rank_2_blocks', 'rank 2 (pid {pid}) ended with exit status 76'),
     ],
     ids=['stopped', 'stuck'],

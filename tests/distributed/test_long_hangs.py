@@ -9,6 +9,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 
+import psutil
 import pytest
 
 from moevement_ext.events import FailureDetected, NextTier, Recovered, RecoveryPhase
@@ -25,7 +26,12 @@ HANG_S = 8
 HELD = (11, 14, 17, 20)
 """Before these iterations all ranks wait; the loader blocks in the eighth."""
 STUCK = 'rank 3 is stuck: its training thread has stood still'
-SILENT = f'rank 2 has sent no heartbeat for {HANG_S} s'
+
+
+def kill_watchdog(pid: int) -> None:
+    children = psutil.Process(pid).children()
+    (dog,) = [one for one in children if 'watchdog_process' in str(one.cmdline())]
+    dog.kill()
 
 
 class Hangs:
@@ -33,7 +39,6 @@ class Hangs:
 
     def __init__(self, job: Cluster) -> None:
         self.job = job
-        self.evict = True
         self.zombies: list = []
         self.recoveries = 0
         job.directory.mkdir(parents=True)
@@ -44,27 +49,26 @@ class Hangs:
         """Conditions; what follows one happens when it is fulfilled."""
         yield self.recovered  # from the loader that blocks
         yield from self.held(11)
-        self.stop(workers[2], 11)  # and it is evicted
+        self.stop(workers[2], 11)  # and it is killed
         yield self.recovered
         yield from self.held(14)
-        self.evict = False
-        yield from self.stop_until_noticed(workers[2], 14)
+        kill_watchdog(workers[2].pid)  # as if all of its node stood still
+        yield from self.noticed_when_stopped(workers[2], 14)
         os.kill(workers[2].pid, signal.SIGCONT)
         yield self.recovered
         yield from self.held(17)
-        yield from self.stop_until_noticed(workers[2], 17)
+        yield from self.noticed_when_stopped(workers[2], 17)
         self.zombies.append(workers[2])
         workers[2] = start(2, MOEVEMENT_NODE='spare')
         yield self.recovered
         os.kill(self.zombies[0].pid, signal.SIGCONT)
-        self.evict = True
         yield from self.held(20)
         yield from self.meeting_that_a_survivor_joins_and_stops(workers)
 
     def meeting_that_a_survivor_joins_and_stops(
         self, workers: list
     ) -> Iterator[Callable[[], bool]]:
-        """It has joined, and gives no heartbeats any more; the new worker comes only then."""
+        """It has joined, and is killed; the new worker comes only then."""
         late = holding.new_workers(self.job.directory)
         late.touch()
         rendezvous = self.rendezvous(3)
@@ -83,11 +87,6 @@ class Hangs:
         os.kill(worker.pid, signal.SIGSTOP)  # type: ignore[attr-defined]
         holding.file(self.job.directory, held).unlink()
 
-    def stop_until_noticed(self, worker: object, held: int) -> Iterator[Callable[[], bool]]:
-        before = self.noticed()
-        self.stop(worker, held)
-        yield lambda: self.noticed() > before
-
     def recovered(self) -> bool:
         """All ranks have, once more since this was true."""
         counts = [len(self.job.events_of(Recovered, rank)) for rank in range(self.job.ranks)]
@@ -96,10 +95,12 @@ class Hangs:
             return True
         return False
 
-    def noticed(self) -> int:
-        """How often rank 0 was told that rank 2 is silent."""
-        found = self.job.events_of(FailureDetected, rank=0)
-        return sum(SILENT in event.reason for event in found)
+    def noticed_when_stopped(self, worker: object, held: int) -> Iterator[Callable[[], bool]]:
+        """Until rank 0 knows it by the coordinator, to which the worker says nothing any more."""
+        known = len(self.job.events_of(FailureDetected, rank=0))
+        self.stop(worker, held)
+        yield lambda: len(self.job.events_of(FailureDetected, rank=0)) > known
+        assert self.job.events_of(FailureDetected, rank=0)[-1].reason == 'rank 2 is lost'
 
     def rendezvous(self, rank: int) -> int:
         events = self.job.events_of(RecoveryPhase, rank)
@@ -114,11 +115,10 @@ def test_hangs_in_a_long_job_are_recovered(cluster: Make, reference: Reference) 
     in_turn = InTurn(hangs.steps)
     restarts = job.survive(
         fault=in_turn,
-        evict=lambda: hangs.evict,
         mutation='mutations.liveness:held_ranks_and_a_loader_that_blocks',
     )
     assert in_turn.done, 'all has happened'
-    # Rank 3: stuck, and stopped in the rendezvous; rank 2: evicted once, and replaced once by hand.
+    # Rank 3: stuck, and stopped in the rendezvous; rank 2: killed once, and replaced once by hand.
     assert restarts == {1: 1, 2: 1, 3: 2}
     assert differences(expected, read_digest(job)) == []
     for rank in range(job.ranks):
@@ -133,8 +133,8 @@ def test_hangs_in_a_long_job_are_recovered(cluster: Make, reference: Reference) 
 
 def check_each(job: Cluster) -> None:
     """What the survivor that nothing happened to says of each."""
-    stuck, evicted, woken, replaced, *_, met = job.events_of(Recovered, rank=0)
-    assert [event.replacements for event in (stuck, evicted, woken, replaced)] == [
+    stuck, killed, woken, replaced, *_, met = job.events_of(Recovered, rank=0)
+    assert [event.replacements for event in (stuck, killed, woken, replaced)] == [
         [3],
         [2],
         [],
@@ -145,7 +145,7 @@ def check_each(job: Cluster) -> None:
     reasons = [event.reason for event in job.events_of(FailureDetected, rank=0)]
     assert STUCK in reasons[0]
     assert 'mutations/liveness.py' in (job.directory / 'attempt0-rank3.log').read_text()
-    for replay in (stuck, evicted, replaced, met):
+    for replay in (stuck, killed, replaced, met):
         assert replay.stages, replay
         of_all = [e for rank in range(job.ranks) for e in job.events_of(Recovered, rank)]
         assert sum(e.verified for e in of_all if e.target == replay.target) > 0

@@ -66,7 +66,6 @@ def run_through_the_death_of(store: OutsideStore, job: Cluster, mutation: str) -
     counts = job.survive(
         fault=fault,
         announce=False,
-        evict=False,
         timeout_s=500.0,
         mutation=f'{MUTATIONS}:{mutation}',
     )

@@ -20,8 +20,7 @@ A fault has one of three outcomes: `localized` (the other workers kept their sta
 start). An iteration is lost if the last rank had logged it before the recovery and the job trains
 it again after the recovery; iterations replayed within the recovery are not lost, nor are
 iterations that were interrupted before they were committed: no rank had them. A survivor is lost if
-a worker without a fault fails or is evicted, unless its end makes the launcher restart the whole
-job.
+a worker without a fault fails, unless its end makes the launcher restart the whole job.
 
 With `--without-spares` the jobs have four nodes and no spare one (`--when-no-spare guests`), in
 drawn layouts. Nodes are lost for good with their memory, at most as many as windows have copies,

@@ -174,7 +174,6 @@ class Cluster:
         *,
         fail_at: str = '',
         fault: Callable[[list, Callable[[int], Any]], None] | None = None,
-        evict: bool | Callable[[], bool] = True,
         wipe: Collection[int] = (),
         mutation: str | None = None,
         announce: bool = True,
@@ -188,7 +187,6 @@ class Cluster:
             fail_at: `MOEVEMENT_FAIL_AT`.
             fault: called repeatedly with the workers and a function that starts the worker of a
                 given rank, to kill or stop some.
-            evict: kill workers that the others report as hung; a function is called each time.
             wipe: nodes whose memory is deleted when one of their workers dies.
             mutation: as for `run`, in all workers.
             announce: the launcher reports a death to the others; else they detect it themselves.
@@ -233,7 +231,6 @@ class Cluster:
                         if announce:
                             announce_failure(store, rank, f'rank {rank}: {worker.exitcode}')
                         workers[rank] = start(rank)
-                self._evict(store, workers, evict() if callable(evict) else evict)
                 if fault is not None:
                     fault(workers, start)
                 multiprocessing.connection.wait(
@@ -265,16 +262,6 @@ class Cluster:
             raise RuntimeError(
                 f'rank {rank} died when ranks {finished} had finished\n{self.tail()}'
             )
-
-    @staticmethod
-    def _evict(store: TCPStore, workers: list, kill: bool) -> None:
-        """Kill workers that the others report as hung, as a launcher does, or let them live."""
-        for rank, worker in enumerate(workers):
-            key = f'evict/{rank}'
-            if store.check([key]):
-                if kill and int(store.get(key)) == worker.pid:
-                    worker.kill()
-                store.delete_key(key)
 
     def finish(self, **kwargs: object) -> None:
         """Run to the end; raises with the logs if a rank fails."""

@@ -66,10 +66,6 @@ def act(action, value):
         multiprocessing.get_context('spawn').Process(target=print, args=(value,)).start()
     elif action == 'stop':
         os.kill(os.getpid(), signal.SIGSTOP)
-    elif action == 'block':
-        sys.path.append(value)
-        from tests.support.blocked import block
-        block(here / 'pipe')
     elif action == 'notice':
         from moevement_ext.system import death_notice
         death_notice.hold()

@@ -37,7 +37,7 @@ def test_workers_end_when_the_supervisor_falls_silent(
     here, supervisor = connected()
     program = messages.Program('/', str(job.program), ['x'], None, {})
     agent = Agent(here, program, 'a', Devices(None), bytes(32))
-    monkeypatch.setattr(agent._machine, 'report_waits', looks := MagicMock())
+    monkeypatch.setattr(agent._machine, 'report_kills', looks := MagicMock())
     supervisor.send(messages.StartWorker(7, 3, VARIABLES, watched=False))
     agent.run()
     assert looks.called

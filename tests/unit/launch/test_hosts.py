@@ -22,7 +22,6 @@ from moevement_ext.launch.launcher_events import (
     SpareReady,
     WorkerLaunched,
 )
-from moevement_ext.membership.mailbox import evict
 from moevement_ext.memory import reservation
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.reservation import ReservedPages
@@ -213,11 +212,11 @@ def test_host_with_an_unkillable_worker_counts_as_lost(
 ) -> None:
     monkeypatch.setattr(child, 'TO_DIE_S', 1.0)
 
-    def others_find_it_hung(event: WorkerLaunched) -> None:
+    def kill(event: WorkerLaunched) -> None:
         hold(event.pid)
-        evict(job.mailbox, 1, job.process(1))
+        os.kill(event.pid, signal.SIGKILL)  # as its watchdog does
 
-    job.on(WorkerLaunched, others_find_it_hung, rank=1, restarts=0)
+    job.on(WorkerLaunched, kill, rank=1, restarts=0)
     job.finish_when = lambda: len(job.started(1)) == 2
     with unkillable() as hold:
         assert job.on_hosts('abc', nodes=2).run() == 0

@@ -8,18 +8,14 @@ import os
 from datetime import timedelta
 
 import pytest
-from torch.distributed import HashStore, TCPStore
+from torch.distributed import HashStore
 
-from moevement_ext.launch.launcher_events import JobRecovered, WorkerEvicted, WorkerLaunched
+from moevement_ext.launch.launcher_events import JobRecovered, WorkerLaunched
 from moevement_ext.launch.remote import RemoteChild
 from moevement_ext.membership import mailbox
 from moevement_ext.membership.mailbox import (
-    evict,
-    evictions,
     of_launch,
-    own_process,
     read_files,
-    take_eviction,
     write_files,
     write_finished,
     write_joining,
@@ -46,7 +42,6 @@ def state(job: Job, rank: int, launch: str, process: int) -> None:
         write_survivors(store)
         write_joining(store, rank)
         write_finished(store, rank, 0)
-        evict(store, rank, own_process())
         mailbox.write_recovery(of_launch(store, launch), f'of {launch}')
 
 
@@ -61,12 +56,11 @@ def test_reports_of_an_earlier_launch_are_ignored(job: Job, survive: bool) -> No
     job.finish_when = lambda: len(job.started(1)) == 2 and bool(survive or job.started(0)[1:])
     assert job.run('1.0=kill:strike', nodes=2, survive=survive) == 0
     assert len(job.started(0)) == (1 if survive else 2) and len(job.started(1)) == 2
-    assert job.seen(WorkerEvicted) == []
     assert job.seen(JobRecovered) == []
 
 
 def test_statements_of_a_predecessor_are_not_those_of_the_process(job: Job) -> None:
-    """They are read after its successor has started: it is neither evicted nor done."""
+    """They are read after its successor has started: it is not done."""
     numbers: list[int] = []
 
     def note(event: WorkerLaunched) -> None:
@@ -78,7 +72,6 @@ def test_statements_of_a_predecessor_are_not_those_of_the_process(job: Job) -> N
     job.on(WorkerLaunched, note, rank=1)
     job.finish_when = lambda: len(job.started(1)) == 3 and bool(job.seen(JobRecovered))
     assert job.run('1.0=kill:strike', '1.1=kill:again', nodes=2) == 0
-    assert job.seen(WorkerEvicted) == []
     assert [event.line for event in job.seen(JobRecovered)] == [f'of {job.running.config.launch}']
     assert len(set(numbers)) == 3
     ends = [mailbox.read_death(job.mailbox, number) for number in numbers]
@@ -94,13 +87,3 @@ def test_second_file_report_of_a_rank_replaces_the_first() -> None:
         assert read_files(store, world_size=2) is None
     write_files(store, 1, b'other')
     assert read_files(store, world_size=2) == [b'again', b'other']
-
-
-def test_each_eviction_is_counted_and_taken_once() -> None:
-    store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
-    assert (evictions(store), take_eviction(store, 1)) == (0, None)
-    evict(store, 1, 100)
-    evict(store, 1, 101)  # its replacement hangs, too
-    assert evictions(store) == 2
-    assert (take_eviction(store, 0), take_eviction(store, 1)) == (None, 101)
-    assert (evictions(store), take_eviction(store, 1)) == (2, None)

@@ -14,26 +14,18 @@ from moevement_ext.launch.launcher_events import (
     AllStartAgain,
     MemoryKept,
     WorkerEnded,
-    WorkerEvicted,
     WorkerLaunched,
     WorkerStopped,
 )
 from moevement_ext.membership import counters
-from moevement_ext.membership.mailbox import (
-    evict,
-    write_memory,
-    write_stuck_timeout,
-)
+from moevement_ext.membership.mailbox import write_memory
 from moevement_ext.membership.rendezvous import how_broken, is_over, present_round
 from moevement_ext.memory.node_store import NodeStore
+from moevement_ext.system.death_notice import signal_that_kills
 from tests.support.readable import dies, readable
 from tests.unit.launch.conftest import Job, ended, failure, unkillable
-from tests.unit.membership.clock import Clock
 from tests.unit.store.processes import until
 
-ROOT = Path(__file__).parents[3]
-STUCK_S = 5.0
-SILENT_LOOKS = 30
 ROUNDS = 10
 """Of the launcher, within which it would start a replacement."""
 
@@ -76,14 +68,15 @@ def test_death_is_announced_before_the_rank_is_replaced(job: Job) -> None:
 def test_death_is_announced_before_the_memory_is_freed(
     spares: int, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A thread that stops in its exit keeps the memory, as the kernel does for seconds.
-
-    Nor does the launcher look whether the dead worker is blocked in the kernel, as it is.
-    """
+    """A thread that stops in its exit keeps the memory, as the kernel does for seconds."""
     thread, seen = job.folder / 'thread', []
     looked: list[int] = []
-    monkeypatch.setattr(machine, 'BETWEEN_CHECKS_S', 0.0)
-    monkeypatch.setattr(machine, 'waits_in_kernel', looked.append)
+
+    def look(pid: int) -> int:
+        looked.append(pid)
+        return signal_that_kills(pid)
+
+    monkeypatch.setattr(machine, 'signal_that_kills', look)
 
     def kill() -> None:
         until(thread.exists)
@@ -335,48 +328,3 @@ def test_stop_sends_the_signal_first_even_to_stopped_workers(job: Job) -> None:
 
     assert job.run(nodes=2) == 143
     assert ended(job) == {0: [-15], 1: [-15]}
-
-
-# Heartbeats
-
-
-def test_workers_that_block_in_the_kernel_have_heartbeats_until_they_are_stuck(
-    job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    launcher = job.supervisor(f'0.0=block:{ROOT}', '1.0=stop', nodes=2)
-    write_stuck_timeout(job.mailbox, STUCK_S)
-    look, pipe, clock = launcher._poll_store, job.folder / 'pipe', Clock()
-    monkeypatch.setattr(machine, 'time', clock)
-    beats: list[list[int]] = []
-
-    def observed() -> None:
-        look()
-        clock.now += machine.BETWEEN_CHECKS_S
-        if not pipe.exists():
-            return
-        beats.append([counters.read_heartbeats(launcher.store, 0, rank) for rank in range(2)])
-        if beats[-SILENT_LOOKS:] == [beats[-1]] * SILENT_LOOKS:
-            pipe.open('wb').close()
-            os.kill(launcher.workers[1].pid, signal.SIGCONT)
-            job.finish()
-
-    launcher._poll_store = observed  # type: ignore[method-assign]
-    job.finish_when = lambda: False
-    assert launcher.run() == 0
-    assert beats[-1] == [STUCK_S / machine.BETWEEN_CHECKS_S - 1, 0], 'none once it counts as stuck'
-
-
-# Eviction
-
-
-def test_worker_found_hung_is_killed_and_replaced(job: Job) -> None:
-    def others_find_it_hung(event: WorkerLaunched) -> None:
-        evict(job.mailbox, 0, 1)  # the number of an earlier process of the rank
-        evict(job.mailbox, 1, job.process(1))
-
-    job.on(WorkerLaunched, others_find_it_hung, nth=2)
-    job.finish_when = lambda: len(job.started(1)) == 2
-    assert job.run(nodes=2) == 0
-    assert ended(job) == {0: [0], 1: [-9, 0]}
-    assert job.seen(WorkerEvicted) == [WorkerEvicted(1, job.started(1)[0].pid)]
-    assert not any(job.mailbox.check([f'evict/{rank}']) for rank in range(2))

@@ -15,11 +15,10 @@ import pytest
 from torch.distributed import TCPStore
 
 from moevement_ext.config import ConfigurationError
-from moevement_ext.launch import child, torchrun_workers
 from moevement_ext.launch.torchrun_agent import OutsideStore
 from moevement_ext.launch.torchrun_workers import _Handler, _Source, a_death
 from moevement_ext.membership import counters
-from moevement_ext.membership.mailbox import write_stuck_timeout, write_survivors
+from moevement_ext.membership.mailbox import write_survivors
 from moevement_ext.membership.rendezvous import how_broken, is_over
 from tests.support.readable import readable
 from tests.unit.launch.conftest import unkillable
@@ -193,8 +192,6 @@ NEEDS_RANK = "assert 'RANK' in os.environ"
 TORCH = ['torch.distributed.run', '--logs-specs', 'moevement']
 OURS = ['moevement_ext.launch.torchrun']
 TO_END_S = 120
-STUCK_S = 0.75
-ROOT = Path(__file__).resolve().parents[3]
 
 
 def _thorough(*case: object) -> Any:
@@ -271,10 +268,6 @@ def main():
     new = pathlib.Path(sys.argv[1] + '.new')
     new.write_text(str(thread.native_id))
     new.rename(sys.argv[1])
-    if sys.argv[2:]:
-        sys.path.append(sys.argv[2])
-        from tests.support.blocked import block
-        block(pathlib.Path(sys.argv[1] + '.pipe'))
     time.sleep(600)
 
 if __name__ == '__main__':
@@ -334,27 +327,3 @@ def test_death_of_a_fork_is_known_before_its_memory_is_freed(
         release()
     assert worker.wait(0.0) == -signal.SIGKILL, 'it waits for the memory'
     os.close(death)
-
-
-def test_fork_that_blocks_in_the_kernel_has_heartbeats_until_it_is_stuck(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    looks: list[int] = []
-
-    def look(pid: int) -> bool:
-        looks.append(pid)
-        return child.waits_in_kernel(pid)
-
-    monkeypatch.setattr(torchrun_workers, 'BETWEEN_CHECKS_S', STUCK_S / 6)
-    monkeypatch.setattr(torchrun_workers, 'waits_in_kernel', look)
-    store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
-    write_stuck_timeout(store, STUCK_S)
-    worker = forked(tmp_path, store, str(tmp_path / 'thread'), str(ROOT))
-    until((tmp_path / 'thread.pipe').exists)
-    until(lambda: counters.read_heartbeats(store, 0, 1) == 5)
-    looks.clear()
-    until(lambda: len(looks) > 5)
-    assert counters.read_heartbeats(store, 0, 1) == 5, 'none once it counts as stuck'
-    os.close(os.open(tmp_path / 'thread.pipe', os.O_WRONLY))
-    os.kill(worker.pid, signal.SIGKILL)
-    assert worker.wait() == -signal.SIGKILL

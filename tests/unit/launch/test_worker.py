@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replacements that hang before they join the other ranks."""
 
+import os
 import signal
 from collections.abc import Sequence
 
@@ -12,7 +13,6 @@ from moevement_ext.events import Event
 from moevement_ext.launch import child, supervisor, worker
 from moevement_ext.launch.launcher_events import WorkerLate, WorkerLaunched, WorkerUnkillable
 from moevement_ext.launch.worker import Worker
-from moevement_ext.membership.mailbox import evict
 from tests.support.readable import dies
 from tests.unit.launch.conftest import Job, ended, failure, unkillable
 
@@ -95,11 +95,11 @@ def test_wait_for_the_death_of_a_worker_is_bounded(
 ) -> None:
     monkeypatch.setattr(child, 'TO_DIE_S', 1.0)
 
-    def others_find_it_hung(event: WorkerLaunched) -> None:
+    def kill(event: WorkerLaunched) -> None:
         hold(event.pid)
-        evict(job.mailbox, 1, job.process(1))
+        os.kill(event.pid, signal.SIGKILL)  # as its watchdog does
 
-    job.on(WorkerLaunched, others_find_it_hung, rank=1)
+    job.on(WorkerLaunched, kill, rank=1)
     job.finish_when = lambda: False
     with unkillable() as hold:
         assert job.run(nodes=2) == 1

@@ -37,7 +37,7 @@ def member_of(
     stuck_timeout_s: float = 0.0,
 ) -> tuple[Membership, TCPStore]:
     """A member that is not settled yet and checks its training thread often."""
-    round_watch.HEARTBEAT_S = membership.HEARTBEAT_S = 0.05
+    round_watch.LOOK_S = membership.LOOK_S = 0.05
     store = connect(port)
     place = Rendezvous(store, rank, world_size)
     report = Report(survivor=False, node='a', process=100 + rank, windows=[])
@@ -93,12 +93,15 @@ def wait_until(true: Callable[[], object]) -> None:
         threading.Event().wait(0.01)
 
 
-def waits_for_too_long(port: int, rank: int, committed: int) -> None:
-    """Rank 0 waits for a message that rank 1 never sends; both have reported their progress."""
+def waits_for_too_long(port: int, rank: int, hangs: bool) -> None:
+    """Rank 0 waits for a message that rank 1 never sends; both have reported their progress.
+
+    If rank 1 `hangs`, rank 0 has committed more.
+    """
     member, store = member_of(port, rank, 2)
     init_gloo(PrefixStore('pg', store), rank, 2)
     member._standstill._timeout_s = 1.0
-    member.committed = committed
+    member.committed = 8 if hangs and rank == 0 else 7
     member.settle()
     member.watch('gloo', int)
     wait_until(lambda: store.check(['progress/0/0', 'progress/0/1']))
@@ -111,7 +114,7 @@ def waits_for_too_long(port: int, rank: int, committed: int) -> None:
         while not member.broken:  # it makes progress
             sum(range(1000))
     store.add('out', 1)
-    wait_until(lambda: store.add('out', 0) == 2)
+    wait_until(lambda: store.add('out', 0) == (1 if hangs else 2))
     leave(0)  # a thread that waits in torch may abort a process that returns
 
 

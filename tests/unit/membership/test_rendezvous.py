@@ -13,7 +13,7 @@ from torch.distributed import TCPStore
 
 from moevement_ext.errors import SparseCheckpointError
 from moevement_ext.membership import counters, rendezvous
-from moevement_ext.membership.counters import Heartbeats
+from moevement_ext.membership.counters import send_heartbeat
 from moevement_ext.membership.rendezvous import (
     FencedOut,
     Rendezvous,
@@ -115,10 +115,8 @@ def test_ranks_meet_after_deaths_at_random_moments(
         for rank in chance.sample(range(WORLD), chance.randrange(WORLD + 1)):
             if launcher.check([f'join/{round}/{rank}']):
                 break  # all ranks of the last turn have joined
-            if chance.random() < 0.5:
-                counters.sign(
-                    launcher, f'here/{round}', rank, WORLD
-                )  # died as soon as it had signed
+            if chance.random() < 0.5:  # it died as soon as it had its place
+                launcher.set(counters.place_in(round, rank), 'dead')
             else:
                 die_waiting(launcher, rank)
         assert_one_new_round(meet_all(chance.sample(attempts_of(connections), WORLD)))
@@ -149,9 +147,8 @@ def test_late_rank_with_heartbeats_is_waited_for(
         threads.submit(attempt.meet, report_of(attempt.rank), timedelta(seconds=3), round)
         for attempt in attempts[:3]
     ]
-    heartbeats = Heartbeats(launcher, round, 3)
     while not all(looked.is_set() for looked in looks):
-        heartbeats.send()
+        send_heartbeat(launcher, 3)
         assert not any(future.done() for future in waiting)
         time.sleep(0.02)
     results = [attempts[3].meet(report_of(3), TIMEOUT, round), *(one.result() for one in waiting)]
@@ -170,7 +167,7 @@ def test_keys_do_not_grow_with_the_number_of_rounds(
     launcher: TCPStore, connections: list[TCPStore]
 ) -> None:
     launcher.set('job/0/plan', 'kept')
-    launcher.set('evict/0', '1')
+    launcher.set('memory', '/run')
     attempts = attempts_of(connections)
     counts, round = [], None
     for _ in range(50):
@@ -184,7 +181,7 @@ def test_keys_do_not_grow_with_the_number_of_rounds(
                 )
             )
         for rank in range(WORLD):
-            Heartbeats(launcher, round, rank).send()
+            send_heartbeat(launcher, rank)
             results[rank].store.set(f'address/{rank}', 'somewhere')
         forgetting = attempts[0]._forgetting
         assert forgetting is not None
@@ -192,7 +189,7 @@ def test_keys_do_not_grow_with_the_number_of_rounds(
         counts.append(launcher.num_keys())
     # On a busy machine a round may be broken before all have arrived, and the next one completes.
     assert max(counts) < 2 * counts[2]
-    assert launcher.check(['job/0/plan', 'evict/0'])
+    assert launcher.check(['job/0/plan', 'memory'])
 
 
 def test_keys_of_former_attempts_of_the_job_are_deleted(
@@ -232,7 +229,7 @@ def test_replaced_process_is_fenced_out(
     """It was stopped or cut off, and the others continued with its replacement."""
     attempts = attempts_of(connections)
     round = assert_one_new_round(meet_all(attempts))
-    end_round(launcher, round, 'rank 1 has sent no heartbeat')
+    end_round(launcher, round, 'rank 1 is lost')
     replacement = Rendezvous(connections[1], 1, WORLD)
     joined = threads.submit(replacement.meet, report_of(1), TIMEOUT)
     launcher.wait([f'join/{round + 1}/1'], TIMEOUT)

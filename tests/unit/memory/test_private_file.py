@@ -21,7 +21,7 @@ from moevement_ext.memory.window.generations import OwnerWindows
 from tests.unit.memory.samples import PLAN, capacity, identity_of, named, write_window
 
 REPOSITORY = Path(__file__).parents[3]
-NOBODY = 65534
+NO_RANK = 65534
 TEXT = 'a victim wrote this'
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason='only root can act as a second user')
@@ -184,7 +184,7 @@ except Exception as error:
 
 def as_second_user(*arguments: object) -> str:
     """Output of a process that becomes another user."""
-    program = [sys.executable, '-c', SECOND_USER, *map(str, arguments), str(NOBODY)]
+    program = [sys.executable, '-c', SECOND_USER, *map(str, arguments), str(NO_RANK)]
     done = subprocess.run(program, cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -195,7 +195,7 @@ def test_second_user_on_the_node_can_run(public: Path) -> None:
     first = NodeStore(public, 'run-a', 'node0')
     OwnerWindows(first, 0, 0, capacity())
     assert as_second_user(public, 'run-b') == f'[]\n{GENERATIONS}\n'
-    assert (public / 'run-b').stat().st_uid == NOBODY
+    assert (public / 'run-b').stat().st_uid == NO_RANK
     first.close()
 
 

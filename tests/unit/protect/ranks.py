@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from moevement_ext.config import COORDINATOR
+from moevement_ext.config import COORDINATOR, SparseCheckpointConfig
 from moevement_ext.coordinator import coordinator_client
 from moevement_ext.memory.window.name import Agreed
 from moevement_ext.protect import persistence
@@ -39,7 +39,12 @@ class Promising:
         self.former: list[Persistence] = []
 
     def _process(self, rank: int) -> Persistence:
-        known: Any = SimpleNamespace(number=rank, world_size=self.size, exchange=self._exchange)
+        known: Any = SimpleNamespace(
+            number=rank,
+            world_size=self.size,
+            exchange=self._exchange,
+            config=SparseCheckpointConfig(),
+        )
         return Persistence(known, '127.0.0.1', SECRET)
 
     def _exchange(self, name: str, own: bytes) -> list[bytes]:

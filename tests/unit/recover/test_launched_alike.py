@@ -14,7 +14,7 @@ from torch.distributed import HashStore
 from moevement_ext.config import SparseCheckpointConfig
 from moevement_ext.errors import UserError
 from moevement_ext.membership import counters, exchange
-from moevement_ext.membership.counters import Heartbeats, place_in
+from moevement_ext.membership.counters import place_in, send_heartbeat
 from moevement_ext.membership.rendezvous import Rendezvous, is_broken, present_round
 from moevement_ext.membership.report import Report, encode
 from moevement_ext.memory.window import settings
@@ -150,11 +150,11 @@ def test_stranger_is_refused_before_it_takes_a_place(
         launched_alike.leave(store, one)
         report = Report(False, 'a', 1, [], launched=launch_of(one))
         store.set(place_in(0, one.rank), exchange.packed(encode(report)))  # type: ignore[arg-type]
-    beats, place = Heartbeats(store, 0, 0), Rendezvous(store, number, 3)
+    place = Rendezvous(store, number, 3)
 
     def live() -> None:
         while not stopped.wait(0.05):
-            beats.send()
+            send_heartbeat(store, 0)
 
     living = threading.Thread(target=live)
     living.start()
@@ -165,13 +165,13 @@ def test_stranger_is_refused_before_it_takes_a_place(
     assert not is_broken(store, present_round(store))
     stopped.set()
     living.join()
-    monkeypatch.setattr(counters, '_SURELY_HEARD_S', 0.0)
+    monkeypatch.setattr(counters, 'LONGEST_PERIOD_S', 0.0)
     launched_alike.refuse_stranger(place, stranger, False)
 
 
 @pytest.mark.parametrize('launch', ['', 'gone'])
 def test_only_a_survivor_of_this_launch_waits(launch: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(counters, '_SURELY_HEARD_S', 0.0)
+    monkeypatch.setattr(counters, 'LONGEST_PERIOD_S', 0.0)
     store = HashStore()
     launched_alike.leave(store, RankIdentity('run', 'layout', 0, OWN))
     waits = Report(True, 'a', 1, [], launched='as OWN', details=b'handed over', launch=launch)

@@ -17,7 +17,7 @@ from torch.distributed import TCPStore
 
 from moevement_ext.memory.node_store import noted_deaths
 from moevement_ext.system import watchdog, watchdog_process
-from moevement_ext.system.watchdog import Watchdog, under_torchrun
+from moevement_ext.system.watchdog import Watchdog, is_launched, under_torchrun
 from moevement_ext.system.watchdog_process import (
     BLOCKED,
     DEATH,
@@ -229,11 +229,14 @@ def test_windows_that_do_not_exist_are_not_named(file: str | None, tmp_path: Pat
         assert process.communicate(timeout=WAIT_S)[1] == ''
 
 
-def test_only_torchrun_does_not_kill_hung_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv('TORCHELASTIC_RUN_ID', raising=False)
-    assert not under_torchrun()
+def test_processes_are_watched_that_a_launcher_replaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ('TORCHELASTIC_RUN_ID', 'TORCHELASTIC_RESTART_COUNT'):
+        monkeypatch.delenv(name, raising=False)
+    assert not is_launched() and not under_torchrun()
+    monkeypatch.setenv('TORCHELASTIC_RESTART_COUNT', '0')
+    assert is_launched() and not under_torchrun()
     monkeypatch.setenv('TORCHELASTIC_RUN_ID', 'none')
-    assert under_torchrun()
+    assert is_launched() and under_torchrun()
 
 
 @contextmanager
@@ -269,11 +272,14 @@ def test_process_stopped_before_training_is_killed(tmp_path: Path) -> None:
         assert f'rank 0 (pid {process.pid}) has sent no heartbeat for 5 s: killed' in said
 
 
-def test_set_up_watchdog_outlasts_the_rendezvous_timeout(
-    tmp_path: Path,
-) -> None:
+def test_set_up_is_watched_by_the_timeout_of_the_rendezvous(tmp_path: Path) -> None:
+    """Only while it waits for the others nothing can block its heartbeats."""
     with joining(tmp_path, 2, timeout_s=4321.0) as process:
-        until(lambda: any('4321.0' in line for line in watchers(process)))
+        until(lambda: any('2.0' in line for line in watchers(process)))
+    with joining(tmp_path, 1, timeout_s=4321.0) as process:
+        assert process.stdout.readline() == 'joined\n'
+        (line,) = watchers(process)
+        assert '4321.0' in line
 
 
 def test_training_process_has_no_set_up_watchdog(tmp_path: Path) -> None:
