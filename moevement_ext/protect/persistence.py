@@ -36,6 +36,7 @@ from moevement_ext.membership.mailbox import own_process
 from moevement_ext.membership.rank import Rank
 from moevement_ext.membership.report import Report
 from moevement_ext.memory.window.name import MAX_GIVEN_UP, NOTHING_AGREED, Agreed, WindowName
+from moevement_ext.replicate.secret import CoordinatorSecrets
 
 _Address = tuple[str, int]
 
@@ -45,6 +46,8 @@ class _AtStart(msgspec.Struct, frozen=True):
     coordinator: _Address | None
     began: int
     """By the clock of this process, in nanoseconds."""
+    kept_by_launcher: bool
+    """On rank 0: it does not keep the coordinator itself."""
 
 
 _AT_START = msgspec.msgpack.Decoder(_AtStart)
@@ -54,7 +57,7 @@ class Persistence:
     """The promises of one rank. Any thread.
 
     Construction is collective at the start of a job, not in a joining process. `host` is this
-    rank's address; `secret` authenticates ranks and coordinator.
+    rank's address; `secrets` authenticate ranks and coordinator.
 
     Attributes:
         coordinator: where the coordinator listens, on rank 0.
@@ -63,21 +66,22 @@ class Persistence:
         at_start: the processes of all ranks at the start of the job.
     """
 
-    def __init__(self, rank: Rank, host: str, secret: bytes) -> None:
+    def __init__(self, rank: Rank, host: str, secrets: CoordinatorSecrets) -> None:
         given = kept_by_launcher(host) if rank.number == 0 else None
         keeps = rank.number == 0 and given is None
-        self._keeper = Keeper(host, secret) if keeps else None
+        self._keeper = Keeper(host, secrets.of_rank_0) if keeps else None
         # Its watchdog kills a process that hangs, if that does not stand still, too.
         hang_s, stuck_s = rank.config.hang_timeout, rank.config.stuck_timeout
         self.coordinator = given if self._keeper is None else self._keeper.address
         own, now = own_process(), time.time_ns()
-        told = msgspec.msgpack.encode(_AtStart(own, self.coordinator, now))
+        told = msgspec.msgpack.encode(_AtStart(own, self.coordinator, now, given is not None))
         self.at_start = [_AT_START.decode(one) for one in rank.exchange('coordinator', told)]
         # The coordinator may outlive all workers: it ignores those of an earlier start.
         job = JobStart(self.at_start[0].began, rank.world_size, '')
         silent_s = hang_s + stuck_s if stuck_s else 0.0
         self._hello = Hello(rank.number, own, job, now, silent_s=silent_s)
-        self._secret = secret
+        by_launcher = self.at_start[0].kept_by_launcher
+        self._secret = secrets.of_launcher if by_launcher else secrets.of_rank_0
         self._client: CoordinatorClient | None = None
         self.trackers: dict[str, WindowTracker] = {}
         self.on_over: Callable[[int, str], None] = lambda number, why: None

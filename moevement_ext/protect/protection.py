@@ -196,8 +196,8 @@ class Reserved:
         share = sized(longest)._replace(window=window, slot_bytes=planner.slot_bytes(window))
         self.memory = reserve(rank, share, operators.device, self.statistics.degraded)
         self.memory.connect(partial(rank.exchange, 'addresses'))
-        host, secret = self.memory.server.address[0], self.memory.coordinator_secret
-        self.persistence = Persistence(rank, host, secret)
+        host = self.memory.server.address[0]
+        self.persistence = Persistence(rank, host, self.memory.coordinator_secrets)
 
     @property
     def stops(self) -> bool:

@@ -108,7 +108,10 @@ class HostMemory:
         # A process that replaces this one later receives the same salt from the other ranks.
         self._secret = of_attempt(secret, self.members[0].salt)
         self.mark = mark(secret)
-        self.coordinator_secret = of_coordinator(None if closed_between_nodes() else secret)
+        given = None if closed_between_nodes() else secret
+        self.coordinator_secrets = CoordinatorSecrets(
+            of_coordinator(given), of_coordinator(given, self.members[0].salt)
+        )
         self.copies = node_plan.copies_of(self.members, config.topology, config.replicas)
         if self.rank == 0:
             node_plan.warn_of_same_names(self.members)

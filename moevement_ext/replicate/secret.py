@@ -28,7 +28,7 @@ import os
 import secrets
 from collections.abc import Generator, Mapping
 from contextlib import suppress
-from typing import Annotated, Any, Protocol, cast
+from typing import Annotated, Any, NamedTuple, Protocol, cast
 
 import msgspec
 
@@ -248,13 +248,21 @@ def of_attempt(secret: bytes, salt: bytes) -> bytes:
     return hmac.digest(secret, b'attempt' + salt, 'sha256')
 
 
-def of_coordinator(secret: bytes | None) -> bytes:
-    """Derive the secret of the clients of the coordinator.
+class CoordinatorSecrets(NamedTuple):
+    """The secret of the clients of the coordinator, by the process that keeps it."""
+
+    of_launcher: bytes
+    of_rank_0: bytes
+    """Useless in another start of the job."""
+
+
+def of_coordinator(secret: bytes | None, salt: bytes = b'') -> bytes:
+    """Derive the secret of the clients of the coordinator, with a salt that all of them know.
 
     Nodes without a secret in common (None) agree about windows, which they do not serve each other,
     as about all else: every process that reaches their store can disturb it.
     """
-    return of_attempt(secret or b'', b'coordinator')
+    return of_attempt(secret or b'', b'coordinator' + salt)
 
 
 def _kept(node: NodeStore) -> bytes | None:

@@ -13,9 +13,10 @@ from moevement_ext.coordinator import coordinator_client
 from moevement_ext.memory.window.name import Agreed
 from moevement_ext.protect import persistence
 from moevement_ext.protect.persistence import Persistence, WindowTracker
+from moevement_ext.replicate.secret import CoordinatorSecrets
 from tests.unit.coordinator.served import KeptHere
 
-SECRET = b's' * 32
+SECRETS = CoordinatorSecrets(b'l' * 32, b'0' * 32)
 
 
 class Promising:
@@ -45,7 +46,7 @@ class Promising:
             exchange=self._exchange,
             config=SparseCheckpointConfig(),
         )
-        return Persistence(known, '127.0.0.1', SECRET)
+        return Persistence(known, '127.0.0.1', SECRETS)
 
     def _exchange(self, name: str, own: bytes) -> list[bytes]:
         self._at_start.append(own)

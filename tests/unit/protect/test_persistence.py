@@ -15,7 +15,7 @@ from moevement_ext.coordinator.statements import Promises, RoundOver, Settled
 from moevement_ext.memory.window.name import MAX_GIVEN_UP, Agreed, WindowName
 from moevement_ext.protect.persistence import Persistence, WindowTracker
 from tests.unit.coordinator.served import KeptHere
-from tests.unit.protect.ranks import SECRET, Promising
+from tests.unit.protect.ranks import SECRETS, Promising
 from tests.unit.replicate.peers import wait_for
 
 pytestmark = pytest.mark.timed
@@ -259,7 +259,7 @@ def test_coordinator_of_the_launcher_outlives_all_processes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Some of an earlier start are still connected, as from a node that is cut off."""
-    kept = KeptHere('127.0.0.1', SECRET)
+    kept = KeptHere('127.0.0.1', SECRETS.of_launcher)
     first = Job(monkeypatch, kept)
     first.report(window(0), 0, 1, 2)
     assert first.persisted() == [window(0)] * WORLD

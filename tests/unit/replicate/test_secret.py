@@ -165,6 +165,13 @@ def test_launchers_give_another_one_each_time_and_slurm_the_same_everywhere() ->
     assert b'of the launchers'.hex() not in at[VARIABLE]
 
 
+def test_secret_of_a_coordinator_of_one_start_is_useless_in_another() -> None:
+    """Also if nodes have no secret in common: then it takes the store to know the salt."""
+    salts = (b'', b'of this start', b'of another')
+    found = {secret.of_coordinator(own, salt) for own in (None, b'own') for salt in salts}
+    assert len(found) == 6
+
+
 @pytest.mark.timeout(120)
 def test_nothing_in_the_store_of_a_job_opens_its_memory(
     shm: Path, monkeypatch: pytest.MonkeyPatch
@@ -181,7 +188,7 @@ def test_nothing_in_the_store_of_a_job_opens_its_memory(
     job = threaded_job.ThreadedJob(shm, 8)
     job.run()
     found = contents(job._store)
-    assert len(keys) == 4 * threaded_job.STAGES and len(set(keys)) == 3  # replicas, coordinator
+    assert len(keys) == 6 * threaded_job.STAGES and len(set(keys)) == 4  # replicas, coordinators
     assert any(b'salt' in content for content in found), 'the members are among what was read'
     assert not any(
         key in content for key in (*keys, threaded_job.SECRET.encode()) for content in found
