@@ -20,7 +20,7 @@ def main():
 if __name__ == '__main__':
     main()
 """
-TIMEOUT_S = 300.0
+TIMEOUT_S = 540.0
 
 
 def launch(job: Cluster, *flags: str, mutation: str | None = None) -> tuple[int, str]:
