@@ -64,7 +64,7 @@ from moevement_ext.membership.mailbox import (
     read_memory,
     read_survivors,
 )
-from moevement_ext.membership.rendezvous import announce_failure
+from moevement_ext.membership.rendezvous import announce_failure, present_round
 from moevement_ext.memory.node_store import holds_windows, is_in_use
 from moevement_ext.store_answers import AnswerWatch
 from moevement_ext.system.leaving import listened_for
@@ -427,6 +427,7 @@ class Supervisor:
     def _poll_store(self) -> None:
         try:
             if self._find_store_at is None or self._find_store():
+                present_round(self.store)  # raises if it is lost; the others do not always ask it
                 self._kill_the_late()
                 self._outcome.poll(self._mailbox)
                 self._reserve_elsewhere()
