@@ -115,6 +115,7 @@ def waits_for_too_long(port: int, rank: int, hangs: bool) -> None:
             sum(range(1000))
     store.add('out', 1)
     wait_until(lambda: store.add('out', 0) == (1 if hangs else 2))
+    member._joined.watch.wait_until_woken()  # its thread may not start others while all end
     leave(0)  # a thread that waits in torch may abort a process that returns
 
 

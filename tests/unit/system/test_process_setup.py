@@ -203,5 +203,5 @@ def test_launchers_set_the_resolver_options(program: str, monkeypatch: pytest.Mo
     monkeypatch.setenv('RES_OPTIONS', '')
     monkeypatch.delenv('RES_OPTIONS')
     with suppress(SystemExit):  # torch's agent does not exit with SystemExit
-        importlib.import_module(program).main(['--help'])
+        importlib.import_module(program).main(['--unknown'])
     assert os.environ['RES_OPTIONS'] == 'timeout:1 attempts:5'
