@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The demo: what it demands of the events of a localized recovery, and what it reports of them."""
 
+import io
 import operator
+import re
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
+from rich.console import Console
 
 from moevement_ext.events import (
     Event,
@@ -20,10 +23,13 @@ from moevement_ext.events import (
 from tests.unit.tools.samples import event
 from tools.demo import LOST, result
 from tools.lab.digests import StateDigest
+from tools.lab.history import History
 from tools.lab.job import Trained
 from tools.lab.presets import STAGE_RANKS, WORLD_SIZE
 from tools.lab.programs import LabError
 from tools.lab.run_log import Iteration, RunLog
+from tools.report.__main__ import render
+from tools.status import failure_table
 
 KILLED_AT = 100.0
 Events = list[Event]
@@ -93,6 +99,16 @@ def test_the_last_line_keeps_its_format() -> None:
     assert ' overhead=unknown ' in compared(recovered(), 1.0, 9.0)
     different = compared(recovered(digest='b' * 64))
     assert different.startswith('demo: bit_identical=false ')
+
+
+def test_page_shows_the_figures_of_the_last_line() -> None:
+    """And the table below the demo, which is that of `status`."""
+    history = History(good_events())
+    page = ' '.join(re.sub('<[^>]*>', ' ', render(history, 'a run')).split())
+    assert 'overhead of checkpointing 1.250' in page and '15.3 s away, median' in page
+    console = Console(file=io.StringIO(), width=120)
+    console.print(failure_table(history, 130.0))
+    assert '15.3 s' in console.file.getvalue()
 
 
 def with_field(rank: int, **fields: Any) -> Events:
