@@ -141,7 +141,9 @@ def check_each(job: Cluster) -> None:
         [2],
     ]
     assert woken.stages == [] and woken.replayed == 0, 'no process replaced it'
-    assert set(met.replacements) == {1, 3}
+    assert {3} <= set(met.replacements) <= {1, 3}, (
+        'rank 1 may have its state before rank 3 is killed'
+    )
     reasons = [event.reason for event in job.events_of(FailureDetected, rank=0)]
     assert STUCK in reasons[0]
     assert 'mutations/liveness.py' in (job.directory / 'attempt0-rank3.log').read_text()
