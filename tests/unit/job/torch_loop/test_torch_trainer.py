@@ -78,7 +78,7 @@ def test_iteration_computes_reduces_and_updates() -> None:
     trainer.iterate(0)
     assert trainer.asked == [0, ('a',), 'reduce', ('b',), [0.5], ('c', False)]
     assert trainer.iteration == 1
-    state, entry = trainer.record(1, skipped=False)
+    state, entry, _ = trainer.record(1, skipped=False)
     assert (entry.iteration, entry.grad_norms, entry.loss) == (1, [0.5], trainer.loss)
     assert state == trainer.auxiliary_state.now()
 
@@ -86,7 +86,7 @@ def test_iteration_computes_reduces_and_updates() -> None:
 def test_replay_uses_the_recorded_reduced_numbers() -> None:
     trainer = Trainer(job())
     trainer.iterate(0)
-    state, entry = trainer.record(1, skipped=False)
+    state, entry, _ = trainer.record(1, skipped=False)
     for known in (entry, state):
         trainer.asked.clear()
         with trainer.reduced(known):
@@ -99,7 +99,7 @@ def test_replay_uses_the_recorded_reduced_numbers() -> None:
 def test_undo_removes_a_broken_iteration() -> None:
     trainer = Trainer(job())
     trainer.iterate(0)
-    state, _ = trainer.record(1, skipped=False)
+    state = trainer.record(1, skipped=False).state
     before = trainer.everything()
     assert trainer.begin_iteration(1) == state
     trainer.compute(1)  # changes buffers and random numbers
@@ -176,7 +176,7 @@ def test_interrupted_evaluation_leaves_no_module_in_its_mode(replays: bool) -> N
 def test_new_process_restores_schedule_and_learning_rate() -> None:
     trainer, fresh = Trainer(job()), Trainer(job())
     trainer.iterate(0)
-    state, _ = trainer.record(1, skipped=False)
+    state = trainer.record(1, skipped=False).state
     for item, other in zip(trainer.operators._all(), fresh.operators._all(), strict=True):
         other.source.copy_(item.source)
     fresh.auxiliary_state.restore(state)
